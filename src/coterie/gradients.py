@@ -1,0 +1,129 @@
+"""What user 0 receives in one step: its own gradient and its peers', checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients at one point, as flat vectors.
+
+    Args:
+        own: g_0, user 0's own gradient, of shape (d,).
+        peers: Σ τ_k g_k, the peers' weighted sum, of shape (d,). What did not answer is g_0 in it.
+        rows: the gradients of the peers that answered, of shape (n, d), for rules that need each.
+        names: the peers of `rows`, in order.
+        answered: the share of the peers' weight that answered; 1 when everyone did.
+        left_out: the peers left out of this step, each with the reason.
+        x: the point the gradients belong to, where a rule needs it.
+        own_loss: user 0's loss on its batch.
+
+    Example:
+        >>> g = Gradients(own=torch.zeros(2), rows=torch.tensor([[1.0, 0.0], [0.0, 1.0]]), names=("a", "b"))
+        >>> g.average({"a": 0.25, "b": 0.75})
+        (tensor([0.2500, 0.7500]), 1.0)
+    """
+
+    own: Tensor
+    peers: Tensor | None = None
+    rows: Tensor | None = None
+    names: tuple[str, ...] = ()
+    answered: float = 1.0
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    x: Tensor | None = None
+    own_loss: float = float("nan")
+
+    def average(self, tau: Mapping[str, float] | None = None) -> tuple[Tensor, float]:
+        """Return the peers' weighted sum and the share of the weight that answered.
+
+        The weight of a peer that did not answer goes back to g_0.
+
+        Args:
+            tau: the weight of each peer, used with `rows`; equal weights when None.
+        """
+        if self.peers is not None:
+            return self.peers, self.answered
+        if self.rows is None:
+            raise KnobError("a rule that listens to peers needs `Gradients(peers=…)` or `Gradients(rows=…)`")
+        if tau is None:
+            weights = [self.answered / max(1, len(self.rows))] * len(self.rows)
+        else:
+            weights = [tau.get(name, 0.0) for name in self._row_names()]
+        return weighted_sum(self.own, self.rows, weights)
+
+    def _row_names(self) -> tuple[str, ...]:
+        if self.rows is not None and len(self.names) != len(self.rows):
+            raise KnobError(
+                f"`names` must name every row when weights are given by name: {len(self.names)} names, "
+                f"{len(self.rows)} rows"
+            )
+        return self.names
+
+
+def weighted_sum(own: Tensor, rows: Tensor, weights: Sequence[float]) -> tuple[Tensor, float]:
+    """Return Σ τ_k g_k, with g_0 in the place of the weight that is missing to 1, and the weight present.
+
+    Example:
+        >>> weighted_sum(torch.tensor([8.0]), torch.tensor([[4.0]]), [0.5])
+        (tensor([6.]), 0.5)
+    """
+    answered = min(1.0, sum(weights))
+    if 1.0 - answered < 1e-12:
+        answered = 1.0
+    if not answered:
+        return own.clone(), 0.0
+    peers = own.new_tensor(weights) @ rows
+    if answered < 1.0:
+        peers = peers.add_(own, alpha=1.0 - answered)
+    return peers, answered
+
+
+def is_finite(vector: Tensor) -> bool:
+    """Say whether every entry is finite, in one pass over the vector.
+
+    Example:
+        >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([1.0, float("nan")]))
+        (True, False)
+    """
+    lowest, highest = torch.aminmax(vector)
+    return bool(torch.isfinite(lowest) & torch.isfinite(highest))
+
+
+def receive(
+    own: Tensor, answers: Mapping[str, Tensor | None]
+) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
+    """Keep the answers that can be used: the rows, their names, and who was left out and why.
+
+    Args:
+        own: g_0, whose shape, dtype and device every answer must fit.
+        answers: for each peer asked, its gradient, or None where nothing came.
+
+    Example:
+        >>> answers = {"a": torch.ones(2), "b": torch.ones(3), "c": None}
+        >>> rows, names, left_out = receive(torch.zeros(2), answers)
+        >>> names, left_out
+        (('a',), {'b': 'shape (3,) instead of (2,)', 'c': 'no answer'})
+    """
+    rows: list[Tensor] = []
+    names: list[str] = []
+    left_out: dict[str, str] = {}
+    for name, answer in answers.items():
+        if answer is None:
+            left_out[name] = "no answer"
+        elif answer.shape != own.shape:
+            left_out[name] = f"shape {tuple(answer.shape)} instead of {tuple(own.shape)}"
+        elif not answer.is_floating_point():
+            left_out[name] = f"dtype {answer.dtype} instead of {own.dtype}"
+        elif not is_finite(row := answer.to(own)):
+            left_out[name] = "not finite"
+        else:
+            rows.append(row)
+            names.append(name)
+    return torch.stack(rows) if rows else own.new_empty(0, *own.shape), tuple(names), left_out

@@ -1,0 +1,299 @@
+"""Rules: from the gradients of one step to the direction user 0 follows.
+
+Alone, weighted gradient averaging (Algorithm 2) and bias correction (Algorithm 3) are one family,
+
+    d_t     = (1 − α) g_0 + α (g_avg − w c_t)
+    c_{t+1} = (1 − β) c_t + β (g_avg − g_0)
+
+at α = 0, at w = 0 and at w = 1. `w` is `correction`; λ = α(1 − w) is the weight that the peers' objective
+keeps in what is really minimised, (1 − λ) f_0 + λ f_avg.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+from coterie.gradients import Gradients
+from coterie.users import User
+
+State: TypeAlias = dict[str, Any]
+"""A rule's memory: tensors and numbers by name, so that a checkpoint can hold it. `step` counts the steps
+taken; `weight` is the weight that the peers had in the last one."""
+
+Knob: TypeAlias = float | Callable[[int], float]
+"""A number, or a function of the step."""
+
+
+class Rule(Protocol):
+    """How user 0 turns gradients into a direction. The knobs are fields; the state is passed and returned."""
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether every peer's gradient is needed, not only their weighted sum."""
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the weight of each peer to ask; an empty mapping asks nobody."""
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step."""
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the direction and the next state."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Follow the own gradient: d_t = g_0.
+
+    Example:
+        >>> rule = Alone()
+        >>> rule(Gradients(own=torch.tensor([1.0])), rule.init(torch.zeros(1)))[0]
+        tensor([1.])
+    """
+
+    needs_rows: ClassVar[bool] = False
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Ask nobody."""
+        return {}
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step."""
+        return {"step": 0, "weight": 0.0}
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return g_0."""
+        return g.own, {"step": state["step"] + 1, "weight": 0.0}
+
+
+@dataclass(frozen=True)
+class WeightedAveraging:
+    """Average the own gradient with the peers' (Algorithm 2): d_t = (1 − α) g_0 + α Σ τ_k g_k.
+
+    Args:
+        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step.
+        tau: τ, the weight of each peer by name, summing to 1; equal weights when None.
+
+    Example:
+        >>> rule = WeightedAveraging(alpha=0.25)
+        >>> g = Gradients(own=torch.tensor([4.0]), peers=torch.tensor([0.0]))
+        >>> rule(g, rule.init(torch.zeros(1)))[0]
+        tensor([3.])
+    """
+
+    alpha: Knob
+    tau: Mapping[str, float] | None = None
+
+    needs_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_knob("alpha", self.alpha)
+        _check_tau(self.tau)
+
+    @classmethod
+    def pooled(cls, me: User, peers: Sequence[User]) -> WeightedAveraging:
+        """Return the averaging that minimises the mean loss over everybody's examples together.
+
+        Example:
+            >>> small = User("me", torch.zeros(10, 1), torch.arange(10.0))
+            >>> large = User("a", torch.zeros(30, 1), torch.arange(30.0))
+            >>> WeightedAveraging.pooled(small, [large])
+            WeightedAveraging(alpha=0.75, tau={'a': 1.0})
+        """
+        total = sum(len(peer) for peer in peers)
+        return cls(alpha=total / (total + len(me)), tau={peer.name: len(peer) / total for peer in peers})
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Return τ over the given peers."""
+        return _weights(self.tau, names)
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step."""
+        return {"step": 0, "weight": 0.0}
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return (1 − α) g_0 + α g_avg and the next state."""
+        alpha = _at("alpha", self.alpha, state["step"])
+        peers, answered = g.average(self.tau)
+        return (
+            _direction(g.own, peers, alpha),
+            {"step": state["step"] + 1, "weight": alpha * answered},
+        )
+
+
+@dataclass(frozen=True)
+class BiasCorrection:
+    """Average, less the running estimate of the peers' bias (Algorithm 3).
+
+        d_t     = (1 − α) g_0 + α (g_avg − w c_t)
+        c_{t+1} = (1 − β) c_t + β (g_avg − g_0)
+
+    d_t uses the old c_t: the new one contains this step's noise. In a step where a share a < 1 of the peers'
+    weight answers, the rest of g_avg is g_0, and both lines use a·c_t for the bias of what answered.
+
+    Args:
+        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step.
+        beta: β, the rate at which the bias estimate follows, in [0, 1]; a number or a function of the step.
+        tau: τ, the weight of each peer by name, summing to 1; equal weights when None.
+        correction: w, how much of the bias is taken away, in [0, 1]: 0 is `WeightedAveraging`, 1 the paper.
+        start: c_0: the `"first"` observed bias, as in the paper, or `"zero"`, as in the authors' notebook.
+        warm_up: follow with β_t = max(β, 1/(t + 1)), so that c_t is at first the mean of the biases seen
+            and a small β need not wait 1/β steps; False gives the paper's recursion exactly.
+
+    Example:
+        >>> rule = BiasCorrection(alpha=0.5, beta=0.1)
+        >>> g = Gradients(own=torch.tensor([1.0]), peers=torch.tensor([5.0]))
+        >>> direction, state = rule(g, rule.init(torch.zeros(1)))
+        >>> direction, state["c"]
+        (tensor([1.]), tensor([4.]))
+    """
+
+    alpha: Knob
+    beta: Knob
+    tau: Mapping[str, float] | None = None
+    correction: float = 1.0
+    start: Literal["first", "zero"] = "first"
+    warm_up: bool = True
+
+    needs_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_knob("alpha", self.alpha)
+        _check_knob("beta", self.beta)
+        _check_knob("correction", self.correction)
+        _check_tau(self.tau)
+        if self.start not in ("first", "zero"):
+            raise KnobError(f'`start` must be "first" or "zero", got {self.start!r}')
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Return τ over the given peers."""
+        return _weights(self.tau, names)
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step; `seen` counts the steps in which a bias was observed."""
+        return {"step": 0, "weight": 0.0, "seen": 0, "c": torch.zeros_like(x, requires_grad=False)}
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the corrected average and the next state."""
+        step, seen, c = state["step"], state["seen"], state["c"]
+        alpha, beta = _at("alpha", self.alpha, step), _at("beta", self.beta, step)
+        peers, answered = g.average(self.tau)
+        if answered:
+            bias = peers - g.own
+            if self.start == "first" and not seen:
+                c = bias / answered
+            if self.warm_up:
+                beta = max(beta, 1 / (seen + 1))
+            following = torch.lerp(c, bias if answered == 1.0 else bias + (1 - answered) * c, beta)
+        else:
+            following = c
+        return (
+            _direction(g.own, peers, alpha, self.correction * answered, c),
+            {"step": step + 1, "weight": alpha * answered, "seen": seen + bool(answered), "c": following},
+        )
+
+
+@dataclass(frozen=True)
+class OracleCorrection:
+    """Bias correction with the true bias, for problems where it is known (Theorem 2).
+
+        d_t = (1 − α) g_0 + α (g_avg − c_t),   c_t = ∇f_avg(x_t) − ∇f_0(x_t)
+
+    Args:
+        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step.
+        bias: the true bias as a function of x, with the oracle's noise if it has any.
+        tau: τ, the weight of each peer by name, summing to 1; equal weights when None.
+
+    Example:
+        >>> rule = OracleCorrection(alpha=1.0, bias=lambda x: 4 + 0 * x)
+        >>> g = Gradients(own=torch.tensor([1.1]), peers=torch.tensor([5.0]), x=torch.zeros(1))
+        >>> rule(g, rule.init(torch.zeros(1)))[0]
+        tensor([1.])
+    """
+
+    alpha: Knob
+    bias: Callable[[Tensor], Tensor]
+    tau: Mapping[str, float] | None = None
+
+    needs_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_knob("alpha", self.alpha)
+        _check_tau(self.tau)
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Return τ over the given peers."""
+        return _weights(self.tau, names)
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step."""
+        return {"step": 0, "weight": 0.0}
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the corrected average and the next state."""
+        if g.x is None:
+            raise KnobError("`OracleCorrection` needs the point of the gradients: `Gradients(…, x=x)`")
+        alpha = _at("alpha", self.alpha, state["step"])
+        peers, answered = g.average(self.tau)
+        return (
+            _direction(g.own, peers, alpha, answered, self.bias(g.x)),
+            {"step": state["step"] + 1, "weight": alpha * answered},
+        )
+
+
+def _direction(
+    own: Tensor, peers: Tensor, alpha: float, correction: float = 0.0, c: Tensor | None = None
+) -> Tensor:
+    """Return (1 − α) g_0 + α (g_avg − w c): exactly g_0 where g_avg is g_0 and nothing is corrected."""
+    corrected = peers if c is None or not correction else peers - correction * c
+    return torch.lerp(own, corrected, alpha)
+
+
+def _at(name: str, knob: Knob, step: int) -> float:
+    """Return a knob's value at a step."""
+    if not callable(knob):
+        return knob
+    value = float(knob(step))
+    _check_knob(name, value, f" at step {step}")
+    return value
+
+
+def _check_knob(name: str, knob: Knob, where: str = "") -> None:
+    if callable(knob):
+        return
+    if isinstance(knob, bool | str) or not 0 <= knob <= 1:
+        raise KnobError(f"`{name}` must lie in [0, 1], got {knob!r}{where}")
+
+
+def _check_tau(tau: Mapping[str, float] | None) -> None:
+    if tau is None:
+        return
+    if not isinstance(tau, Mapping) or not tau:
+        raise KnobError(
+            f"`tau` must map each peer's name to its weight, got {tau!r}; None gives equal weights"
+        )
+    for name, weight in tau.items():
+        if not weight >= 0:
+            raise KnobError(f"`tau` must not be negative, got {weight!r} for {name!r}")
+    if abs(sum(tau.values()) - 1) > 1e-6:
+        raise KnobError(f"`tau` must sum to 1, got {sum(tau.values()):.6g}; divide each weight by the sum")
+
+
+def _weights(tau: Mapping[str, float] | None, names: Sequence[str]) -> dict[str, float]:
+    """Return the weight of each peer that has one."""
+    if not names:
+        raise KnobError("no peers: pass at least one, or use `rule=coterie.Alone()`")
+    if tau is None:
+        return {name: 1 / len(names) for name in names}
+    unknown = [name for name in tau if name not in names]
+    if unknown:
+        raise KnobError(
+            f"`tau` names an unknown peer {unknown[0]!r}; the peers are {', '.join(map(repr, names))}"
+        )
+    return {name: tau[name] for name in names if tau.get(name)}

@@ -1,0 +1,262 @@
+"""Users: a name, examples, and batches that depend only on (seed, user, step)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from coterie.errors import DataError
+
+Array: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
+Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
+"""The mean loss of a batch from (output, target), as in `torch.nn.functional`."""
+
+
+class Examples(Protocol):
+    """Examples that can be counted and taken by index."""
+
+    def __len__(self) -> int: ...
+    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets at these indices."""
+
+    def to(self, device: torch.device) -> Examples:
+        """Return the same examples on another device."""
+
+
+@dataclass(frozen=True, eq=False)
+class InMemory:
+    """Examples held as two tensors."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets at these indices."""
+        return self.inputs[indices], self.targets[indices]
+
+    def to(self, device: torch.device) -> InMemory:
+        """Return the same examples on another device."""
+        return InMemory(self.inputs.to(device), self.targets.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class FromDataset:
+    """Examples read from a `torch.utils.data.Dataset` when they are needed."""
+
+    dataset: Dataset[Any]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # checked for __len__ in `_as_examples`
+
+    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets at these indices."""
+        inputs, targets = default_collate([self.dataset[i] for i in indices.tolist()])
+        return inputs.to(self.device), targets.to(self.device)
+
+    def to(self, device: torch.device) -> FromDataset:
+        """Return the same examples, to be read onto another device."""
+        return FromDataset(self.dataset, device)
+
+
+class User:
+    """One user: a name and its examples; for user 0 also those held out for validation and test.
+
+    Args:
+        name: how weights, records and tables call this user; part of what its batches are drawn from.
+        inputs: the training inputs, one example a row: a tensor, an array or nested lists.
+        targets: the training targets, as many as inputs.
+        validation: (inputs, targets) held out to choose the best model, or a `Dataset`.
+        test: (inputs, targets) held out to report on, used once, or a `Dataset`.
+
+    Example:
+        >>> user = User("ward 3", [[0.0], [1.0], [2.0], [3.0]], [0, 0, 1, 1])
+        >>> user
+        User('ward 3', 4 examples)
+        >>> inputs, targets = user.batch(2, seed=0, step=7)
+        >>> torch.equal(inputs, user.batch(2, seed=0, step=7)[0])
+        True
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Array,
+        targets: Array,
+        *,
+        validation: tuple[Array, Array] | Dataset[Any] | None = None,
+        test: tuple[Array, Array] | Dataset[Any] | None = None,
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise DataError(f"a user's name must be a non-empty string, got {name!r}")
+        self.name = name
+        self.examples: Examples = _as_examples((inputs, targets), f"user {name!r}")
+        self.validation = (
+            None if validation is None else _as_examples(validation, f"validation set of {name!r}")
+        )
+        self.test = None if test is None else _as_examples(test, f"test set of {name!r}")
+
+    @classmethod
+    def from_dataset(
+        cls,
+        name: str,
+        dataset: Dataset[Any],
+        *,
+        validation: Dataset[Any] | None = None,
+        test: Dataset[Any] | None = None,
+    ) -> User:
+        """Return a user whose examples are the (input, target) pairs of a map-style `Dataset`.
+
+        A `TensorDataset` is held in memory; any other is read batch by batch, random transforms included,
+        which then draw from (seed, user, step) too.
+
+        Example:
+            >>> data = TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 0, 1]))
+            >>> User.from_dataset("a", data)
+            User('a', 4 examples)
+        """
+        user = cls.__new__(cls)
+        user.name = name
+        user.examples = _as_examples(dataset, f"user {name!r}")
+        user.validation = (
+            None if validation is None else _as_examples(validation, f"validation set of {name!r}")
+        )
+        user.test = None if test is None else _as_examples(test, f"test set of {name!r}")
+        return user
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __repr__(self) -> str:
+        return f"User({self.name!r}, {len(self)} examples)"
+
+    def batch(self, size: int, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return a batch that depends on (seed, user, step) alone; all examples when `size` exceeds them.
+
+        One example is drawn from each of `size` equal slices of the examples: every example has the same
+        chance, batches of different steps are independent, and none is drawn twice when `size` divides them.
+        """
+        size = min(size, len(self))
+        indices = draw([stream(seed, self.name)], [len(self)], size, step)[0]
+        if isinstance(self.examples, InMemory):
+            return self.examples.take(indices.to(self.examples.inputs.device))
+        with seeded(
+            seed, self.name, step, [self.examples.device] if isinstance(self.examples, FromDataset) else []
+        ):
+            return self.examples.take(indices)
+
+
+def stream(seed: int, name: str) -> int:
+    """Return the 64-bit key of a user's random stream, a hash of the seed and the name.
+
+    Example:
+        >>> stream(0, "a") == stream(0, "a") != stream(0, "b")
+        True
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def draw(streams: Sequence[int], sizes: Sequence[int], batch: int, step: int) -> Tensor:
+    """Draw one batch of indices for each user at once, of shape (users, batch).
+
+    A counter-based generator (SplitMix64 of stream, step and position), so that nothing is carried from one
+    step to the next and the same integers come out on every device.
+
+    Args:
+        streams: each user's key, from `stream`.
+        sizes: each user's number of examples, at least `batch`.
+        batch: how many to draw.
+        step: the step they are for.
+
+    Example:
+        >>> draw([stream(0, "a")], [5], 5, step=3)
+        tensor([[0, 1, 2, 3, 4]])
+    """
+    key = torch.tensor(streams, dtype=torch.int64)[:, None]
+    width = torch.tensor(sizes, dtype=torch.float64)[:, None] / batch
+    position = torch.arange(batch)
+    bits = _mix(_mix(key + _GOLDEN * torch.tensor(step + 1)) + _GOLDEN * (position + 1))
+    uniform = (bits >> 11 & _MANTISSA).to(torch.float64) * 2.0**-53
+    indices = ((position + uniform) * width).floor().to(torch.int64)
+    return torch.minimum(indices, torch.tensor(sizes)[:, None] - 1)  # rounding may reach the end of a slice
+
+
+_GOLDEN = -0x61C8864680B583EB  # 2⁶⁴/φ as a signed integer, SplitMix64's increment
+_MANTISSA = 2**53 - 1
+
+
+def _mix(z: Tensor) -> Tensor:
+    """Scramble 64-bit integers (SplitMix64's finaliser); `>>` keeps the sign, hence the masks."""
+    z = (z ^ (z >> 30 & (2**34 - 1))) * -0x40A7B892E31B1A47
+    z = (z ^ (z >> 27 & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return z ^ (z >> 31 & (2**33 - 1))
+
+
+@contextlib.contextmanager
+def seeded(seed: int, name: str, step: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Let torch's generators draw from (seed, user, step) inside, and restore them after."""
+    cuda = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(stream(seed, f"{name}/{step}"))
+        yield
+
+
+def _as_examples(data: Any, whose: str) -> Examples:
+    """Return examples from (inputs, targets) or a `Dataset`, checked."""
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        data = data.tensors
+    if isinstance(data, Dataset):
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise DataError(
+                f"the dataset of {whose} must have a length and be read by index (a map-style Dataset)"
+            )
+        if not len(data):
+            raise DataError(f"{whose} has no examples; leave it out, or give it some")
+        return FromDataset(data, torch.device("cpu"))
+    inputs, targets = (
+        _as_tensor(values, what, whose) for values, what in zip(data, ("inputs", "targets"), strict=True)
+    )
+    if len(inputs) != len(targets):
+        raise DataError(
+            f"{whose} has {len(inputs)} inputs but {len(targets)} targets; give one target for each input"
+        )
+    if not len(inputs):
+        raise DataError(f"{whose} has no examples; leave it out, or give it some")
+    if targets.is_floating_point() and bool(targets.isnan().any()):
+        row = (
+            int(targets.isnan().flatten(1).any(1).nonzero()[0])
+            if targets.ndim > 1
+            else int(targets.isnan().nonzero()[0])
+        )
+        raise DataError(f"a target of {whose} is NaN (example {row}); drop the examples without a target")
+    return InMemory(inputs, targets)
+
+
+def _as_tensor(values: Any, what: str, whose: str) -> Tensor:
+    """Return a tensor; floating-point arrays take torch's default dtype, as lists do in `torch.tensor`."""
+    if isinstance(values, Tensor):
+        tensor = values.detach()
+    else:
+        try:
+            tensor = torch.as_tensor(np.asarray(values))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"the {what} of {whose} cannot be made a tensor: {error}; encode them as numbers"
+            ) from error
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+    if not tensor.ndim:
+        raise DataError(f"the {what} of {whose} must have one row an example, got a single number")
+    return tensor
