@@ -275,9 +275,7 @@ def _check_tau(tau: Mapping[str, float] | None) -> None:
     if tau is None:
         return
     if not isinstance(tau, Mapping) or not tau:
-        raise KnobError(
-            f"`tau` must map each peer's name to its weight, got {tau!r}; None gives equal weights"
-        )
+        raise KnobError(f"`tau` must map each peer's name to its weight, got {tau!r}; None gives equal weights")
     for name, weight in tau.items():
         if not weight >= 0:
             raise KnobError(f"`tau` must not be negative, got {weight!r} for {name!r}")
@@ -293,7 +291,5 @@ def _weights(tau: Mapping[str, float] | None, names: Sequence[str]) -> dict[str,
         return {name: 1 / len(names) for name in names}
     unknown = [name for name in tau if name not in names]
     if unknown:
-        raise KnobError(
-            f"`tau` names an unknown peer {unknown[0]!r}; the peers are {', '.join(map(repr, names))}"
-        )
+        raise KnobError(f"`tau` names an unknown peer {unknown[0]!r}; the peers are {', '.join(map(repr, names))}")
     return {name: tau[name] for name in names if tau.get(name)}

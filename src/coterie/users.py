@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ class User:
         True
     """
 
+    name: str
+    examples: Examples
+    validation: Examples | None
+    test: Examples | None
+
     def __init__(
         self,
         name: str,
@@ -98,14 +104,7 @@ class User:
         validation: tuple[Array, Array] | Dataset[Any] | None = None,
         test: tuple[Array, Array] | Dataset[Any] | None = None,
     ) -> None:
-        if not isinstance(name, str) or not name:
-            raise DataError(f"a user's name must be a non-empty string, got {name!r}")
-        self.name = name
-        self.examples: Examples = _as_examples((inputs, targets), f"user {name!r}")
-        self.validation = (
-            None if validation is None else _as_examples(validation, f"validation set of {name!r}")
-        )
-        self.test = None if test is None else _as_examples(test, f"test set of {name!r}")
+        self._hold(name, (inputs, targets), validation, test)
 
     @classmethod
     def from_dataset(
@@ -127,12 +126,7 @@ class User:
             User('a', 4 examples)
         """
         user = cls.__new__(cls)
-        user.name = name
-        user.examples = _as_examples(dataset, f"user {name!r}")
-        user.validation = (
-            None if validation is None else _as_examples(validation, f"validation set of {name!r}")
-        )
-        user.test = None if test is None else _as_examples(test, f"test set of {name!r}")
+        user._hold(name, dataset, validation, test)
         return user
 
     def __len__(self) -> int:
@@ -151,10 +145,22 @@ class User:
         indices = draw([stream(seed, self.name)], [len(self)], size, step)[0]
         if isinstance(self.examples, InMemory):
             return self.examples.take(indices.to(self.examples.inputs.device))
-        with seeded(
-            seed, self.name, step, [self.examples.device] if isinstance(self.examples, FromDataset) else []
-        ):
+        with seeded(seed, self.name, step):
             return self.examples.take(indices)
+
+    def to(self, device: torch.device) -> User:
+        """Return the same user with its training examples on another device."""
+        user = copy.copy(self)
+        user.examples = self.examples.to(device)
+        return user
+
+    def _hold(self, name: str, examples: Any, validation: Any, test: Any) -> None:
+        if not isinstance(name, str) or not name:
+            raise DataError(f"a user's name must be a non-empty string, got {name!r}")
+        self.name = name
+        self.examples = _as_examples(examples, f"user {name!r}")
+        self.validation = None if validation is None else _as_examples(validation, f"validation set of {name!r}")
+        self.test = None if test is None else _as_examples(test, f"test set of {name!r}")
 
 
 def stream(seed: int, name: str) -> int:
@@ -205,10 +211,9 @@ def _mix(z: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def seeded(seed: int, name: str, step: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+def seeded(seed: int, name: str, step: int, device: torch.device | None = None) -> Iterator[None]:
     """Let torch's generators draw from (seed, user, step) inside, and restore them after."""
-    cuda = [device for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=cuda):
+    with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
         torch.manual_seed(stream(seed, f"{name}/{step}"))
         yield
 
@@ -219,9 +224,7 @@ def _as_examples(data: Any, whose: str) -> Examples:
         data = data.tensors
     if isinstance(data, Dataset):
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise DataError(
-                f"the dataset of {whose} must have a length and be read by index (a map-style Dataset)"
-            )
+            raise DataError(f"the dataset of {whose} must have a length and be read by index (a map-style Dataset)")
         if not len(data):
             raise DataError(f"{whose} has no examples; leave it out, or give it some")
         return FromDataset(data, torch.device("cpu"))
