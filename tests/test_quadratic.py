@@ -53,9 +53,7 @@ def test_bias_correction_settles_at_one_level_whatever_the_bias(shift: float) ->
 def test_weighted_averaging_settles_where_the_mixed_gradient_vanishes() -> None:
     alpha, shift = 1e-3, 1e5
     where = 2 * alpha * shift / (1 + alpha)  # (1 − α) e + 2 α (e − shift) = 0
-    assert paper(shift=shift).stationary(WeightedAveraging(alpha), 5e-4) == pytest.approx(
-        where**2 / 2, rel=1e-5
-    )
+    assert paper(shift=shift).stationary(WeightedAveraging(alpha), 5e-4) == pytest.approx(where**2 / 2, rel=1e-5)
 
 
 def test_an_oracle_settles_at_the_level_of_its_variance() -> None:
@@ -134,9 +132,7 @@ def moment_loop(
 
 
 PAIR = NoisyQuadratic(Quadratic(1.5, 0.3, 2.0), [Quadratic(0.7, 2.0, 0.8)], x0=-1.0, x0_spread=0.5)
-DRIFTING = NoisyQuadratic(
-    Quadratic(1.5, 0.3, 2.0), [Quadratic(0.7, 2.0, 0.8)], x0=-1.0, x0_spread=0.5, drift=0.2
-)
+DRIFTING = NoisyQuadratic(Quadratic(1.5, 0.3, 2.0), [Quadratic(0.7, 2.0, 0.8)], x0=-1.0, x0_spread=0.5, drift=0.2)
 CASES: list[tuple[str, Rule, Lr]] = [
     ("alone", Alone(), 0.05),
     ("alone, decreasing", Alone(), lambda t: 1 / (1.5 * (t + 1))),
@@ -162,9 +158,7 @@ IDS = [name for name, _, _ in CASES]
 
 @pytest.mark.parametrize(("name", "rule", "lr"), CASES, ids=IDS)
 @pytest.mark.parametrize("average_from", [None, 0, 17])
-def test_expected_agrees_with_a_plain_scalar_loop(
-    name: str, rule: Rule, lr: Lr, average_from: int | None
-) -> None:
+def test_expected_agrees_with_a_plain_scalar_loop(name: str, rule: Rule, lr: Lr, average_from: int | None) -> None:
     steps = [0, 1, 2, 3, 17, 18, 40, 61, 200]
     for problem in (PAIR, DRIFTING):
         squares = moment_loop(problem, rule, lr, 200, average_from)[steps]
@@ -208,9 +202,7 @@ def test_unequal_peers_act_as_their_weighted_average() -> None:
     tau = {"1": 0.2, "2": 0.8}
     peers = [Quadratic(0.5, 3.0, 1.0), Quadratic(2.0, -1.0, 4.0)]
     curvature = 0.2 * 0.5 + 0.8 * 2.0
-    average = Quadratic(
-        curvature, (0.2 * 0.5 * 3.0 - 0.8 * 2.0) / curvature, math.hypot(0.2 * 1.0, 0.8 * 4.0)
-    )
+    average = Quadratic(curvature, (0.2 * 0.5 * 3.0 - 0.8 * 2.0) / curvature, math.hypot(0.2 * 1.0, 0.8 * 4.0))
     own = Quadratic(1.0, 0.5, 2.0)
     each = NoisyQuadratic(own, peers).expected(BiasCorrection(0.6, 0.1, tau=tau), 0.05, [3, 30]).loss
     together = NoisyQuadratic(own, [average]).expected(BiasCorrection(0.6, 0.1), 0.05, [3, 30]).loss
@@ -265,9 +257,7 @@ def test_paths_depend_on_the_seed_alone() -> None:
 TRIALS = 1_000
 
 
-def simulate(
-    problem: NoisyQuadratic, rule: Rule, lr: Lr, steps: list[int], *, rows: bool = False
-) -> FloatArray:
+def simulate(problem: NoisyQuadratic, rule: Rule, lr: Lr, steps: list[int], *, rows: bool = False) -> FloatArray:
     """The squared distances to the optimum at the recorded steps, of shape (steps, d)."""
     engine = problem.engine(seed=5)
     start = np.random.default_rng(6).standard_normal(problem.dim)
@@ -283,9 +273,7 @@ def simulate(
 
 def copies(problem: NoisyQuadratic) -> NoisyQuadratic:
     """The same problem in TRIALS coordinates."""
-    return NoisyQuadratic(
-        problem.own, problem.peers, np.full(TRIALS, problem.x0), problem.x0_spread, problem.drift
-    )
+    return NoisyQuadratic(problem.own, problem.peers, np.full(TRIALS, problem.x0), problem.x0_spread, problem.drift)
 
 
 @pytest.mark.parametrize(("name", "rule", "lr"), CASES, ids=IDS)
@@ -355,9 +343,7 @@ def test_a_drifting_engine_can_go_back() -> None:
 
 def test_powers_and_chains_agree_with_composition() -> None:
     rng = np.random.default_rng(0)
-    steps = Transition(
-        rng.normal(size=(7, 2, 2)) / 2, rng.normal(size=(7, 2)), np.eye(2) + np.zeros((7, 2, 2))
-    )
+    steps = Transition(rng.normal(size=(7, 2, 2)) / 2, rng.normal(size=(7, 2)), np.eye(2) + np.zeros((7, 2, 2)))
     one_by_one = Transition(np.eye(2), np.zeros(2), np.zeros((2, 2)))
     for i in range(7):
         one_by_one = one_by_one.then(Transition(steps.matrix[i], steps.offset[i], steps.noise[i]))

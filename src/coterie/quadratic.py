@@ -6,6 +6,7 @@ and stationary levels need no simulation, and sample paths are drawn at the reco
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,9 +17,9 @@ import numpy.typing as npt
 from scipy.linalg import solve_discrete_lyapunov
 
 from coterie.dynamics import Dynamics
+from coterie.engines.quadratic import QuadraticEngine, TrueBias
 from coterie.errors import KnobError
 from coterie.linear_gaussian import FloatArray, Transition
-from coterie.quadratic_engine import QuadraticEngine, TrueBias
 from coterie.rules import Alone, BiasCorrection, Knob, OracleCorrection, Rule, WeightedAveraging
 
 PerCoordinate: TypeAlias = float | Sequence[float] | npt.NDArray[Any]
@@ -60,6 +61,44 @@ class Curve:
     steps: npt.NDArray[np.int64]
     loss: FloatArray
     squared_gradient: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class Law:
+    """The joint law of x at the recorded steps, from which expectations and sample paths follow.
+
+    Args:
+        steps: the recorded steps.
+        curvature: a_0, of shape (d,).
+        start: the law of the state before the first step, as a transition from anywhere.
+        transitions: from each recorded step (at first the start) to the next.
+        readings: for each recorded step, the weights that read x − x_0* from the state.
+    """
+
+    steps: npt.NDArray[np.int64]
+    curvature: FloatArray
+    start: Transition
+    transitions: Sequence[Transition]
+    readings: Sequence[FloatArray]
+
+    def expected(self) -> Curve:
+        """Return the exact expected loss and squared gradient at the recorded steps."""
+        mean, covariance = self.start.offset, self.start.noise
+        squares = np.empty((len(self.steps), len(self.curvature)))
+        for i, (transition, reading) in enumerate(zip(self.transitions, self.readings, strict=True)):
+            mean, covariance = transition.moments(mean, covariance)
+            squares[i] = (mean @ reading) ** 2 + np.einsum("i,dij,j->d", reading, covariance, reading)
+        return Curve(self.steps, squares @ self.curvature / 2, squares @ self.curvature**2)
+
+    def paths(self, trials: int = 100, seed: int = 0) -> FloatArray:
+        """Draw independent runs: x − x_0* at the recorded steps, of shape (trials, steps, d)."""
+        rng = np.random.default_rng(seed)
+        z = self.start.sample(np.zeros((trials, *self.start.offset.shape)), rng)
+        drawn = np.empty((trials, len(self.steps), len(self.curvature)))
+        for i, (transition, reading) in enumerate(zip(self.transitions, self.readings, strict=True)):
+            z = transition.sample(z, rng)
+            drawn[:, i] = z @ reading
+        return drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,15 +149,10 @@ class NoisyQuadratic:
         """Return one number for each coordinate."""
         return np.broadcast_to(np.asarray(values, dtype=float), self.dim)
 
-    def expected(
-        self,
-        rule: Rule,
-        lr: Knob,
-        steps: Sequence[int] | npt.NDArray[Any],
-        *,
-        average_from: int | None = None,
-    ) -> Curve:
-        """Return the exact expected loss and squared gradient after each number of steps.
+    def law(
+        self, rule: Rule, lr: Knob, steps: Sequence[int] | npt.NDArray[Any], *, average_from: int | None = None
+    ) -> Law:
+        """Return the law of a run at the recorded steps: what `expected` and `paths` both come from.
 
         Args:
             rule: `Alone`, `WeightedAveraging`, `BiasCorrection`, or what `oracle` returns.
@@ -127,15 +161,23 @@ class NoisyQuadratic:
             steps: the numbers of steps taken, in increasing order; 0 is the start.
             average_from: after this step, judge the mean of the iterates since then instead of the last.
         """
-        dynamics, recorded = self._dynamics(rule, lr, average_from), _as_steps(steps)
-        mean, covariance = self._initial(dynamics)
-        squares, last = np.empty((len(recorded), self.dim)), 0
-        for i, step in enumerate(recorded.tolist()):
-            mean, covariance = dynamics.between(last, step).moments(mean, covariance)
-            reading, last = dynamics.reading(step), step
-            squares[i] = (mean @ reading) ** 2 + np.einsum("i,dij,j->d", reading, covariance, reading)
-        curvature = self.vector(self.own.curvature)
-        return Curve(recorded, squares @ curvature / 2, squares @ curvature**2)
+        recorded = np.asarray(steps, dtype=np.int64)
+        if recorded.ndim != 1 or (np.diff(recorded, prepend=0) < 0).any():
+            raise KnobError(f"`steps` must be numbers of steps in increasing order, got {steps!r}")
+        dynamics = self._dynamics(rule, lr, average_from)
+        return Law(
+            recorded,
+            dynamics.curvature,
+            self._start(dynamics),
+            [dynamics.between(*stretch) for stretch in itertools.pairwise([0, *recorded.tolist()])],
+            [dynamics.reading(step) for step in recorded.tolist()],
+        )
+
+    def expected(
+        self, rule: Rule, lr: Knob, steps: Sequence[int] | npt.NDArray[Any], *, average_from: int | None = None
+    ) -> Curve:
+        """Return the exact expected loss and squared gradient after each number of steps; see `law`."""
+        return self.law(rule, lr, steps, average_from=average_from).expected()
 
     def stationary(self, rule: Rule, lr: float) -> float:
         """Return the expected loss after infinitely many steps; infinite where no level is reached."""
@@ -164,21 +206,12 @@ class NoisyQuadratic:
         seed: int = 0,
         average_from: int | None = None,
     ) -> FloatArray:
-        """Draw independent runs, exact in law, at the recorded steps only.
+        """Draw independent runs, exact in law, at the recorded steps only; see `law`.
 
         Returns:
             x − x_0*, where x_0* may drift, of shape (trials, steps, d); `loss` turns it into losses.
         """
-        rng = np.random.default_rng(seed)
-        dynamics, recorded = self._dynamics(rule, lr, average_from), _as_steps(steps)
-        mean, covariance = self._initial(dynamics)
-        z = np.broadcast_to(mean, (trials, *mean.shape))
-        z = Transition(np.zeros_like(covariance), mean, covariance).sample(z, rng)
-        drawn, last = np.empty((trials, len(recorded), self.dim)), 0
-        for i, step in enumerate(recorded.tolist()):
-            z = dynamics.between(last, step).sample(z, rng)
-            drawn[:, i], last = z @ dynamics.reading(step), step
-        return drawn
+        return self.law(rule, lr, steps, average_from=average_from).paths(trials, seed)
 
     def loss(self, distance: FloatArray) -> FloatArray:
         """Return f_0 at x_0* + `distance`, over the last axis."""
@@ -229,9 +262,7 @@ class NoisyQuadratic:
             case BiasCorrection():
                 alpha, beta, correction = rule.alpha, rule.beta, rule.correction
                 first, warm_up = rule.start == "first", rule.warm_up
-            case OracleCorrection(
-                bias=TrueBias() as oracle, tau=None
-            ):  # g_avg − c is an unbiased copy of g_0
+            case OracleCorrection(bias=TrueBias() as oracle, tau=None):  # g_avg − c is an unbiased copy of g_0
                 alpha, curvature, pull = rule.alpha, own, np.zeros(self.dim)
                 variance = variance + oracle.noise**2
             case _:
@@ -255,19 +286,11 @@ class NoisyQuadratic:
             average_from=average_from,
         )
 
-    def _initial(self, dynamics: Dynamics) -> tuple[FloatArray, FloatArray]:
-        """Return the mean and covariance of the state before the first step, where c is 0."""
+    def _start(self, dynamics: Dynamics) -> Transition:
+        """Return the law of the state before the first step, where c is 0."""
         mean = np.zeros((self.dim, dynamics.size))
         mean[:, 0] = self.vector(self.x0) - self.vector(self.own.optimum)
         mean[:, 1] = dynamics.pull
         covariance = np.zeros((*mean.shape, dynamics.size))
         covariance[:, 0, 0] = self.vector(self.x0_spread) ** 2
-        return mean, covariance
-
-
-def _as_steps(steps: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the recorded steps as an array, checked."""
-    recorded = np.asarray(steps, dtype=np.int64)
-    if recorded.ndim != 1 or (np.diff(recorded, prepend=0) < 0).any():
-        raise KnobError(f"`steps` must be numbers of steps in increasing order, got {steps!r}")
-    return recorded
+        return Transition(np.zeros_like(covariance), mean, covariance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,9 +47,7 @@ class TrueBias:
         bias = (curvature - own) * (point - problem.vector(problem.own.optimum)) - pull
         if self.noise:
             digest = hashlib.blake2b(point.tobytes(), digest_size=8).digest()
-            bias = bias + self.noise * _normal(
-                self.seed, "oracle", int.from_bytes(digest, "little"), problem.dim
-            )
+            bias = bias + self.noise * _normal(self.seed, "oracle", int.from_bytes(digest, "little"), problem.dim)
         return x.new_tensor(bias)
 
 
@@ -96,6 +94,10 @@ class QuadraticEngine:
             return Gradients(own=own, rows=each, names=names, x=x, own_loss=loss)
         peers, answered = weighted_sum(own, each, [weights[name] for name in names])
         return Gradients(own=own, peers=peers, answered=answered, x=x, own_loss=loss)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the record should say of how gradients are computed."""
+        return {"engine": "noisy quadratic", "seed": self.seed, "coordinates": self.problem.dim}
 
     def optimum(self, step: int) -> FloatArray:
         """Return where user 0's optimum stands at a step."""
