@@ -59,9 +59,7 @@ def plan(problem: Constants, steps: Numbers) -> dict[str, Choice]:
     return {
         "alone": _choice(own, 0.0, steps, 1.0),
         "wga": _choice(averaging(problem, weight), weight, steps, averaging_speedup(problem, steps, weight)),
-        "bc_oracle": _choice(
-            oracle(problem, corrected.alpha), corrected.alpha, steps, oracle_speedup(problem)
-        ),
+        "bc_oracle": _choice(oracle(problem, corrected.alpha), corrected.alpha, steps, oracle_speedup(problem)),
         "bc": Choice(
             alpha=corrected.alpha,
             beta=corrected.beta,
