@@ -13,7 +13,7 @@ from coterie import demo as experiment
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path("coterie-demo"),
-    me: Annotated[int, typer.Option(help="The writer segment that is user 0, from 0 to 13.")] = 3,
+    me: Annotated[int, typer.Option(help="The writer segment that is user 0, from 0 to 13.")] = 0,
     own_examples: Annotated[int, typer.Option(help="How many examples user 0 learns from.")] = 30,
     seeds: Annotated[int, typer.Option(min=1, help="How often all is repeated, with other examples.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
@@ -23,10 +23,12 @@ def demo(
     Each method takes the step size that does best on the writer's validation examples and is then judged on
     its test examples. The numbers are written as they come; Ctrl-C shows those there are.
     """
+    import torch
     from rich.console import Console
 
     from coterie.cli.shown import bar, rich_table
 
+    torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
     console = Console()
     found: list[experiment.Result] = []
     out.mkdir(parents=True, exist_ok=True)

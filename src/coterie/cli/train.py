@@ -64,6 +64,7 @@ def train(
     lr: Annotated[float, typer.Option(help="Adam's step size.")] = 0.01,
     batch_size: Annotated[int, typer.Option(help="Rows each user draws for a gradient.")] = 32,
     seed: Annotated[int, typer.Option(help="What splits, initial weights and batches depend on.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; more help large models only.")] = 1,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, …")] = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is in --out.")] = False,
 ) -> None:
@@ -74,12 +75,14 @@ def train(
 
     Example: coterie train --data visits.csv --user-column hospital --target ill --me Geneva --out run
     """
+    import torch
     from rich.console import Console
 
     from coterie import tabular
     from coterie.cli.shown import rich_table
     from coterie.data import from_table
 
+    torch.set_num_threads(threads)
     console = Console()
     task = from_table(
         data,
