@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy.optimize import LinearConstraint, minimize
+from scipy.optimize import Bounds, LinearConstraint, minimize
 
 from coterie.errors import KnobError
 from coterie.weights import water_filling
@@ -18,16 +18,23 @@ Array = NDArray[np.float64]
 def general_solver(noise: Array, bias: Array, kappa: float) -> Array:
     """Solve with SLSQP, then solve for what is still missing: one run stops at seven or eight digits."""
     tau, curvature = np.full(len(noise), 1 / len(noise)), kappa * noise**2
+
+    def cost(change: Array, slope: Array) -> float:
+        return float(np.sum(curvature * change**2 + slope * change))
+
+    def gradient(change: Array, slope: Array) -> Array:
+        return 2 * curvature * change + slope
+
     for _ in range(3):
-        slope = 2 * curvature * tau + bias**2
+        slope = gradient(tau, bias**2)
         slope -= slope @ tau  # a constant changes nothing on the simplex, and its rounding would
         result = minimize(
-            lambda change, slope: float(np.sum(curvature * change**2 + slope * change)),
+            cost,
             np.zeros(len(noise)),
             args=(slope,),
-            jac=lambda change, slope: 2 * curvature * change + slope,
+            jac=gradient,
             method="SLSQP",
-            bounds=[(-weight, 1 - weight) for weight in tau],
+            bounds=Bounds(-tau, 1 - tau),
             constraints=LinearConstraint(np.ones(len(noise)), 0, 0),
             options={"ftol": 1e-20, "maxiter": 500},
         )
