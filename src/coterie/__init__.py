@@ -1,8 +1,12 @@
 """Train your model with your peers' gradients: personalized collaborative learning in PyTorch."""
 
-from coterie import errors
+from coterie import data, errors
+from coterie.engines import Engine, InProcess
 from coterie.gradients import Gradients
+from coterie.record import Record
 from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, State, WeightedAveraging
+from coterie.run import Run, Step
+from coterie.training import train
 from coterie.users import User
 
 __version__ = "0.1.0"
@@ -10,11 +14,18 @@ __version__ = "0.1.0"
 __all__ = [
     "Alone",
     "BiasCorrection",
+    "Engine",
     "Gradients",
+    "InProcess",
     "OracleCorrection",
+    "Record",
     "Rule",
+    "Run",
     "State",
+    "Step",
     "User",
     "WeightedAveraging",
+    "data",
     "errors",
+    "train",
 ]

@@ -1,5 +1,12 @@
 """What can go wrong, by kind. Every message names the value at fault and the remedy."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coterie.run import Run
+
 
 class CoterieError(Exception):
     """Any error that coterie raises on purpose."""
@@ -22,4 +29,13 @@ class CheckpointError(CoterieError):
 
 
 class GradientError(CoterieError, ArithmeticError):
-    """User 0's own gradient is NaN or infinite: nothing sensible can follow."""
+    """User 0's own gradient is NaN or infinite: nothing sensible can follow.
+
+    Args:
+        message: what happened and where the state is.
+        run: the run as of the last good step.
+    """
+
+    def __init__(self, message: str, run: Run) -> None:
+        super().__init__(message)
+        self.run = run

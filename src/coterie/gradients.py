@@ -74,15 +74,21 @@ def weighted_sum(own: Tensor, rows: Tensor, weights: Sequence[float]) -> tuple[T
         >>> weighted_sum(torch.tensor([8.0]), torch.tensor([[4.0]]), [0.5])
         (tensor([6.]), 0.5)
     """
-    answered = min(1.0, sum(weights))
-    if 1.0 - answered < 1e-12:
-        answered = 1.0
+    return complete(own, own.new_tensor(weights) @ rows, sum(weights))
+
+
+def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float]:
+    """Give the weight that did not answer back to g_0; exactly g_0 when nobody did.
+
+    Example:
+        >>> complete(torch.tensor([8.0]), torch.tensor([0.0]), 0.0)
+        (tensor([8.]), 0.0)
+    """
     if not answered:
         return own.clone(), 0.0
-    peers = own.new_tensor(weights) @ rows
-    if answered < 1.0:
-        peers = peers.add_(own, alpha=1.0 - answered)
-    return peers, answered
+    if 1 - answered < 1e-12:  # weights that sum to 1 but for rounding
+        return peers, 1.0
+    return peers.add(own, alpha=1 - answered), answered
 
 
 def is_finite(vector: Tensor) -> bool:
@@ -92,17 +98,30 @@ def is_finite(vector: Tensor) -> bool:
         >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([1.0, float("nan")]))
         (True, False)
     """
-    lowest, highest = torch.aminmax(vector)
-    return bool(torch.isfinite(lowest) & torch.isfinite(highest))
+    # A finite sum has finite terms; only where it is not, which overflow may cause too, look at each.
+    return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
 
 
-def receive(
-    own: Tensor, answers: Mapping[str, Tensor | None]
-) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
+def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
+    """Keep the rows that are finite: the rows, their names, and who was left out and why.
+
+    Example:
+        >>> keep_finite(torch.tensor([[1.0], [float("inf")]]), ("a", "b"))
+        (tensor([[1.]]), ('a',), {'b': 'not finite'})
+    """
+    if is_finite(rows):
+        return rows, tuple(names), {}
+    finite = rows.isfinite().all(1).tolist()
+    kept = tuple(name for name, good in zip(names, finite, strict=True) if good)
+    left_out = {name: "not finite" for name, good in zip(names, finite, strict=True) if not good}
+    return rows[torch.tensor(finite, device=rows.device)], kept, left_out
+
+
+def receive(own: Tensor, answers: Mapping[str, Tensor | None]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
     """Keep the answers that can be used: the rows, their names, and who was left out and why.
 
     Args:
-        own: g_0, whose shape, dtype and device every answer must fit.
+        own: g_0, whose shape every answer must have.
         answers: for each peer asked, its gradient, or None where nothing came.
 
     Example:
@@ -111,8 +130,7 @@ def receive(
         >>> names, left_out
         (('a',), {'b': 'shape (3,) instead of (2,)', 'c': 'no answer'})
     """
-    rows: list[Tensor] = []
-    names: list[str] = []
+    whole: dict[str, Tensor] = {}
     left_out: dict[str, str] = {}
     for name, answer in answers.items():
         if answer is None:
@@ -121,9 +139,8 @@ def receive(
             left_out[name] = f"shape {tuple(answer.shape)} instead of {tuple(own.shape)}"
         elif not answer.is_floating_point():
             left_out[name] = f"dtype {answer.dtype} instead of {own.dtype}"
-        elif not is_finite(row := answer.to(own)):
-            left_out[name] = "not finite"
         else:
-            rows.append(row)
-            names.append(name)
-    return torch.stack(rows) if rows else own.new_empty(0, *own.shape), tuple(names), left_out
+            whole[name] = answer.to(own)
+    rows = torch.stack(list(whole.values())) if whole else own.new_empty(0, *own.shape)
+    rows, names, not_finite = keep_finite(rows, list(whole))
+    return rows, names, left_out | not_finite

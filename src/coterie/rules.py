@@ -190,7 +190,9 @@ class BiasCorrection:
                 c = bias / answered
             if self.warm_up:
                 beta = max(beta, 1 / (seen + 1))
-            following = torch.lerp(c, bias if answered == 1.0 else bias + (1 - answered) * c, beta)
+            if answered < 1:
+                bias.add_(c, alpha=1 - answered)
+            following = torch.lerp(c, bias, beta, out=bias)
         else:
             following = c
         return (
@@ -251,8 +253,10 @@ def _direction(
     own: Tensor, peers: Tensor, alpha: float, correction: float = 0.0, c: Tensor | None = None
 ) -> Tensor:
     """Return (1 − α) g_0 + α (g_avg − w c): exactly g_0 where g_avg is g_0 and nothing is corrected."""
-    corrected = peers if c is None or not correction else peers - correction * c
-    return torch.lerp(own, corrected, alpha)
+    if c is None or not correction:
+        return torch.lerp(own, peers, alpha)
+    corrected = torch.sub(peers, c, alpha=correction)
+    return torch.lerp(own, corrected, alpha, out=corrected)
 
 
 def _at(name: str, knob: Knob, step: int) -> float:
@@ -275,9 +279,7 @@ def _check_tau(tau: Mapping[str, float] | None) -> None:
     if tau is None:
         return
     if not isinstance(tau, Mapping) or not tau:
-        raise KnobError(
-            f"`tau` must map each peer's name to its weight, got {tau!r}; None gives equal weights"
-        )
+        raise KnobError(f"`tau` must map each peer's name to its weight, got {tau!r}; None gives equal weights")
     for name, weight in tau.items():
         if not weight >= 0:
             raise KnobError(f"`tau` must not be negative, got {weight!r} for {name!r}")
@@ -293,7 +295,5 @@ def _weights(tau: Mapping[str, float] | None, names: Sequence[str]) -> dict[str,
         return {name: 1 / len(names) for name in names}
     unknown = [name for name in tau if name not in names]
     if unknown:
-        raise KnobError(
-            f"`tau` names an unknown peer {unknown[0]!r}; the peers are {', '.join(map(repr, names))}"
-        )
+        raise KnobError(f"`tau` names an unknown peer {unknown[0]!r}; the peers are {', '.join(map(repr, names))}")
     return {name: tau[name] for name in names if tau.get(name)}

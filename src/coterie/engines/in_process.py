@@ -1,0 +1,131 @@
+"""All users in one process: one pass for user 0 and one for all peers, on CPU or GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coterie.engines.batches import Batches, Everyone
+from coterie.engines.passes import Passes
+from coterie.engines.probe import check_classes, probe
+from coterie.errors import DataError, KnobError
+from coterie.gradients import Gradients, complete, is_finite, keep_finite, weighted_sum
+from coterie.users import Loss, User, seeded
+
+
+class InProcess:
+    """Gradients of users whose data is in this process.
+
+    Where the peers' weighted sum is enough, their batches go through the model together (*average*); where
+    every peer's gradient is wanted, `torch.func` maps over users (*rows*). Models whose examples influence
+    each other (BatchNorm) or that draw random numbers (dropout) are taken user by user, and only user 0's
+    batches move running statistics.
+
+    Args:
+        model: any module. Its parameters are not touched; its buffers are moved by user 0's batches.
+        loss: the mean loss of a batch from (output, target).
+        me: user 0.
+        peers: the others.
+        batch_size: examples a user draws for one gradient; all of them where it has fewer.
+        seed: what batches and dropout draw from, with the user's name and the step.
+
+    Example:
+        >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
+        >>> engine = InProcess(nn.Linear(2, 1), nn.functional.mse_loss, users[0], users[1:])
+        >>> g = engine.gradients(torch.zeros(3), step=0, weights={"a": 0.5, "b": 0.5})
+        >>> g.own.shape, g.peers.shape, g.rows
+        (torch.Size([3]), torch.Size([3]), None)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        me: User,
+        peers: Sequence[User] = (),
+        *,
+        batch_size: int = 32,
+        seed: int = 0,
+    ) -> None:
+        if batch_size < 1:
+            raise KnobError(f"`batch_size` must be at least 1, got {batch_size}")
+        self.names = tuple(peer.name for peer in peers)
+        if len({me.name, *self.names}) <= len(peers):
+            raise DataError("users must have different names: weights and batches go by them")
+        self.passes = Passes(model, loss)
+        self.me, self.seed = me.name, seed
+        device = self.passes.parameters.device
+        self.everyone = Everyone(me, peers, batch_size=batch_size, seed=seed, device=device)
+        with seeded(seed, me.name, 0, device):
+            x, batch = self.passes.parameters.vector(), self.everyone.one(me.name, 0)
+            output, self.allowed = probe(self.passes, x, *batch)
+        check_classes(loss, output, [me, *peers])
+
+    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+        """Return everybody's gradients at x; see `Engine.gradients`."""
+        names, together = tuple(weights), not self.allowed.one_by_one
+        own_batch, batches = self.everyone.draw(names if together else (), step)
+        own, loss = self._own(x, step, own_batch)
+        if not names:
+            return Gradients(own=own, x=x, own_loss=float(loss))
+        if not rows and not together:
+            peers, answered, left_out = self._average_one_by_one(own, x, step, weights)
+            return Gradients(own, peers, answered=answered, left_out=left_out, x=x, own_loss=float(loss))
+        if not rows:
+            peers = self.passes.average(x, batches, x.new_tensor(list(weights.values())))
+            if is_finite(peers):
+                return Gradients(own, peers, x=x, own_loss=float(loss))
+        # Rows are wanted, or a peer's gradient was not finite and has to be found.
+        found, kept, left_out = keep_finite(self._rows(x, step, names, batches), names)
+        peers, answered = weighted_sum(own, found, [weights[name] for name in kept])
+        if rows:
+            return Gradients(own, None, found, kept, answered, left_out, x, float(loss))
+        return Gradients(own, peers, answered=answered, left_out=left_out, x=x, own_loss=float(loss))
+
+    def describe(self) -> dict[str, Any]:
+        """Return how the model is passed, and why."""
+        return {
+            "engine": "in process",
+            "device": str(self.passes.parameters.device),
+            "average": "user by user: " + self.allowed.one_by_one if self.allowed.one_by_one else "one pass",
+            "rows": "loop: " + self.allowed.loop if self.allowed.loop else "vmap",
+        }
+
+    def _own(self, x: Tensor, step: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return g_0 and its loss; the buffers move only where the gradient is finite."""
+        gradient, loss, buffers = self._single(x, step, self.me, batch)
+        if self.allowed.moves_buffers and is_finite(gradient):
+            for name, buffer in self.passes.model.named_buffers():
+                buffer.copy_(buffers[name])
+        return gradient, loss
+
+    def _single(
+        self, x: Tensor, step: int, name: str, batch: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return one user's gradient and loss, and the buffers as its batch leaves them."""
+        buffers = self.passes.buffers() if self.allowed.moves_buffers else {}
+        with seeded(self.seed, name, step, x.device) if self.allowed.random else nullcontext():
+            gradient, loss = self.passes.single(x, *batch, buffers)
+        return gradient, loss, buffers
+
+    def _average_one_by_one(
+        self, own: Tensor, x: Tensor, step: int, weights: Mapping[str, float]
+    ) -> tuple[Tensor, float, dict[str, str]]:
+        total, answered, left_out = torch.zeros_like(own), 0.0, {}
+        for name, weight in weights.items():
+            gradient = self._single(x, step, name, self.everyone.one(name, step))[0]
+            if is_finite(gradient):
+                total.add_(gradient, alpha=weight)
+                answered += weight
+            else:
+                left_out[name] = "not finite"
+        return *complete(own, total, answered), left_out
+
+    def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
+        if not self.allowed.loop:
+            return self.passes.rows(x, batches)
+        return torch.stack([self._single(x, step, name, self.everyone.one(name, step))[0] for name in names])

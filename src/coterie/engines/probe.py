@@ -1,0 +1,151 @@
+"""What a model allows, found by trying it once on real batches before any training."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from coterie.engines.batches import Batches
+from coterie.engines.passes import Passes
+from coterie.errors import ModelError
+from coterie.users import InMemory, Loss, User
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """How the users' batches may be passed through a model.
+
+    Args:
+        one_by_one: why users must be taken one by one, or None where their batches may share a pass.
+        loop: why rows need a loop over users, or None where `torch.func.vmap` can do it.
+        moves_buffers: whether the forward pass changes the model's buffers.
+        random: whether the forward pass or the loss draws random numbers.
+    """
+
+    one_by_one: str | None = None
+    loop: str | None = None
+    moves_buffers: bool = False
+    random: bool = False
+
+
+def probe(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Any, Allowed]:
+    """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`."""
+    before, random_before = passes.buffers(), _random_state(x.device)
+    buffers = passes.buffers()
+    output = _check_fit(passes, x, inputs, targets, buffers)
+    random = not torch.equal(random_before, _random_state(x.device))
+    moves_buffers = any(not torch.equal(before[name], buffers[name]) for name in before)
+    if random:
+        one_by_one: str | None = "the model draws random numbers, which belong to (seed, user, step)"
+    elif moves_buffers:
+        one_by_one = "the model moves its buffers, which only user 0 may"
+    else:
+        one_by_one = _why_one_by_one(passes, x, inputs, output)
+    loop = one_by_one or _why_loop(passes, x, inputs, targets)
+    if one_by_one is None:
+        passes.per_example = _per_example(passes.loss, output, targets)
+    return output, Allowed(one_by_one, loop, moves_buffers, random)
+
+
+def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
+    """Check that every class of every user has an output; on a GPU a stray one would end the process."""
+    losses = (nn.functional.cross_entropy, nn.functional.nll_loss)
+    if loss not in losses and not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return
+    ignored = getattr(loss, "ignore_index", -100)
+    for user in users:
+        targets = user.examples.targets if isinstance(user.examples, InMemory) else None
+        if targets is None or targets.is_floating_point():
+            continue
+        stray = targets[(targets != ignored) & ((targets < 0) | (targets >= output.shape[1]))]
+        if stray.numel():
+            raise ModelError(
+                f"user {user.name!r} has the class {int(stray[0])}, but the model has outputs for classes 0 "
+                f"to {output.shape[1] - 1}; number the classes from 0 and widen the last layer"
+            )
+
+
+def _check_fit(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor, buffers: dict[str, Tensor]) -> Any:
+    """Return the output on a batch once the model takes the inputs and the loss takes the output."""
+    try:
+        with torch.no_grad():
+            output = passes.output(x, inputs, buffers)
+    except Exception as error:
+        raise ModelError(
+            f"the model does not take user 0's inputs of shape {tuple(inputs.shape)}: {error}"
+        ) from error
+    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    about = f"the model's output ({shape}) does not fit the loss with targets {tuple(targets.shape)}"
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch only warns where mse_loss would broadcast wrongly
+            loss = passes.loss(output, targets)
+    except Exception as error:
+        raise ModelError(f"{about}: {error}; change the last layer, the targets or the loss") from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise ModelError(f"{about}: the loss must return one number, the mean over the batch, got {loss!r}")
+    return output
+
+
+def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tensor, output: Any) -> str | None:
+    """Say why users' batches may not share a pass, as far as the output tells."""
+    if any(isinstance(module, _BatchNorm) and _uses_batch(module) for module in passes.model.modules()):
+        return "the model normalises over the batch"
+    if not isinstance(output, Tensor) or not output.ndim or len(output) != len(inputs):
+        return "the model's output is not a tensor of one row an example"
+    with torch.no_grad():
+        half = passes.output(x, inputs[: max(1, len(inputs) // 2)])
+    if not torch.allclose(half, output[: len(half)], rtol=1e-2, atol=1e-4, equal_nan=True):
+        return "the model's output for one example depends on the others"
+    return None
+
+
+def _uses_batch(module: _BatchNorm) -> bool:
+    return module.training or module.running_mean is None
+
+
+def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str | None:
+    """Say why `vmap` cannot serve for rows; note on `passes` whether it can serve for the loss alone."""
+    twice = Batches([0, 1], torch.cat([inputs, inputs]), torch.cat([targets, targets]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # vmap warns where it would fall back to a slow loop of its own
+        try:
+            passes.average(x, [twice], x.new_ones(2))
+        except Exception:  # a loss may fail under vmap in any way; the loop then serves
+            passes.vmap_loss = False
+        try:
+            passes.rows(x, [twice])
+        except Exception as error:  # so may a model
+            return f"torch.func.vmap does not take this model: {str(error).splitlines()[0]}"
+    return None
+
+
+def _per_example(loss: Loss, output: Tensor, targets: Tensor) -> Loss | None:
+    """Return the loss of each example, for a loss of torch that is the mean over them; None for any other."""
+    if isinstance(loss, nn.Module):
+        each: Any = copy.copy(loss)
+        each.reduction = "none"
+    elif getattr(loss, "__module__", "") == nn.functional.__name__:
+        each = functools.partial(cast("Callable[..., Tensor]", loss), reduction="none")
+    else:
+        return None
+    try:
+        with torch.no_grad():
+            found, whole = each(output, targets), loss(output, targets)
+    except Exception:
+        return None
+    fits = len(found) == len(output) and torch.allclose(found.mean(), whole, rtol=1e-4)
+    return each if fits else None
+
+
+def _random_state(device: torch.device) -> Tensor:
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state

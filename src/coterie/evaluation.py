@@ -1,0 +1,119 @@
+"""The loss and the metric of a model on held-out examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from coterie.users import Examples, Loss
+
+Metric: TypeAlias = Callable[[Any, Tensor], float]
+"""A number from a model's outputs on a whole set and the targets."""
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Return the share of examples whose largest output is the target's class.
+
+    Example:
+        >>> accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0]))
+        0.5
+    """
+    return float((outputs.argmax(1) == targets).double().mean())
+
+
+def binary_accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Return the share of examples whose logit has the sign that the 0/1 target asks for.
+
+    Example:
+        >>> binary_accuracy(torch.tensor([-1.0, 2.0]), torch.tensor([0.0, 0.0]))
+        0.5
+    """
+    return float(((outputs > 0) == (targets > 0.5)).double().mean())
+
+
+def rmse(outputs: Tensor, targets: Tensor) -> float:
+    """Return the root of the mean squared error.
+
+    Example:
+        >>> rmse(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+        1.4142135623730951
+    """
+    return math.sqrt(float((outputs.double() - targets.double()).square().mean()))
+
+
+def metrics_for(loss: Loss) -> dict[str, Metric]:
+    """Return the metric that people read beside this loss; none for a loss of one's own.
+
+    Example:
+        >>> metrics_for(nn.functional.mse_loss) == {"rmse": rmse}
+        True
+    """
+    f = nn.functional
+    if loss in (f.cross_entropy, f.nll_loss) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return {"accuracy": accuracy}
+    if loss is f.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss):
+        return {"accuracy": binary_accuracy}
+    squared = nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss
+    if loss in (f.mse_loss, f.l1_loss, f.smooth_l1_loss, f.huber_loss) or isinstance(loss, squared):
+        return {"rmse": rmse}
+    return {}
+
+
+def evaluate(
+    model: nn.Module,
+    loss: Loss,
+    examples: Examples,
+    metrics: Mapping[str, Metric] | None = None,
+    *,
+    chunk: int = 1024,
+) -> dict[str, float]:
+    """Return the mean loss and the metrics of a model, in evaluation mode, on a set of examples.
+
+    Args:
+        model: the model; its mode is restored after.
+        loss: the mean loss of a batch from (output, target).
+        examples: the set.
+        metrics: by name, computed over the whole set; `metrics_for(loss)` when None.
+        chunk: how many examples go through the model at a time.
+
+    Example:
+        >>> from coterie.users import InMemory
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.ones_(model.weight)
+        >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [4.0]]))
+        >>> evaluate(model, nn.functional.mse_loss, data)
+        {'loss': 2.0, 'rmse': 1.4142135623730951}
+    """
+    metrics = metrics_for(loss) if metrics is None else metrics
+    device = next(model.parameters()).device
+    total, outputs, targets = 0.0, [], []
+    with torch.no_grad(), evaluation_mode(model):
+        for indices in torch.split(torch.arange(len(examples)), chunk):
+            x, y = (tensor.to(device) for tensor in examples.take(indices))
+            output = model(x)
+            total += float(loss(output, y)) * len(indices)
+            if metrics:
+                outputs.append(output)
+                targets.append(y)
+    found = {"loss": total / len(examples)}
+    if metrics:
+        whole, truth = torch.cat(outputs), torch.cat(targets)
+        found |= {name: metric(whole, truth) for name, metric in metrics.items()}
+    return found
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode inside, and every module back in the mode it had after."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

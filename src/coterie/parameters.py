@@ -1,0 +1,71 @@
+"""A model's trainable parameters as one flat vector, which is what rules and engines speak of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from coterie.errors import ModelError
+
+
+class Parameters:
+    """The layout of a model's trainable parameters in a flat vector x.
+
+    Frozen parameters are not in it; tied ones are in it once.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> parameters = Parameters(model)
+        >>> parameters.size, list(parameters.unflatten(torch.arange(3.0)))
+        (3, ['weight', 'bias'])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.named:
+            raise ModelError("the model has no trainable parameter; set `requires_grad` on those to train")
+        kinds = {(p.dtype, p.device) for p in self.named.values()}
+        if len(kinds) > 1:
+            found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+            raise ModelError(f"trainable parameters must share one dtype and device, got {found}; use `model.to`")
+        ((self.dtype, self.device),) = kinds
+        self.shapes = [p.shape for p in self.named.values()]
+        self.lengths = [p.numel() for p in self.named.values()]
+        self.size = sum(self.lengths)
+
+    def vector(self) -> Tensor:
+        """Return a copy of the parameters as a flat vector."""
+        return self.flatten(self.named.values())
+
+    @staticmethod
+    def flatten(tensors: Iterable[Tensor]) -> Tensor:
+        """Return tensors laid out as the parameters are, as one flat vector."""
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+    def unflatten(self, x: Tensor) -> dict[str, Tensor]:
+        """Return views of a flat vector, by parameter name."""
+        pieces = zip(self.named, torch.split(x, self.lengths), self.shapes, strict=True)
+        return {name: piece.view(shape) for name, piece, shape in pieces}
+
+    def share(self) -> Tensor:
+        """Let the model's parameters be views of one new flat vector, and return it.
+
+        What an optimizer then does to the parameters in place, it does to the vector.
+        """
+        x = self.vector()
+        for p, view in zip(self.named.values(), self.unflatten(x).values(), strict=True):
+            p.data = view
+        return x
+
+    def are_views_of(self, x: Tensor) -> bool:
+        """Say whether the model's parameters are views of this vector, as after `share`."""
+        first, *_, last = (*self.named.values(), *self.named.values())
+        end = x.data_ptr() + (x.numel() - self.lengths[-1]) * x.element_size()
+        return x.numel() == self.size and (first.data_ptr(), last.data_ptr()) == (x.data_ptr(), end)
+
+    def set_gradient(self, direction: Tensor) -> None:
+        """Hand a flat direction to the optimizer, as the parameters' `.grad`."""
+        for p, view in zip(self.named.values(), self.unflatten(direction).values(), strict=True):
+            p.grad = view

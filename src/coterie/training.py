@@ -1,0 +1,188 @@
+"""Training: the loop of Algorithm 1, with any optimizer of `torch.optim`."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from coterie.display import interruptible, progress_bar, tensorboard
+from coterie.engines import Engine, InProcess
+from coterie.errors import DataError, KnobError, ModelError
+from coterie.evaluation import Metric
+from coterie.record import describe
+from coterie.rules import Rule
+from coterie.run import Callback, Run, Step
+from coterie.training_state import TrainingState
+from coterie.users import InMemory, Loss, User
+
+OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
+Scheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
+
+
+def train(
+    model: nn.Module,
+    loss: Loss,
+    me: User,
+    peers: Sequence[User],
+    rule: Rule,
+    *,
+    optimizer: OptimizerLike = torch.optim.Adam,
+    lr: float | None = None,
+    scheduler: Scheduler | None = None,
+    steps: int = 1000,
+    batch_size: int = 32,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    evaluate_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    out: Path | str | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
+    engine: Engine | None = None,
+) -> Run:
+    """Train a personal model for user 0 with its peers' gradients.
+
+    At every step all users compute a gradient at the same point, the rule makes a direction of them, and the
+    optimizer follows it (Algorithm 1). The model that is passed in is not changed. Ctrl-C ends the run after
+    the step it is in, with everything saved; pressed twice it stops at once.
+
+    Args:
+        model: any module; training starts from its parameters, in the mode (train or eval) it is in.
+        loss: the mean loss of a batch from (output, target).
+        me: user 0; its validation set chooses the best model, its test set is looked at once, at the end.
+        peers: the others.
+        rule: how gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`, …
+        optimizer: a class of `torch.optim` (or a function of the parameters), or an optimizer of this very
+            model, e.g. with parameter groups.
+        lr: the step size; the optimizer's own default when None.
+        scheduler: a function of the optimizer that returns a learning-rate scheduler, stepped at every step
+            (`ReduceLROnPlateau`: at every evaluation, with the validation loss).
+        steps: how many steps to take.
+        batch_size: examples each user draws for a gradient; all of them where it has fewer.
+        seed: what batches and dropout are drawn from, with the user's name and the step.
+        device: where to train; where the model is when None.
+        metrics: by name, functions of (outputs, targets) over a whole set; accuracy or RMSE when None.
+        evaluate_every: steps between evaluations; a fiftieth of the run when None.
+        callbacks: called with a `Step` after every step; one that returns True ends the run.
+        out: a folder for the record, checkpoints and TensorBoard's events (where it is installed).
+        checkpoint_every: steps between checkpoints in `out`; a tenth of the run when None.
+        resume: go on from the last checkpoint in `out`; from the start where there is none.
+        progress: show a progress bar; None: when standard error is a terminal.
+        engine: where the gradients come from; `InProcess` over these users when None.
+
+    Example:
+        >>> import coterie
+        >>> inputs = torch.eye(4).repeat(5, 1)
+        >>> users = [User(name, inputs, inputs.sum(1, keepdim=True)) for name in ("me", "a", "b")]
+        >>> rule = coterie.WeightedAveraging(alpha=0.5)
+        >>> run = train(nn.Linear(4, 1), nn.functional.mse_loss, *(users[0], users[1:]), rule, lr=0.1)
+        >>> run.record.points[-1]["own_loss"] < 1e-3
+        True
+    """
+    began = time.monotonic()
+    every, keep = evaluate_every or max(1, steps // 50), checkpoint_every or max(1, steps // 10)
+    _check(me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
+    model, optimizer = _copies(model, optimizer, lr, device)
+    engine = engine or InProcess(model, loss, me, peers, batch_size=batch_size, seed=seed)
+    rule.weights(engine.names)  # an unknown name in `tau` is an error before anything is written
+    configuration = {
+        "rule": describe(rule),
+        "optimizer": f"{type(optimizer).__name__}(lr={_rates(optimizer)})",
+        "parameter_groups": [{k: str(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "scheduler": describe(scheduler),
+        "loss": describe(loss),
+        "model": describe(model),
+        "me": {
+            "name": me.name,
+            **{part: len(getattr(me, part) or ()) for part in ("examples", "validation", "test")},
+        },
+        "peers": {peer.name: len(peer) for peer in peers},
+        "batch_size": batch_size,
+        "seed": seed,
+        **engine.describe(),
+        "steps": steps,
+        "evaluate_every": every,
+    }
+    training = TrainingState(
+        model,
+        loss,
+        me,
+        rule,
+        engine=engine,
+        optimizer=optimizer,
+        scheduler=scheduler and scheduler(optimizer),
+        metrics=metrics,
+    )
+    training.open(configuration, None if out is None else Path(out), resume)
+    stopped: str | None = None
+    with (
+        interruptible() as interrupted,
+        progress_bar(progress, type(rule).__name__, steps) as show,
+        tensorboard(training.out and training.out / "tensorboard") as write,
+    ):
+        while training.step < steps and not stopped:
+            g = training.advance()
+            point = training.evaluate() if training.step % every == 0 or training.step == steps else None
+            if point:
+                write(point)
+            if training.step % keep == 0:
+                training.save()
+            weight = training.state["weight"]
+            show(training.step, g.own_loss, weight, training.best.get("loss"))
+            told = Step(training.step, g.own_loss, weight, g.left_out, point, training.model)
+            if [callback for callback in callbacks if callback(told) is True]:
+                stopped = "a callback"
+            if interrupted():
+                stopped = "Ctrl-C"
+    return training.finish(stopped, time.monotonic() - began)
+
+
+def _copies(
+    model: nn.Module, optimizer: OptimizerLike, lr: float | None, device: torch.device | str | None
+) -> tuple[nn.Module, Optimizer]:
+    """Return copies of the model and its optimizer, on the device asked for, that are ours to change."""
+    if isinstance(optimizer, Optimizer):
+        if lr is not None:
+            raise KnobError(
+                f"`lr` ({lr}) and an optimizer that has its own were both given; set it in the optimizer"
+            )
+        model, made = copy.deepcopy((model, optimizer))
+        model = model.to(device)
+    else:
+        model = copy.deepcopy(model).to(device)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        made = optimizer(trainable) if lr is None else optimizer(trainable, lr=lr)
+    ours = {id(p) for p in model.parameters()}
+    if any(id(p) not in ours for group in made.param_groups for p in group["params"]):
+        raise ModelError("the optimizer holds parameters of another model; make it from `model.parameters()`")
+    if isinstance(made, LBFGS):
+        raise KnobError("LBFGS evaluates the loss several times a step; use an optimizer that takes one gradient")
+    return model, made
+
+
+def _check(me: User, peers: Sequence[User], numbers: Mapping[str, int]) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise KnobError(f"`{name}` must be at least 1, got {number}")
+    for user in (me, *peers):
+        targets = user.examples.targets if isinstance(user.examples, InMemory) else None
+        if targets is None or targets.is_floating_point() or targets.ndim > 1 or len(torch.unique(targets)) > 1:
+            continue
+        raise DataError(
+            f"user {user.name!r} has examples of one class only ({targets[0].item()}), which says nothing about "
+            "telling classes apart; give it examples of another, or leave it out"
+        )
+
+
+def _rates(optimizer: Optimizer) -> str:
+    return "/".join(dict.fromkeys(f"{group['lr']:g}" for group in optimizer.param_groups))

@@ -1,0 +1,1 @@
+"""Rules against a plain scalar loop, and the properties they share."""
