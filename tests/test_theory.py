@@ -64,9 +64,7 @@ def rescaled(problem: Constants, s: float, r: float) -> Constants:
 
 
 def some_lr(problem: Constants, alpha: float) -> Any:
-    return 0.3 * np.minimum(
-        theory.averaging(problem, alpha).max_lr, theory.correction_max_lr(problem, alpha, 0.5)
-    )
+    return 0.3 * np.minimum(theory.averaging(problem, alpha).max_lr, theory.correction_max_lr(problem, alpha, 0.5))
 
 
 Quantity = Callable[[Constants, float, int], Any]
@@ -328,9 +326,7 @@ def test_everything_broadcasts() -> None:
 
 
 def test_plan_is_made_of_the_bounds() -> None:
-    problem = Constants(
-        smoothness=2, pl=1, initial_gap=3, noise=2, n_peers=9, bias_floor=0.05, hessian_gap=0.01
-    )
+    problem = Constants(smoothness=2, pl=1, initial_gap=3, noise=2, n_peers=9, bias_floor=0.05, hessian_gap=0.01)
     plan = theory.plan(problem, 5000)
     assert list(plan) == ["alone", "wga", "bc_oracle", "bc"]
     assert plan["alone"].speedup == 1
@@ -396,9 +392,7 @@ def test_inconsistent_constants_are_named(wrong: dict[str, Any], message: str) -
         ),
         (lambda p: theory.hessian_gap_limit(p, 0, 0.1), "`alpha` must be positive here, got 0"),
         (
-            lambda p: Constants.from_peers(
-                smoothness=1, initial_gap=1, noise=1, tau=[1, 1], peer_noise=[1, 1]
-            ),
+            lambda p: Constants.from_peers(smoothness=1, initial_gap=1, noise=1, tau=[1, 1], peer_noise=[1, 1]),
             "`tau` must sum to 1, got 2; divide",
         ),
     ],

@@ -205,9 +205,7 @@ def test_correction_bound_holds_at_its_best_knobs() -> None:
     assert_bounds(exact.squared_gradient, bound, tight=0.1)
 
 
-def simple_correction_bound(
-    constants: Constants, alpha: Any, beta: Any, lr: Any, steps: int, *, error: Any
-) -> Any:
+def simple_correction_bound(constants: Constants, alpha: Any, beta: Any, lr: Any, steps: int, *, error: Any) -> Any:
     """Return the coarser form of the bound, for lr ≤ β/(√72·αδ), as a bound on the mean squared gradient."""
     variance, s = constants.variance(alpha), constants.noise**2 + constants.peer_variance
     drift = (alpha * constants.hessian_gap * lr / beta) ** 2
@@ -220,9 +218,7 @@ def test_correction_bound_implies_the_simple_form() -> None:
     rng = np.random.default_rng(5)
     problem, constants, _ = draw(rng)
     alpha, beta = rng.random(CASES), 10 ** rng.uniform(-3, 0, CASES)
-    lr = some(
-        rng, np.minimum(1 / constants.smoothness, beta / (72**0.5 * alpha * constants.hessian_gap + 1e-99))
-    )
+    lr = some(rng, np.minimum(1 / constants.smoothness, beta / (72**0.5 * alpha * constants.hessian_gap + 1e-99)))
     _, error = starts(rng, problem)
     for steps in HORIZONS:
         bound = theory.correction_bound(constants, alpha, beta, lr, steps, initial_error=error)
@@ -284,9 +280,7 @@ def test_mean_estimation_is_the_weighted_mean() -> None:
     decreasing = quadratics.run(descent.decreasing_lr(np.arange(float(steps))[:, None]), steps, alpha=alpha)
     # The steps (2t + 1)/(t + 1)² weight the sample of step t by (2t + 1)/T².
     share = np.sum((2 * np.arange(steps) + 1.0) ** 2) / steps**4
-    assert 2 * decreasing.loss[0] == pytest.approx(
-        (alpha * 0.5) ** 2 + share * float(problem.variance(alpha))
-    )
+    assert 2 * decreasing.loss[0] == pytest.approx((alpha * 0.5) ** 2 + share * float(problem.variance(alpha)))
 
 
 # What is printed and does not hold.
@@ -401,9 +395,7 @@ def test_printed_relaxed_noise_forgets_the_peers_own_gradient() -> None:
     printed = alpha**2 * shift**2 / 2  # c = 2, η = 1/L, no noise at stationarity: F_T ≤ cα²ζ²/(4μ)
     assert problem.run(1.0, steps, alpha=alpha).loss[0] > 1e10 * printed
     descent = theory.averaging(problem.constants(np.ones(1)), alpha)
-    assert problem.run(descent.max_lr, steps, alpha=alpha).loss[0] <= descent.loss_bound(
-        descent.max_lr, steps
-    )
+    assert problem.run(descent.max_lr, steps, alpha=alpha).loss[0] <= descent.loss_bound(descent.max_lr, steps)
 
 
 def test_printed_decreasing_steps_must_not_start_at_zero() -> None:

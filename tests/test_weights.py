@@ -56,9 +56,7 @@ peers = st.lists(st.tuples(st.one_of(st.just(0.0), sizes), st.one_of(st.just(0.0
 
 
 @given(peers, st.one_of(st.just(0.0), sizes))
-def test_water_filling_meets_the_optimality_conditions(
-    peers: list[tuple[float, float]], kappa: float
-) -> None:
+def test_water_filling_meets_the_optimality_conditions(peers: list[tuple[float, float]], kappa: float) -> None:
     noise, bias = np.array(peers).T
     tau = water_filling(noise, bias, kappa)
     slope = 2 * kappa * noise**2 * tau + bias**2

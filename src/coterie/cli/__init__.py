@@ -2,6 +2,8 @@
 
 import typer
 
+from coterie.cli.plan import plan
+
 app = typer.Typer(
     name="coterie",
     help="Train your model with your peers' gradients: personalized collaborative learning.",
@@ -14,3 +16,6 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """Train your model with your peers' gradients: personalized collaborative learning."""
+
+
+app.command()(plan)

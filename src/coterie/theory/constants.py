@@ -113,9 +113,7 @@ class Constants:
         """
         tau = np.asarray(tau, dtype=np.float64)
         check("tau", tau, tau >= 0, "must not be negative")
-        check(
-            "tau", tau.sum(-1), abs(tau.sum(-1) - 1) < 1e-6, "must sum to 1", "divide each weight by the sum"
-        )
+        check("tau", tau.sum(-1), abs(tau.sum(-1) - 1) < 1e-6, "must sum to 1", "divide each weight by the sum")
         variance = np.sum(tau**2 * np.square(peer_noise), -1)
         return cls(
             smoothness=smoothness,
