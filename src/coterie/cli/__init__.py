@@ -3,6 +3,7 @@
 import typer
 
 from coterie.cli.plan import plan
+from coterie.cli.reproduce import reproduce
 
 app = typer.Typer(
     name="coterie",
@@ -19,3 +20,4 @@ def main() -> None:
 
 
 app.command()(plan)
+app.command()(reproduce)
