@@ -47,8 +47,8 @@ def plan(
         )
         choices = theory.plan(problem, steps, alpha)
     except CoterieError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+        typer.echo(f"coterie: {error}", err=True)
+        raise typer.Exit(2) from None
     rows = {name: _numbers(choice) for name, choice in choices.items()}
     sentences = verdict(problem, choices, steps)
     if as_json:
