@@ -26,6 +26,8 @@ DASHES = ("-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)), ":", (0, (1, 1)))
 METHODS = {"Alone": 0, "BC": 1, "WGA": 2, "BC, oracle": 3, "BC as printed": 4}
 """Methods keep their colours from figure to figure; the first three have the paper's."""
 
+NOTE = "lines: exact; bands: mean of 100 sampled runs ± 2 standard errors"
+
 
 def loss_curves(series: Sequence[Series], title: str) -> Figure:
     """Draw expected losses over steps, each beside the mean of its sampled runs ± 2 standard errors."""
@@ -33,6 +35,7 @@ def loss_curves(series: Sequence[Series], title: str) -> Figure:
     axes = figure.add_subplot()
     _label(axes, title, "steps taken", "expected loss  E f₀(x) − f₀*")
     _losses(axes, series)
+    figure.supxlabel(NOTE, fontsize=8, color="#555555")
     return figure
 
 
@@ -54,6 +57,7 @@ def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float
         axes.axhline(floor, color="#444444", linewidth=0.8)
         axes.annotate(note, (0.02, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
         axes.tick_params(labelleft=not i)
+    figure.supxlabel(NOTE, fontsize=8, color="#555555")
     return figure
 
 
@@ -110,7 +114,7 @@ def bias_growth(series: Sequence[Series]) -> Figure:
     axes = figure.add_subplot()
     _label(axes, "Speedup of weighted averaging at ζ = 0", "number of users  N + 1", "speedup over training alone")
     for i, one in enumerate(series):
-        axes.plot(one.x, one.exact, color=COLOURS[i], linestyle=DASHES[i], label=one.legend)
+        axes.plot(one.x, one.exact, color=COLOURS[i], linestyle="-" if i else "--", label=one.legend)
     axes.margins(x=0)
     _legend(axes)
     return figure
@@ -135,10 +139,11 @@ def _losses(axes: Axes, series: Sequence[Series]) -> None:
         if one.mean is not None and one.error is not None:
             low = np.maximum(one.mean - 2 * one.error, one.mean / 100)  # a logarithmic axis has no zero
             axes.fill_between(one.x, low, one.mean + 2 * one.error, color=colour, alpha=0.25, linewidth=0)
-        axes.plot(one.x, one.exact, color=colour, linestyle=dashes, label=one.legend)
+        width = 1.6 if i else 2.6  # what coincides with the first line stays visible on it
+        axes.plot(one.x, one.exact, color=colour, linestyle=dashes, linewidth=width, label=one.legend)
     _logarithmic(axes)
     axes.margins(x=0)
-    _legend(axes, "line: exact\nband: 100 runs, mean ± 2 s.e.")
+    _legend(axes)
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -169,6 +174,5 @@ def _label(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(axes: Axes, note: str = "") -> None:
-    legend = axes.legend(title=note, title_fontsize=7, fontsize=8, framealpha=0.85, edgecolor="none")
-    legend.set_alignment("left")
+def _legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")
