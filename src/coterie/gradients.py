@@ -98,8 +98,8 @@ def is_finite(vector: Tensor) -> bool:
         >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([1.0, float("nan")]))
         (True, False)
     """
-    lowest, highest = torch.aminmax(vector)
-    return bool(torch.isfinite(lowest) & torch.isfinite(highest))
+    # A finite sum has finite terms; only where it is not, which overflow may cause too, look at each.
+    return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
 
 
 def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
@@ -109,9 +109,9 @@ def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, 
         >>> keep_finite(torch.tensor([[1.0], [float("inf")]]), ("a", "b"))
         (tensor([[1.]]), ('a',), {'b': 'not finite'})
     """
-    finite = torch.stack(torch.aminmax(rows, dim=1)).isfinite().all(0).tolist() if len(rows) else []
-    if all(finite):
+    if is_finite(rows):
         return rows, tuple(names), {}
+    finite = rows.isfinite().all(1).tolist()
     kept = tuple(name for name, good in zip(names, finite, strict=True) if good)
     left_out = {name: "not finite" for name, good in zip(names, finite, strict=True) if not good}
     return rows[torch.tensor(finite, device=rows.device)], kept, left_out

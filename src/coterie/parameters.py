@@ -59,6 +59,12 @@ class Parameters:
             p.data = view
         return x
 
+    def are_views_of(self, x: Tensor) -> bool:
+        """Say whether the model's parameters are views of this vector, as after `share`."""
+        first, *_, last = (*self.named.values(), *self.named.values())
+        end = x.data_ptr() + (x.numel() - self.lengths[-1]) * x.element_size()
+        return x.numel() == self.size and (first.data_ptr(), last.data_ptr()) == (x.data_ptr(), end)
+
     def set_gradient(self, direction: Tensor) -> None:
         """Hand a flat direction to the optimizer, as the parameters' `.grad`."""
         for p, view in zip(self.named.values(), self.unflatten(direction).values(), strict=True):

@@ -190,7 +190,9 @@ class BiasCorrection:
                 c = bias / answered
             if self.warm_up:
                 beta = max(beta, 1 / (seen + 1))
-            following = torch.lerp(c, bias if answered == 1.0 else bias + (1 - answered) * c, beta)
+            if answered < 1:
+                bias.add_(c, alpha=1 - answered)
+            following = torch.lerp(c, bias, beta, out=bias)
         else:
             following = c
         return (
@@ -251,8 +253,10 @@ def _direction(
     own: Tensor, peers: Tensor, alpha: float, correction: float = 0.0, c: Tensor | None = None
 ) -> Tensor:
     """Return (1 − α) g_0 + α (g_avg − w c): exactly g_0 where g_avg is g_0 and nothing is corrected."""
-    corrected = peers if c is None or not correction else peers - correction * c
-    return torch.lerp(own, corrected, alpha)
+    if c is None or not correction:
+        return torch.lerp(own, peers, alpha)
+    corrected = torch.sub(peers, c, alpha=correction)
+    return torch.lerp(own, corrected, alpha, out=corrected)
 
 
 def _at(name: str, knob: Knob, step: int) -> float:

@@ -44,7 +44,7 @@ class InMemory:
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets at these indices."""
-        return self.inputs[indices], self.targets[indices]
+        return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
 
     def to(self, device: torch.device) -> InMemory:
         """Return the same examples on another device."""
@@ -142,7 +142,7 @@ class User:
         chance, batches of different steps are independent, and none is drawn twice when `size` divides them.
         """
         size = min(size, len(self))
-        indices = draw([stream(seed, self.name)], [len(self)], size, step)[0]
+        indices = draw([stream(seed, self.name)], [len(self)], size, [step])[0, 0]
         if isinstance(self.examples, InMemory):
             return self.examples.take(indices.to(self.examples.inputs.device))
         with seeded(seed, self.name, step):
@@ -171,43 +171,42 @@ def stream(seed: int, name: str) -> int:
         True
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return int.from_bytes(digest, "little")
 
 
-def draw(streams: Sequence[int], sizes: Sequence[int], batch: int, step: int) -> Tensor:
-    """Draw one batch of indices for each user at once, of shape (users, batch).
+def draw(streams: Sequence[int], sizes: Sequence[int], batch: int, steps: Sequence[int]) -> Tensor:
+    """Draw the indices of one batch for each step and user at once, of shape (steps, users, batch).
 
     A counter-based generator (SplitMix64 of stream, step and position), so that nothing is carried from one
-    step to the next and the same integers come out on every device.
+    step to the next.
 
     Args:
         streams: each user's key, from `stream`.
         sizes: each user's number of examples, at least `batch`.
         batch: how many to draw.
-        step: the step they are for.
+        steps: the steps they are for.
 
     Example:
-        >>> draw([stream(0, "a")], [5], 5, step=3)
-        tensor([[0, 1, 2, 3, 4]])
+        >>> draw([stream(0, "a")], [5], 5, steps=[3])
+        tensor([[[0, 1, 2, 3, 4]]])
     """
-    key = torch.tensor(streams, dtype=torch.int64)[:, None]
-    width = torch.tensor(sizes, dtype=torch.float64)[:, None] / batch
-    position = torch.arange(batch)
-    bits = _mix(_mix(key + _GOLDEN * torch.tensor(step + 1)) + _GOLDEN * (position + 1))
-    uniform = (bits >> 11 & _MANTISSA).to(torch.float64) * 2.0**-53
-    indices = ((position + uniform) * width).floor().to(torch.int64)
-    return torch.minimum(indices, torch.tensor(sizes)[:, None] - 1)  # rounding may reach the end of a slice
+    position = np.arange(batch)
+    counter = _mix(np.array(streams, np.uint64) + _GOLDEN * (np.array(steps, np.uint64)[:, None] + np.uint64(1)))
+    bits = _mix(counter[..., None] + _GOLDEN * (position + 1).astype(np.uint64))
+    uniform = (bits >> np.uint64(11)) * 2.0**-53
+    length = np.array(sizes)[:, None]
+    indices = ((position + uniform) * (length / batch)).astype(np.int64)
+    return torch.from_numpy(np.minimum(indices, length - 1))  # rounding may reach the end of a slice
 
 
-_GOLDEN = -0x61C8864680B583EB  # 2⁶⁴/φ as a signed integer, SplitMix64's increment
-_MANTISSA = 2**53 - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴/φ, SplitMix64's increment
 
 
-def _mix(z: Tensor) -> Tensor:
-    """Scramble 64-bit integers (SplitMix64's finaliser); `>>` keeps the sign, hence the masks."""
-    z = (z ^ (z >> 30 & (2**34 - 1))) * -0x40A7B892E31B1A47
-    z = (z ^ (z >> 27 & (2**37 - 1))) * -0x6B2FB644ECCEEE15
-    return z ^ (z >> 31 & (2**33 - 1))
+def _mix(z: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Scramble 64-bit integers: SplitMix64's finaliser."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The peers' batches of one step, drawn together."""
+"""The batches of one step, of user 0 and the peers asked, drawn together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from coterie.errors import DataError
 from coterie.users import InMemory, User, draw, stream
+
+AHEAD = 64
+"""How many steps' indices are computed at a time; what they are does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -33,72 +36,88 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Group:
-    """Users whose batches have one size, and what their indices are drawn from."""
+    """Users whose batches have one size."""
 
     positions: list[int]
     users: list[User]
     size: int
-    streams: list[int]
-    lengths: list[int]
-    offsets: Tensor
 
 
-class PeerBatches:
-    """Draw the batches of many peers: those in memory by one look-up in one pool of everybody's examples.
+class Everyone:
+    """Draw everybody's batches: of users in memory by one look-up in a pool of all examples.
 
     Each batch is the one that `User.batch` gives.
 
     Args:
         me: user 0, whose examples the peers' must resemble in shape and dtype.
-        peers: the peers, on one device.
+        peers: the peers.
         batch_size: examples a user; all of them where it has fewer.
         seed: what batches are drawn from, with the user's name and the step.
+        device: where the batches are wanted.
     """
 
-    def __init__(self, me: User, peers: Sequence[User], batch_size: int, seed: int) -> None:
-        self.peers = {peer.name: peer for peer in peers}
-        self.batch_size, self.seed = batch_size, seed
-        self._groups: dict[tuple[str, ...], list[_Group]] = {}
-        memory = [peer.examples for peer in peers if isinstance(peer.examples, InMemory)]
-        self._pool: InMemory | None = None
-        self._offsets: dict[str, int] = {}
+    def __init__(
+        self, me: User, peers: Sequence[User], *, batch_size: int, seed: int, device: torch.device
+    ) -> None:
         for peer in peers:
             _check_alike(me, peer)
-        if memory and len(memory) == len(peers):
-            self._pool = InMemory(torch.cat([e.inputs for e in memory]), torch.cat([e.targets for e in memory]))
-            starts = torch.tensor([0, *(len(e) for e in memory)]).cumsum(0).tolist()
-            self._offsets = dict(zip(self.peers, starts, strict=False))
-
-    def draw(self, names: tuple[str, ...], step: int) -> list[Batches]:
-        """Return the batches of these peers at a step, grouped by size."""
-        if names not in self._groups:
-            self._groups[names] = self._group(names)
-        return [self._take(group, step) for group in self._groups[names]]
+        self.me = me.to(device)
+        self.users = {user.name: user.to(device) for user in (me, *peers)}
+        self.batch_size, self.seed = batch_size, seed
+        self._pool: InMemory | None = None
+        self._offsets: dict[str, int] = {}
+        self._groups: dict[tuple[str, ...], list[_Group]] = {}
+        self._indices: dict[tuple[str, ...], tuple[int, Tensor]] = {}
+        held = [user.examples for user in self.users.values() if isinstance(user.examples, InMemory)]
+        if len(held) == len(self.users):
+            self._pool = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held]))
+            starts = torch.tensor([0, *(len(e) for e in held)]).cumsum(0).tolist()
+            self._offsets = dict(zip(self.users, starts, strict=False))
 
     def one(self, name: str, step: int) -> tuple[Tensor, Tensor]:
-        """Return one peer's batch at a step."""
-        return self.peers[name].batch(self.batch_size, seed=self.seed, step=step)
+        """Return one user's batch at a step."""
+        return self.users[name].batch(self.batch_size, seed=self.seed, step=step)
 
-    def _take(self, group: _Group, step: int) -> Batches:
-        if self._pool is not None:
-            indices = draw(group.streams, group.lengths, group.size, step) + group.offsets
-            inputs, targets = self._pool.take(indices.flatten().to(self._pool.inputs.device))
-        else:
-            drawn = [user.batch(group.size, seed=self.seed, step=step) for user in group.users]
-            inputs, targets = (torch.cat(column) for column in zip(*drawn, strict=True))
-        return Batches(group.positions, inputs, targets)
+    def draw(self, names: tuple[str, ...], step: int) -> tuple[tuple[Tensor, Tensor], list[Batches]]:
+        """Return user 0's batch at a step, and those of these peers, grouped by size."""
+        if names not in self._groups:
+            self._groups[names] = self._grouped(names)
+        groups = self._groups[names]
+        if self._pool is None:
+            return self.one(self.me.name, step), [self._read(group, step) for group in groups[1:]]
+        inputs, targets = self._pool.take(self._indices_at(names, step))
+        lengths = [group.size * len(group.users) for group in groups]
+        own, *others = zip(torch.split(inputs, lengths), torch.split(targets, lengths), strict=True)
+        return own, [Batches(g.positions, *found) for g, found in zip(groups[1:], others, strict=True)]
 
-    def _group(self, names: tuple[str, ...]) -> list[_Group]:
+    def _grouped(self, names: tuple[str, ...]) -> list[_Group]:
+        """Return user 0 as a group of its own, then the peers by the size of their batches."""
         by_size: dict[int, list[int]] = {}
         for position, name in enumerate(names):
-            by_size.setdefault(min(self.batch_size, len(self.peers[name])), []).append(position)
-        groups = []
-        for size, positions in by_size.items():
-            users = [self.peers[names[position]] for position in positions]
-            streams = [stream(self.seed, user.name) for user in users]
-            offsets = torch.tensor([self._offsets.get(user.name, 0) for user in users])[:, None]
-            groups.append(_Group(positions, users, size, streams, [len(user) for user in users], offsets))
-        return groups
+            by_size.setdefault(min(self.batch_size, len(self.users[name])), []).append(position)
+        peers = [_Group(p, [self.users[names[i]] for i in p], size) for size, p in by_size.items()]
+        return [_Group([0], [self.me], min(self.batch_size, len(self.me))), *peers]
+
+    def _indices_at(self, names: tuple[str, ...], step: int) -> Tensor:
+        """Return the rows of the pool that a step's batches are, from a block computed ahead."""
+        first, block = self._indices.get(names, (step, None))
+        if block is None or not first <= step < first + len(block):
+            groups = self._groups[names]
+            total = sum(group.size * len(group.users) for group in groups)
+            steps = range(step, step + max(1, min(AHEAD, 2**18 // total)))
+            first, block = step, torch.cat([self._rows_of_pool(group, steps) for group in groups], dim=1)
+            block = block.to(self.me.examples.inputs.device)  # type: ignore[attr-defined]  # a pool is in memory
+            self._indices = {names: (first, block)}
+        return block[step - first]
+
+    def _rows_of_pool(self, group: _Group, steps: range) -> Tensor:
+        streams = [stream(self.seed, user.name) for user in group.users]
+        found = draw(streams, [len(user) for user in group.users], group.size, steps)
+        return (found + torch.tensor([self._offsets[user.name] for user in group.users])[:, None]).flatten(1)
+
+    def _read(self, group: _Group, step: int) -> Batches:
+        inputs, targets = zip(*(self.one(user.name, step) for user in group.users), strict=True)
+        return Batches(group.positions, torch.cat(inputs), torch.cat(targets))
 
 
 def _check_alike(me: User, peer: User) -> None:

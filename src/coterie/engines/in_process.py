@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.engines.batches import PeerBatches
+from coterie.engines.batches import Batches, Everyone
 from coterie.engines.passes import Passes
 from coterie.engines.probe import check_classes, probe
 from coterie.errors import DataError, KnobError
@@ -57,30 +57,30 @@ class InProcess:
         if len({me.name, *self.names}) <= len(peers):
             raise DataError("users must have different names: weights and batches go by them")
         self.passes = Passes(model, loss)
+        self.me, self.seed = me.name, seed
         device = self.passes.parameters.device
-        self.me = me.to(device)
-        self.peers = PeerBatches(self.me, [peer.to(device) for peer in peers], batch_size, seed)
-        self.batch_size, self.seed = batch_size, seed
-        x = self.passes.parameters.vector()
+        self.everyone = Everyone(me, peers, batch_size=batch_size, seed=seed, device=device)
         with seeded(seed, me.name, 0, device):
-            output, self.allowed = probe(self.passes, x, *self._own_batch(0))
+            x, batch = self.passes.parameters.vector(), self.everyone.one(me.name, 0)
+            output, self.allowed = probe(self.passes, x, *batch)
         check_classes(loss, output, [me, *peers])
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
-        own, loss = self._own(x, step)
-        names, tau = tuple(weights), list(weights.values())
+        names, together = tuple(weights), not self.allowed.one_by_one
+        own_batch, batches = self.everyone.draw(names if together else (), step)
+        own, loss = self._own(x, step, own_batch)
         if not names:
             return Gradients(own=own, x=x, own_loss=float(loss))
-        if not rows and self.allowed.one_by_one:
+        if not rows and not together:
             peers, answered, left_out = self._average_one_by_one(own, x, step, weights)
             return Gradients(own, peers, answered=answered, left_out=left_out, x=x, own_loss=float(loss))
         if not rows:
-            peers = self.passes.average(x, self.peers.draw(names, step), x.new_tensor(tau))
+            peers = self.passes.average(x, batches, x.new_tensor(list(weights.values())))
             if is_finite(peers):
                 return Gradients(own, peers, x=x, own_loss=float(loss))
         # Rows are wanted, or a peer's gradient was not finite and has to be found.
-        found, kept, left_out = keep_finite(self._rows(x, step, names), names)
+        found, kept, left_out = keep_finite(self._rows(x, step, names, batches), names)
         peers, answered = weighted_sum(own, found, [weights[name] for name in kept])
         if rows:
             return Gradients(own, None, found, kept, answered, left_out, x, float(loss))
@@ -95,12 +95,9 @@ class InProcess:
             "rows": "loop: " + self.allowed.loop if self.allowed.loop else "vmap",
         }
 
-    def _own_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        return self.me.batch(self.batch_size, seed=self.seed, step=step)
-
-    def _own(self, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def _own(self, x: Tensor, step: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return g_0 and its loss; the buffers move only where the gradient is finite."""
-        gradient, loss, buffers = self._single(x, step, self.me.name, self._own_batch(step))
+        gradient, loss, buffers = self._single(x, step, self.me, batch)
         if self.allowed.moves_buffers and is_finite(gradient):
             for name, buffer in self.passes.model.named_buffers():
                 buffer.copy_(buffers[name])
@@ -120,7 +117,7 @@ class InProcess:
     ) -> tuple[Tensor, float, dict[str, str]]:
         total, answered, left_out = torch.zeros_like(own), 0.0, {}
         for name, weight in weights.items():
-            gradient = self._single(x, step, name, self.peers.one(name, step))[0]
+            gradient = self._single(x, step, name, self.everyone.one(name, step))[0]
             if is_finite(gradient):
                 total.add_(gradient, alpha=weight)
                 answered += weight
@@ -128,7 +125,7 @@ class InProcess:
                 left_out[name] = "not finite"
         return *complete(own, total, answered), left_out
 
-    def _rows(self, x: Tensor, step: int, names: tuple[str, ...]) -> Tensor:
+    def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
         if not self.allowed.loop:
-            return self.passes.rows(x, self.peers.draw(names, step))
-        return torch.stack([self._single(x, step, name, self.peers.one(name, step))[0] for name in names])
+            return self.passes.rows(x, batches)
+        return torch.stack([self._single(x, step, name, self.everyone.one(name, step))[0] for name in names])

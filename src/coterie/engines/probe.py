@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,8 @@ def probe(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[A
     else:
         one_by_one = _why_one_by_one(passes, x, inputs, output)
     loop = one_by_one or _why_loop(passes, x, inputs, targets)
+    if one_by_one is None:
+        passes.per_example = _per_example(passes.loss, output, targets)
     return output, Allowed(one_by_one, loop, moves_buffers, random)
 
 
@@ -71,10 +75,9 @@ def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
 
 def _check_fit(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor, buffers: dict[str, Tensor]) -> Any:
     """Return the output on a batch once the model takes the inputs and the loss takes the output."""
-    values = {**passes.parameters.unflatten(x), **buffers}
     try:
         with torch.no_grad():
-            output = passes.output(values, inputs)
+            output = passes.output(x, inputs, buffers)
     except Exception as error:
         raise ModelError(
             f"the model does not take user 0's inputs of shape {tuple(inputs.shape)}: {error}"
@@ -99,7 +102,7 @@ def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tensor, output: Any) -> s
     if not isinstance(output, Tensor) or not output.ndim or len(output) != len(inputs):
         return "the model's output is not a tensor of one row an example"
     with torch.no_grad():
-        half = passes.output(passes.parameters.unflatten(x), inputs[: max(1, len(inputs) // 2)])
+        half = passes.output(x, inputs[: max(1, len(inputs) // 2)])
     if not torch.allclose(half, output[: len(half)], rtol=1e-2, atol=1e-4, equal_nan=True):
         return "the model's output for one example depends on the others"
     return None
@@ -123,6 +126,24 @@ def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str
         except Exception as error:  # so may a model
             return f"torch.func.vmap does not take this model: {str(error).splitlines()[0]}"
     return None
+
+
+def _per_example(loss: Loss, output: Tensor, targets: Tensor) -> Loss | None:
+    """Return the loss of each example, for a loss of torch that is the mean over them; None for any other."""
+    if isinstance(loss, nn.Module):
+        each: Any = copy.copy(loss)
+        each.reduction = "none"
+    elif getattr(loss, "__module__", "") == nn.functional.__name__:
+        each = functools.partial(cast("Callable[..., Tensor]", loss), reduction="none")
+    else:
+        return None
+    try:
+        with torch.no_grad():
+            found, whole = each(output, targets), loss(output, targets)
+    except Exception:
+        return None
+    fits = len(found) == len(output) and torch.allclose(found.mean(), whole, rtol=1e-4)
+    return each if fits else None
 
 
 def _random_state(device: torch.device) -> Tensor:
