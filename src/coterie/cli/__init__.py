@@ -2,6 +2,7 @@
 
 import typer
 
+from coterie.cli.plan import plan
 from coterie.cli.reproduce import reproduce
 
 app = typer.Typer(
@@ -18,4 +19,5 @@ def main() -> None:
     """Train your model with your peers' gradients: personalized collaborative learning."""
 
 
+app.command()(plan)
 app.command()(reproduce)

@@ -153,9 +153,7 @@ def best_tau(
     alpha = check_alpha(alpha)
     left = 1 - alpha**2 * problem.bias_growth
     check("alpha", alpha, np.greater(left, 0), "must be below 1/√m, m being `bias_growth`")
-    return water_filling(
-        peer_noise, bias_floor, problem.smoothness / (_pl(problem) * check_steps(steps) * left)
-    )
+    return water_filling(peer_noise, bias_floor, problem.smoothness / (_pl(problem) * check_steps(steps) * left))
 
 
 def mean_estimation(

@@ -193,14 +193,10 @@ def _best_beta(
 ) -> NDArray[np.float64]:
     # Far below 1/T the start is never forgotten, and a smaller β would change nothing.
     least = np.maximum(3 * alpha * problem.hessian_gap * lr, 1e-6 / steps)
-    return _minimise(
-        lambda beta: _bound(problem, alpha, beta, lr, steps, error=error), np.minimum(least, 1), 1.0
-    )
+    return _minimise(lambda beta: _bound(problem, alpha, beta, lr, steps, error=error), np.minimum(least, 1), 1.0)
 
 
-def _minimise(
-    cost: Callable[[NDArray[np.float64]], Numbers], low: Numbers, high: Numbers
-) -> NDArray[np.float64]:
+def _minimise(cost: Callable[[NDArray[np.float64]], Numbers], low: Numbers, high: Numbers) -> NDArray[np.float64]:
     """Return where a cost of positive numbers is least, elementwise, by a grid that zooms in."""
     shape = np.shape(cost(np.multiply(high, np.ones_like(low))))
     bottom, top = np.broadcast_to(np.log(low), shape), np.broadcast_to(np.log(high), shape)
