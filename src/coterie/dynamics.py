@@ -91,9 +91,10 @@ class Dynamics:
 
     def between(self, start: int, stop: int) -> Transition:
         """Return steps `start` to `stop` − 1 as one transition."""
+        if start == stop:
+            return identity(len(self.curvature), self.size)
         cuts = {start, stop} | {int(cut) for cut in self._cuts if start < cut < stop}
-        stretches = [self._stretch(a, b) for a, b in itertools.pairwise(sorted(cuts))]
-        return functools.reduce(Transition.then, stretches, identity(len(self.curvature), self.size))
+        return functools.reduce(Transition.then, itertools.starmap(self._stretch, itertools.pairwise(sorted(cuts))))
 
     def each(self, start: int, stop: int) -> Transition:
         """Return steps `start` to `stop` − 1 one by one, along the first axis."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatterSciNotation
+from matplotlib.ticker import NullFormatter
 
 from coterie.theory import Constants, Numbers, averaging_speedup
 
@@ -26,6 +26,8 @@ DASHES = ("-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)), ":", (0, (1, 1)))
 METHODS = {"Alone": 0, "BC": 1, "WGA": 2, "BC, oracle": 3, "BC as printed": 4}
 """Methods keep their colours from figure to figure; the first three have the paper's."""
 
+NOTE = "lines: exact; bands: mean of 100 sampled runs ± 2 standard errors"
+
 
 def loss_curves(series: Sequence[Series], title: str) -> Figure:
     """Draw expected losses over steps, each beside the mean of its sampled runs ± 2 standard errors."""
@@ -33,6 +35,7 @@ def loss_curves(series: Sequence[Series], title: str) -> Figure:
     axes = figure.add_subplot()
     _label(axes, title, "steps taken", "expected loss  E f₀(x) − f₀*")
     _losses(axes, series)
+    figure.supxlabel(NOTE, fontsize=8, color="#555555")
     return figure
 
 
@@ -54,6 +57,7 @@ def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float
         axes.axhline(floor, color="#444444", linewidth=0.8)
         axes.annotate(note, (0.02, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
         axes.tick_params(labelleft=not i)
+    figure.supxlabel(NOTE, fontsize=8, color="#555555")
     return figure
 
 
@@ -77,15 +81,14 @@ def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
     )
     ratio, n_peers = np.geomspace(1e-3, 1e5, 161), np.geomspace(1, 1e4, 121)
     speedup = np.asarray(gain(ratio, n_peers[:, None]))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    _logarithmic(axes)
     mesh = axes.pcolormesh(
         ratio, n_peers, speedup, norm=LogNorm(1, speedup.max()), cmap="viridis", shading="nearest", rasterized=True
     )
     levels = [1.1, 2, 10, 100, 1000]
     lines = axes.contour(ratio, n_peers, speedup, levels, colors="white", linewidths=0.8)
     axes.clabel(lines, fmt=lambda level: f"×{level:g}", fontsize=8)
-    figure.colorbar(mesh, ax=axes, label="speedup  1 / (1 − α*)", format=LogFormatterSciNotation())
+    figure.colorbar(mesh, ax=axes, label="speedup  1 / (1 − α*)", format=_power_of_ten)
     if mark is not None:
         x, y = np.clip(mark[0], ratio[0], ratio[-1]), np.clip(mark[1], n_peers[0], n_peers[-1])
         axes.plot(x, y, "o", color="white", markeredgecolor="black", markersize=9, clip_on=False, zorder=5)
@@ -111,7 +114,7 @@ def bias_growth(series: Sequence[Series]) -> Figure:
     axes = figure.add_subplot()
     _label(axes, "Speedup of weighted averaging at ζ = 0", "number of users  N + 1", "speedup over training alone")
     for i, one in enumerate(series):
-        axes.plot(one.x, one.exact, color=COLOURS[i], linestyle=DASHES[i], label=one.legend)
+        axes.plot(one.x, one.exact, color=COLOURS[i], linestyle="-" if i else "--", label=one.legend)
     axes.margins(x=0)
     _legend(axes)
     return figure
@@ -146,7 +149,7 @@ def gain(ratio: Numbers, n_peers: Numbers) -> Numbers:
     """Return the speedup 1/(1 − α*) at Lσ_0²/(μTζ²) = `ratio` and N peers, for m = 0.
 
     Example:
-        >>> float(gain(np.inf, 10.0)), float(gain(1.0, 1.0))
+        >>> round(float(gain(np.inf, 10.0)), 12), round(float(gain(1.0, 1.0)), 12)
         (11.0, 1.5)
     """
     problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=n_peers, bias_floor=1 / np.sqrt(ratio))
@@ -161,11 +164,30 @@ def _losses(axes: Axes, series: Sequence[Series]) -> None:
         if one.mean is not None and one.error is not None:
             low = np.maximum(one.mean - 2 * one.error, one.mean / 100)  # a logarithmic axis has no zero
             axes.fill_between(one.x, low, one.mean + 2 * one.error, color=colour, alpha=0.25, linewidth=0)
-        axes.plot(one.x, one.exact, color=colour, linestyle=dashes, label=one.legend)
+        width = 1.6 if i else 2.6  # what coincides with the first line stays visible on it
+        axes.plot(one.x, one.exact, color=colour, linestyle=dashes, linewidth=width, label=one.legend)
+    _logarithmic(axes)
+    axes.margins(x=0)
+    _legend(axes)
+
+
+def _logarithmic(axes: Axes) -> None:
+    """Make both axes logarithmic, labelled at powers of ten in plain text (mathtext takes most of the drawing)."""
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.margins(x=0)
-    _legend(axes, "line: exact\nband: 100 runs, mean ± 2 s.e.")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(_power_of_ten)
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _power_of_ten(value: float, _: float | None = None) -> str:
+    """Return 10 to a power with the power raised.
+
+    Example:
+        >>> _power_of_ten(0.001), _power_of_ten(1.0)
+        ('10⁻³', '10⁰')
+    """
+    return "10" + f"{round(np.log10(value))}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _label(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
@@ -177,6 +199,5 @@ def _label(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(axes: Axes, note: str = "") -> None:
-    legend = axes.legend(title=note, title_fontsize=7, fontsize=8, framealpha=0.85, edgecolor="none")
-    legend.set_alignment("left")
+def _legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")

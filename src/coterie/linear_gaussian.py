@@ -8,6 +8,7 @@ are multiplied pairwise, all pairs at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -50,13 +51,18 @@ class Transition:
 
     def sample(self, z: FloatArray, rng: np.random.Generator) -> FloatArray:
         """Draw later states from earlier ones, of shape (trials, …, k), exactly in law."""
-        noise = _apply(square_root(self.noise), rng.standard_normal(z.shape))
+        noise = _apply(self.noise_root, rng.standard_normal(z.shape))
         return _apply(self.matrix, z) + self.offset + noise
+
+    @cached_property
+    def noise_root(self) -> FloatArray:
+        """A square root of Q."""
+        return square_root(self.noise)
 
 
 @dataclass(frozen=True, eq=False)
 class Powers:
-    """The powers of one transition; its repeated squares are kept from one call to the next.
+    """The powers of one transition; those found are kept, and its repeated squares.
 
     Example:
         >>> walk = Transition(np.eye(1), np.ones(1), np.ones((1, 1)))
@@ -66,18 +72,19 @@ class Powers:
     """
 
     once: Transition
-    squares: list[Transition] = field(default_factory=list)
+    known: dict[int, Transition] = field(default_factory=dict, repr=False)
 
     def __call__(self, steps: int) -> Transition:
         """Return `steps` equal steps as one, in O(log steps)."""
-        total, bit = identity(*self.once.offset.shape), 0
-        while steps >> bit:
-            if bit == len(self.squares):
-                self.squares.append(self.squares[-1].then(self.squares[-1]) if bit else self.once)
-            if steps >> bit & 1:
-                total = total.then(self.squares[bit])
-            bit += 1
-        return total
+        if steps not in self.known:
+            top = 1 << steps.bit_length() - 1
+            if steps == 1:
+                self.known[1] = self.once
+            elif steps == top:
+                self.known[top] = self(top // 2).then(self(top // 2))
+            else:
+                self.known[steps] = self(top).then(self(steps - top))
+        return self.known[steps]
 
 
 def identity(*shape: int) -> Transition:

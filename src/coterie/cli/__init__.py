@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from coterie.cli.demo import demo
+from coterie.cli.plan import plan
 from coterie.cli.predict import predict
 from coterie.cli.reproduce import reproduce
 from coterie.cli.train import train
@@ -38,5 +39,5 @@ def main() -> None:
     """Train your model with your peers' gradients: personalized collaborative learning."""
 
 
-for command in (demo, train, predict, reproduce):
+for command in (demo, train, predict, plan, reproduce):
     app.command()(command)

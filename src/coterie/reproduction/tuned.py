@@ -47,7 +47,7 @@ def constant_steps(
     return [
         best(alone, [1e-5 if cold else 5e-5], steps),
         best(wga, [1e-5 if cold else 5e-5, 1e-4], steps),
-        best(bc, [1e-5, 3e-5, 0.5] if cold else [2e-2, 8e-6, 0.2], steps),
+        best(bc, [8e-6, 4e-5, 0.6] if cold else [2e-2, 8e-6, 0.2], steps),
         best(oracle, [1e-5 if cold else 5e-5], steps),
     ]
 

@@ -27,6 +27,8 @@ def reproduce(names: Sequence[str], out: Path, *, seed: int = 0) -> Iterator[str
     unknown = [name for name in names if name not in STUDIES]
     if unknown:
         raise KnobError(f"unknown figure {unknown[0]!r}; the figures are {', '.join(STUDIES)}")
+    if out.exists() and not out.is_dir():
+        raise KnobError(f"`out` must be a folder, {str(out)!r} is a file; name another")
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     sections = []

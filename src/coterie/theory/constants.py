@@ -67,10 +67,13 @@ class Constants:
         remedy = "at the optimum nothing is left to gain"
         check("initial_gap", self.initial_gap, np.greater(self.initial_gap, 0), "must be positive", remedy)
         check("n_peers", self.n_peers, np.greater_equal(self.n_peers, 1), "must be at least 1")
-        # A rescaled problem with pl = smoothness may differ in the last digit.
-        ratio = np.divide(self.pl, self.smoothness)
-        must = "must not exceed 1: no function's PL constant is larger than its smoothness"
-        check("pl / smoothness", ratio, ratio <= 1 + 1e-9, must, "raise `smoothness` or lower `pl`")
+        pl, smoothness = np.broadcast_arrays(self.pl, self.smoothness)
+        wrong = pl > smoothness * (1 + 1e-9)  # a rescaled problem with both equal may differ in the last digit
+        if wrong.any():
+            raise KnobError(
+                f"`pl` must not exceed `smoothness`, got pl = {_first(pl[wrong])} and smoothness = "
+                f"{_first(smoothness[wrong])}; no function has a PL constant above its smoothness"
+            )
 
     @classmethod
     def from_peers(

@@ -16,23 +16,23 @@ class Choice:
 
     Args:
         alpha: α.
+        beta: β, for bias correction.
         lr: η, constant.
         bound: a bound on the expected excess loss f_0 − f_0*, after the last step; for bias correction, whose
             theorem has no such form, on its mean over the steps.
         speedup: how many times more steps Alone needs, by the same theorem, for the same.
-        beta: β, for bias correction.
         alone_bound: for bias correction, Alone's bound on the mean over the steps.
     """
 
     alpha: Numbers
+    beta: Numbers | None = None
     lr: Numbers
     bound: Numbers
     speedup: Numbers
-    beta: Numbers | None = None
     alone_bound: Numbers | None = None
 
 
-def plan(problem: Constants, steps: Numbers) -> dict[str, Choice]:
+def plan(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> dict[str, Choice]:
     """Return the best knobs, the bound and the speedup of `alone`, `wga`, `bc_oracle` and `bc`.
 
     A bound on the squared gradient becomes one on the loss by the PL condition, F ≤ ‖∇f_0‖²/(2μ).
@@ -40,6 +40,7 @@ def plan(problem: Constants, steps: Numbers) -> dict[str, Choice]:
     Args:
         problem: the constants, with `pl`.
         steps: T.
+        alpha: α for weighted averaging; the best when None.
 
     Example:
         >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=9, hessian_gap=0.001)
@@ -53,7 +54,7 @@ def plan(problem: Constants, steps: Numbers) -> dict[str, Choice]:
     Reference: Theorems 1, 2 and 3.
     """
     steps = check_steps(steps)
-    weight = best_alpha(problem, steps)
+    weight = best_alpha(problem, steps) if alpha is None else alpha
     corrected = best_correction(problem, steps)
     own = alone(problem)
     return {
