@@ -28,7 +28,7 @@ def notebook(alpha: float, beta: float = 1e-4) -> BiasCorrection:
     return BiasCorrection(alpha, beta, start="zero", warm_up=False)
 
 
-# Stationary levels, to three digits: MATHS §3, closed forms.
+# Stationary levels: closed forms, and the known levels to three digits.
 
 
 @pytest.mark.parametrize("lr", [5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4])
@@ -73,6 +73,18 @@ def test_a_drifting_optimum_adds_its_lag() -> None:
 def test_what_diverges_has_no_level() -> None:
     assert paper().spectral_radius(Alone(), lr=3.0) == pytest.approx(2.0)
     assert paper().stationary(Alone(), lr=3.0) == math.inf
+
+
+def test_a_warm_up_spares_most_of_what_the_start_costs() -> None:
+    # The bump that c_0 = 0 leaves at the start makes up most of a run's squared gradients.
+    steps = np.unique(np.concatenate([np.arange(2_000), np.arange(2_000, 700_001, 500)]))
+
+    def time_average(rule: Rule) -> float:
+        return float(np.trapezoid(paper().expected(rule, 1e-4, steps).squared_gradient, steps))
+
+    alone, alpha = time_average(Alone()), 10 / 11 * (1 - 5e-5)
+    assert time_average(notebook(alpha)) / alone == pytest.approx(5.50, abs=0.01)
+    assert time_average(BiasCorrection(alpha, 1e-4)) / alone == pytest.approx(1.15, abs=0.01)
 
 
 # Every step: a plain scalar loop over means and second moments, written from Algorithms 1 to 3.
