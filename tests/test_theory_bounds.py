@@ -148,6 +148,17 @@ def test_averaging_bounds_hold(steps: int, growing: bool) -> None:
     assert_bounds(exact.loss, descent.loss_bound(lr, steps), tight=0.3 if growing else 0.5)
 
 
+def test_relaxed_noise_is_bounded_by_the_constants() -> None:
+    problem, constants, alpha = draw(np.random.default_rng(7), growing=True)
+    for scale in (0, 1e-3, 1, 1e3):  # from the optimum of f_0 outwards
+        x = scale * problem.x
+        own = problem.own + problem.growth * (problem.a * x) ** 2
+        peers = problem.peers + problem.peer_growth * (problem.b * x + problem.k) ** 2
+        exact = ((1 - alpha) ** 2 * own.sum(-1)) + alpha**2 * peers.sum(-1)
+        gradient = ((problem.a * x) ** 2).sum(-1)
+        assert_bounds(exact, constants.variance_growth(alpha) * gradient + constants.variance(alpha), tight=0.5)
+
+
 @pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize("steps", HORIZONS)
 def test_decreasing_bound_holds(steps: int, growing: bool) -> None:
@@ -232,6 +243,14 @@ def test_correction_bound_is_alones_without_peers_and_nearly_the_oracles_with_a_
     assert theory.correction_bound(problem, 0.0, 0.5, 0.1, 100) == pytest.approx(own)
     known = theory.correction_bound(problem, 0.9, 1e-9, 0.1, 100, initial_error=0)
     assert known == pytest.approx(theory.oracle(problem, 0.9).gradient_bound(0.1, 100))
+
+
+def test_correction_bound_ends_where_beta_no_longer_follows_the_drift() -> None:
+    """It is infinite at q = ½, that is β² = 4(1 + β)(αδη)²."""
+    problem, drift = Constants(smoothness=1, initial_gap=1, noise=1, hessian_gap=2), 0.5 * 2 * 0.1
+    limit = 2 * drift**2 + np.sqrt(4 * drift**4 + 4 * drift**2)
+    near, far = (theory.correction_bound(problem, 0.5, limit * (1 + gap), 0.1, 100) for gap in (1e-9, 1e-1))
+    assert near > 1e6 * far
 
 
 def test_unequal_peers_are_brought_to_equal_ones() -> None:

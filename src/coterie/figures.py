@@ -120,6 +120,31 @@ def bias_growth(series: Sequence[Series]) -> Figure:
     return figure
 
 
+def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]], ylabel: str) -> Figure:
+    """Draw the mean curve of each method over its runs, with a band of one standard error.
+
+    Args:
+        curves: by method, the (steps, values) of each run; runs of one method have the same steps.
+        ylabel: what the values are.
+
+    Example:
+        >>> learning_curves({"Alone": [([0, 1], [2.0, 1.0])]}, "loss").axes[0].get_ylabel()
+        'loss'
+    """
+    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _label(axes, "", "steps taken", ylabel)
+    for i, (method, runs) in enumerate(curves.items()):
+        steps, values = runs[0][0], np.array([run[1] for run in runs])
+        mean, error = values.mean(0), values.std(0, ddof=min(1, len(runs) - 1)) / np.sqrt(len(runs))
+        axes.fill_between(steps, mean - error, mean + error, color=COLOURS[i], alpha=0.25, linewidth=0)
+        axes.plot(steps, mean, color=COLOURS[i], linestyle=DASHES[i], label=method)
+    axes.set_yscale("log")
+    axes.margins(x=0)
+    _legend(axes)
+    return figure
+
+
 def gain(ratio: Numbers, n_peers: Numbers) -> Numbers:
     """Return the speedup 1/(1 − α*) at Lσ_0²/(μTζ²) = `ratio` and N peers, for m = 0.
 

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from coterie import theory
-from coterie.errors import CoterieError
 
 TITLES = {"alone": "Alone", "wga": "WGA", "bc_oracle": "BC, oracle", "bc": "BC"}
 
@@ -33,22 +32,18 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the gain-factor picture, this point marked.")] = None,
 ) -> None:
     """Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound."""
-    try:
-        problem = theory.Constants(
-            n_peers=n_peers,
-            noise=noise,
-            peer_noise=peer_noise,
-            bias_floor=bias_floor,
-            bias_growth=bias_growth,
-            hessian_gap=hessian_gap,
-            smoothness=smoothness,
-            pl=pl,
-            initial_gap=initial_gap,
-        )
-        choices = theory.plan(problem, steps, alpha)
-    except CoterieError as error:
-        typer.echo(f"coterie: {error}", err=True)
-        raise typer.Exit(2) from None
+    problem = theory.Constants(
+        n_peers=n_peers,
+        noise=noise,
+        peer_noise=peer_noise,
+        bias_floor=bias_floor,
+        bias_growth=bias_growth,
+        hessian_gap=hessian_gap,
+        smoothness=smoothness,
+        pl=pl,
+        initial_gap=initial_gap,
+    )
+    choices = theory.plan(problem, steps, alpha)
     rows = {name: _numbers(choice) for name, choice in choices.items()}
     sentences = verdict(problem, choices, steps)
     if as_json:

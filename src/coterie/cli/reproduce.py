@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from coterie.errors import CoterieError
-
 
 def reproduce(
     figures: Annotated[
@@ -25,13 +23,9 @@ def reproduce(
 
     names = figures or list(reproduction.STUDIES)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    try:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(names[0], total=len(names))
-            for done, name in enumerate(reproduction.reproduce(names, out, seed=seed), start=1):
-                typer.echo(f"{name}: {out / name}.png, .pdf")
-                bar.update(task, completed=done, description=names[done] if done < len(names) else "page")
-    except CoterieError as error:
-        typer.echo(f"coterie: {error}", err=True)
-        raise typer.Exit(2) from None
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(names[0], total=len(names))
+        for done, name in enumerate(reproduction.reproduce(names, out, seed=seed), start=1):
+            typer.echo(f"{name}: {out / name}.png, .pdf")
+            bar.update(task, completed=done, description=names[done] if done < len(names) else "page")
     typer.echo(f"page: {out / 'index.html'}; numbers: {out / 'results.json'}")

@@ -150,13 +150,12 @@ def _transformer(numeric: Sequence[str], categorical: Sequence[str]) -> Any:
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
     numbers = make_pipeline(SimpleImputer(strategy="median", add_indicator=True), StandardScaler())
-    fill = SimpleImputer(strategy="constant", fill_value="(missing)", missing_values=None)
-    categories = make_pipeline(fill, OneHotEncoder(handle_unknown="ignore", sparse_output=False))
+    categories = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
     return ColumnTransformer([("numbers", numbers, list(numeric)), ("categories", categories, list(categorical))])
 
 
 def _tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]) -> pd.DataFrame:
-    """Return the columns as floats with NaN and as text with None, whatever they were."""
+    """Return the columns as floats with NaN and as text with "(missing)", whatever they were."""
     import pandas as pd
 
     tidy: dict[str, Any] = {}
@@ -173,7 +172,7 @@ def _tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]
             )
         tidy[column] = numbers
     for column in categorical:
-        tidy[column] = np.array([None if pd.isna(v) else str(v) for v in rows[column]], dtype=object)
+        tidy[column] = ["(missing)" if pd.isna(value) else str(value) for value in rows[column]]
     return pd.DataFrame(tidy, index=rows.index)
 
 
