@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
+from coterie import Alone, BiasCorrection, OracleCorrection, Rule, User, WeightedAveraging, train
 from coterie.errors import KnobError
 from coterie.linear_gaussian import FloatArray, Powers, Transition, chain, square_root
 from coterie.quadratic import NoisyQuadratic, Quadratic
@@ -325,6 +325,28 @@ def test_unequal_coordinates_agree_with_the_ordinary_rules() -> None:
     rule, steps = BiasCorrection(0.6, 0.1), [1, 5, 40]
     squares = simulate(problem(TRIALS), rule, 0.1, steps).reshape(3, TRIALS, 2)
     assert within((squares @ np.array([0.5, 0.15])).T, problem(1).expected(rule, 0.1, steps).loss)
+
+
+def test_the_ordinary_training_loop_agrees_with_the_exact_loss() -> None:
+    problem, rule = copies(PAIR), BiasCorrection(0.7, 0.05)
+    model = torch.nn.Linear(1, TRIALS, bias=False, dtype=torch.float64)
+    start = -1 + 0.5 * np.random.default_rng(6).standard_normal(TRIALS)
+    model.load_state_dict({"weight": torch.tensor(start)[:, None]})
+    me = User("0", torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, TRIALS, dtype=torch.float64))
+    run = train(
+        model,
+        torch.nn.functional.mse_loss,
+        me,
+        [],
+        rule,
+        optimizer=torch.optim.SGD,
+        lr=0.05,
+        steps=60,
+        engine=problem.engine(seed=5),
+    )
+    trained = next(run.model.parameters()).detach().numpy()[:, 0]
+    np.testing.assert_allclose((trained - 0.3) ** 2, simulate(problem, rule, 0.05, [60])[0], rtol=1e-9)
+    assert within(0.75 * (trained - 0.3) ** 2, PAIR.expected(rule, 0.05, [60]).loss[0])
 
 
 def test_noise_depends_on_seed_user_and_step_alone() -> None:
