@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
+from coterie import Alone, BiasCorrection, OracleCorrection, Rule, User, WeightedAveraging, train
 from coterie.errors import KnobError
 from coterie.linear_gaussian import FloatArray, Powers, Transition, chain, square_root
 from coterie.quadratic import NoisyQuadratic, Quadratic
@@ -28,7 +28,7 @@ def notebook(alpha: float, beta: float = 1e-4) -> BiasCorrection:
     return BiasCorrection(alpha, beta, start="zero", warm_up=False)
 
 
-# Stationary levels, to three digits: MATHS §3, closed forms.
+# Stationary levels: closed forms, and the known levels to three digits.
 
 
 @pytest.mark.parametrize("lr", [5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4])
@@ -73,6 +73,19 @@ def test_a_drifting_optimum_adds_its_lag() -> None:
 def test_what_diverges_has_no_level() -> None:
     assert paper().spectral_radius(Alone(), lr=3.0) == pytest.approx(2.0)
     assert paper().stationary(Alone(), lr=3.0) == math.inf
+
+
+def test_a_warm_up_spares_most_of_what_the_start_costs() -> None:
+    # The bump that c_0 = 0 leaves at the start makes up most of a run's squared gradients.
+    steps = np.unique(np.concatenate([np.arange(2_000), np.arange(2_000, 700_001, 500)]))
+
+    def time_average(rule: Rule) -> float:
+        squares = paper().expected(rule, 1e-4, steps).squared_gradient
+        return float(np.diff(steps) @ (squares[1:] + squares[:-1]) / 2)
+
+    alone, alpha = time_average(Alone()), 10 / 11 * (1 - 5e-5)
+    assert time_average(notebook(alpha)) / alone == pytest.approx(5.50, abs=0.01)
+    assert time_average(BiasCorrection(alpha, 1e-4)) / alone == pytest.approx(1.15, abs=0.01)
 
 
 # Every step: a plain scalar loop over means and second moments, written from Algorithms 1 to 3.
@@ -313,6 +326,28 @@ def test_unequal_coordinates_agree_with_the_ordinary_rules() -> None:
     rule, steps = BiasCorrection(0.6, 0.1), [1, 5, 40]
     squares = simulate(problem(TRIALS), rule, 0.1, steps).reshape(3, TRIALS, 2)
     assert within((squares @ np.array([0.5, 0.15])).T, problem(1).expected(rule, 0.1, steps).loss)
+
+
+def test_the_ordinary_training_loop_agrees_with_the_exact_loss() -> None:
+    problem, rule = copies(PAIR), BiasCorrection(0.7, 0.05)
+    model = torch.nn.Linear(1, TRIALS, bias=False, dtype=torch.float64)
+    start = -1 + 0.5 * np.random.default_rng(6).standard_normal(TRIALS)
+    model.load_state_dict({"weight": torch.tensor(start)[:, None]})
+    me = User("0", torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, TRIALS, dtype=torch.float64))
+    run = train(
+        model,
+        torch.nn.functional.mse_loss,
+        me,
+        [],
+        rule,
+        optimizer=torch.optim.SGD,
+        lr=0.05,
+        steps=60,
+        engine=problem.engine(seed=5),
+    )
+    trained = next(run.model.parameters()).detach().numpy()[:, 0]
+    np.testing.assert_allclose((trained - 0.3) ** 2, simulate(problem, rule, 0.05, [60])[0], rtol=1e-9)
+    assert within(0.75 * (trained - 0.3) ** 2, PAIR.expected(rule, 0.05, [60]).loss[0])
 
 
 def test_noise_depends_on_seed_user_and_step_alone() -> None:

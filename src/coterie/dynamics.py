@@ -157,7 +157,7 @@ class Dynamics:
 def _at_each(name: str, knob: Knob, start: int, stop: int, highest: float = 1.0) -> FloatArray:
     """Return a knob's value at every step, checked."""
     if callable(knob):
-        values = np.array([float(knob(t)) for t in range(start, stop)])
+        values = np.fromiter(map(knob, range(start, stop)), dtype=float, count=stop - start)
     else:
         values = np.full(stop - start, float(knob))
     bad = ~((values >= 0) & (values <= highest) & np.isfinite(values))

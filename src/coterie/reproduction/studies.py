@@ -202,9 +202,9 @@ STUDIES = {
         "Alone, WGA and BC",
         "The paper: “BC achieves a lower loss than training alone or using WGA. The step sizes were tuned for "
         "training alone and WGA, but not for BC.”",
-        "At this step size BC settles at 9.38e-4 and Alone at 2.50e-3. BC's rise at the start comes from c_0 = "
-        "0; the first observed bias as c_0, or a warm-up of β, removes it. At other step sizes and schedules "
-        "the order is another: see the comparison of every method at its own best.",
+        "At this step size BC settles at 9.38e-4 and Alone at 2.50e-3. BC's rise at the start comes from c_0 = 0; "
+        "a warm-up of β removes it, the first observed bias as c_0, a single noisy one, does not. At other step "
+        "sizes and schedules the order is another: see the comparison of every method at its own best.",
         _curves(comparison, STEPS),
         partial(figures.loss_curves, title="Alone, WGA and BC at η = 10⁻⁴"),
     ),
