@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from coterie.engines.batches import Batches, Everyone
-from coterie.engines.passes import Passes
+from coterie.engines.passes import Passes, Weights
 from coterie.engines.probe import check_classes, probe
 from coterie.errors import DataError, KnobError
-from coterie.gradients import Gradients, complete, is_finite, keep_finite, weighted_sum
+from coterie.gradients import FiniteLater, Gradients, complete, is_finite, keep_finite, weighted_sum
 from coterie.users import Loss, User, seeded
 
 
@@ -63,28 +63,32 @@ class InProcess:
         with seeded(seed, me.name, 0, device):
             x, batch = self.passes.parameters.vector(), self.everyone.one(me.name, 0)
             output, self.allowed = probe(self.passes, x, *batch)
+        self._tau: tuple[dict[str, float], Weights] | None = None
         check_classes(loss, output, [me, *peers])
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         names, together = tuple(weights), not self.allowed.one_by_one
         own_batch, batches = self.everyone.draw(names if together else (), step)
-        own, loss = self._own(x, step, own_batch)
+        if names and together and not rows:
+            peers = self.passes.average(x, batches, self._weights(x, weights, batches))
+            finite = FiniteLater(peers)
+            own, loss = self._own(x, step, own_batch)
+            if finite.read():
+                return Gradients(own, peers, x=x, own_loss=loss)
+        else:
+            own, loss = self._own(x, step, own_batch)
         if not names:
-            return Gradients(own=own, x=x, own_loss=float(loss))
+            return Gradients(own=own, x=x, own_loss=loss)
         if not rows and not together:
             peers, answered, left_out = self._average_one_by_one(own, x, step, weights)
-            return Gradients(own, peers, answered=answered, left_out=left_out, x=x, own_loss=float(loss))
-        if not rows:
-            peers = self.passes.average(x, batches, x.new_tensor(list(weights.values())))
-            if is_finite(peers):
-                return Gradients(own, peers, x=x, own_loss=float(loss))
+            return Gradients(own, peers, answered=answered, left_out=left_out, x=x, own_loss=loss)
         # Rows are wanted, or a peer's gradient was not finite and has to be found.
         found, kept, left_out = keep_finite(self._rows(x, step, names, batches), names)
         peers, answered = weighted_sum(own, found, [weights[name] for name in kept])
         if rows:
-            return Gradients(own, None, found, kept, answered, left_out, x, float(loss))
-        return Gradients(own, peers, answered=answered, left_out=left_out, x=x, own_loss=float(loss))
+            return Gradients(own, None, found, kept, answered, left_out, x, loss)
+        return Gradients(own, peers, answered=answered, left_out=left_out, x=x, own_loss=loss)
 
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
@@ -94,6 +98,12 @@ class InProcess:
             "average": "user by user: " + self.allowed.one_by_one if self.allowed.one_by_one else "one pass",
             "rows": "loop: " + self.allowed.loop if self.allowed.loop else "vmap",
         }
+
+    def _weights(self, x: Tensor, tau: Mapping[str, float], batches: Sequence[Batches]) -> Weights:
+        """Return τ as tensors, kept from step to step while it is the same."""
+        if self._tau is None or self._tau[0] != tau or self._tau[1].users.dtype != x.dtype:
+            self._tau = dict(tau), Weights.of(list(tau.values()), batches, x)
+        return self._tau[1]
 
     def _own(self, x: Tensor, step: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return g_0 and its loss; the buffers move only where the gradient is finite."""

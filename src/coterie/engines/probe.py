@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from coterie.engines.batches import Batches
-from coterie.engines.passes import Passes
+from coterie.engines.passes import Passes, Weights
 from coterie.errors import ModelError
 from coterie.users import InMemory, Loss, User
 
@@ -118,7 +118,7 @@ def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # vmap warns where it would fall back to a slow loop of its own
         try:
-            passes.average(x, [twice], x.new_ones(2))
+            passes.average(x, [twice], Weights.of([0.5, 0.5], [twice], x))
         except Exception:  # a loss may fail under vmap in any way; the loop then serves
             passes.vmap_loss = False
         try:
