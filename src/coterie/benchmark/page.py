@@ -19,8 +19,8 @@ MEANING = {
     "honest": "The data as it is.",
     "wrong-labels": "Half of the peers have wrong labels throughout.",
     "permuted": "The examples are shuffled among the users, so that nobody differs: pooling is best.",
-    "stranger": "User 0's labels are exchanged, in training, validation and test alike: nobody resembles it, and the "
-    "best is to learn alone.",
+    "stranger": "User 0's labels are exchanged, in training, validation and test alike: nobody resembles it, "
+    "and the best is to learn alone.",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -21,7 +21,9 @@ from coterie.errors import KnobError
 from coterie.users import seeded
 
 
-def run(cells: Sequence[Cell], store: Store, data: Path | None, *, jobs: int = 1) -> Iterator[list[Cell]]:
+def run(
+    cells: Sequence[Cell], store: Store, data: Path | None, *, jobs: int = 1
+) -> Generator[list[Cell], None, None]:
     """Measure the cells that are not in the store, and yield those of one task when they are.
 
     Every cell is in the store as soon as it is finished. What is measured does not depend on `jobs`.

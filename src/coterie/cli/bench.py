@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from coterie.errors import KnobError
+
 
 def bench(
     out: Annotated[Path, typer.Option(help="Folder for cells, results and the page; what is there is kept.")],
@@ -21,7 +23,9 @@ def bench(
     users: Annotated[int, typer.Option(help="How many users of a set are user 0 in turn.")] = 3,
     seeds: Annotated[int, typer.Option(help="How often each is repeated, with other examples and peers.")] = 1,
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = 100,
-    jobs: Annotated[int | None, typer.Option(help="Processes; as many as there are cores if left out.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as there are cores if left out.")
+    ] = None,
 ) -> None:
     """Compare the methods on real users: honest peers, wrong peers, users alike, a user like nobody.
 
@@ -56,6 +60,8 @@ def bench(
         seeds,
     )
     cells = list(selection.cells(data))
+    if not cells:
+        raise KnobError(f"nothing to measure: no set among {', '.join(chosen)} takes a model among {models}")
     store = benchmark.Store(out, steps)
     stopped = False
     with bar("benchmark", len(cells)) as advance:
