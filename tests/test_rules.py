@@ -1,1 +1,0 @@
-"""Rules against a plain scalar loop, and the properties they share."""
