@@ -90,7 +90,9 @@ def train(
         True
     """
     began = time.monotonic()
-    every, keep = evaluate_every or max(1, steps // 50), checkpoint_every or max(1, steps // 10)
+    steps, batch_size, seed = int(steps), int(batch_size), int(seed)
+    every = max(1, steps // 50) if evaluate_every is None else int(evaluate_every)
+    keep = max(1, steps // 10) if checkpoint_every is None else int(checkpoint_every)
     _check(me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
     model, optimizer = _copies(model, optimizer, lr, device)
     engine = engine or InProcess(model, loss, me, peers, batch_size=batch_size, seed=seed)

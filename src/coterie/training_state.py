@@ -44,6 +44,10 @@ class TrainingState:
     ) -> None:
         self.model, self.loss, self.me, self.metrics = model, loss, me, metrics
         self.rule, self.engine, self.optimizer, self.scheduler = rule, engine, optimizer, scheduler
+        if isinstance(scheduler, ReduceLROnPlateau) and me.validation is None:
+            raise KnobError(
+                f"`ReduceLROnPlateau` follows the validation loss, but {me.name!r} has no validation set"
+            )
         self.parameters = Parameters(model)
         self.x = self.parameters.share()
         self.state = rule.init(self.x)
@@ -106,9 +110,13 @@ class TrainingState:
             self.record.cut(self.step)
             self.saved_at = self.step
             return
-        if path and path.exists() and not resume:
+        if path and (found or path.exists()) and not resume:
             raise KnobError(
                 f"{out} already holds a run; pass `resume=True` to go on with it, or name another folder"
+            )
+        if found:
+            raise CheckpointError(
+                f"{found[-1]} stands without the record {path}; put it back, or name another folder"
             )
         self.record = Record(configuration, path)
         self.evaluate()
@@ -165,8 +173,14 @@ class TrainingState:
                     f"the checkpoint {path} is of another run: `{key}` was {before!r} and is now {value!r}; "
                     "resume with the same settings, or name another folder"
                 )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint {path} is of another model: {error}; resume with the same model, or name another "
+                "folder"
+            ) from error
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.state, self.best = state["step"], state["rule"], state["best"]

@@ -28,21 +28,21 @@ class Passes:
         self.loss = loss
         self.parameters = Parameters(model)
         self.chunk = max(1, memory // (self.parameters.size * self.parameters.dtype.itemsize))
-        self.per_example: Loss | None = None  # the loss of each example, where the loss is their mean
+        self.per_user: Loss | None = None  # each user's loss in one call, where it is known how the loss averages
         self.vmap_loss = True  # whether the loss can be mapped over users; `probe` finds out
 
     def buffers(self) -> dict[str, Tensor]:
         """Return copies of the model's buffers, for a pass that may move them."""
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
-    def output(self, x: Tensor, inputs: Tensor, buffers: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the model's output at x; `buffers` are moved in place."""
+    def output(self, x: Tensor, inputs: Tensor, buffers: dict[str, Tensor] | None = None) -> Any:
+        """Return the model's output at x; `buffers` becomes what the pass leaves in them."""
         return self._output(self._leaves(x), inputs, buffers)
 
     def single(
-        self, x: Tensor, inputs: Tensor, targets: Tensor, buffers: Mapping[str, Tensor] | None = None
+        self, x: Tensor, inputs: Tensor, targets: Tensor, buffers: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient and the loss of one batch; `buffers` are moved in place."""
+        """Return the gradient and the loss of one batch; `buffers` becomes what the pass leaves in them."""
         leaves = self._leaves(x)
         loss = self.loss(self._output(leaves, inputs, buffers), targets)
         return self._gradient(loss, leaves), loss.detach()
@@ -92,8 +92,8 @@ class Passes:
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each user from outputs and targets of shape (users, size, …)."""
-        if self.per_example is not None:
-            return self.per_example(outputs.flatten(0, 1), targets.flatten(0, 1)).view(len(outputs), -1).mean(1)
+        if self.per_user is not None:
+            return self.per_user(outputs, targets)
         if self.vmap_loss:
             return vmap(self.loss)(outputs, targets)
         return torch.stack([self.loss(o, t) for o, t in zip(outputs, targets, strict=True)])
@@ -105,11 +105,15 @@ class Passes:
         return {name: view.requires_grad_() for name, view in self.parameters.unflatten(x.detach()).items()}
 
     def _output(
-        self, leaves: Mapping[str, Tensor], inputs: Tensor, buffers: Mapping[str, Tensor] | None = None
+        self, leaves: Mapping[str, Tensor], inputs: Tensor, buffers: dict[str, Tensor] | None = None
     ) -> Any:
         if leaves is self.parameters.named and not buffers:
             return self.model(inputs)  # spares the tenth of a millisecond that `functional_call` takes
-        return functional_call(self.model, {**leaves, **(buffers or {})}, (inputs,))
+        values = {**leaves, **(buffers or {})}
+        output = functional_call(self.model, values, (inputs,))
+        if buffers:  # a module may assign a buffer anew, which `functional_call` writes back to `values`
+            buffers.update({name: values[name].detach() for name in buffers})
+        return output
 
     def _gradient(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
         gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
