@@ -1,7 +1,8 @@
 """Train your model with your peers' gradients: personalized collaborative learning in PyTorch."""
 
-from coterie import data, errors
+from coterie import data, errors, theory
 from coterie.engines import Engine, InProcess
+from coterie.evaluation import evaluate
 from coterie.gradients import Gradients
 from coterie.record import Record
 from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, State, WeightedAveraging
@@ -27,5 +28,7 @@ __all__ = [
     "WeightedAveraging",
     "data",
     "errors",
+    "evaluate",
+    "theory",
     "train",
 ]

@@ -109,6 +109,7 @@ def train(
             **{part: len(getattr(me, part) or ()) for part in ("examples", "validation", "test")},
         },
         "peers": {peer.name: len(peer) for peer in peers},
+        "data": "" if out is None else " ".join(user.fingerprint() for user in (me, *peers)),
         "batch_size": batch_size,
         "seed": seed,
         **engine.describe(),

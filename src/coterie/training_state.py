@@ -112,7 +112,7 @@ class TrainingState:
             return
         if path and (found or path.exists()) and not resume:
             raise KnobError(
-                f"{out} already holds a run; pass `resume=True` to go on with it, or name another folder"
+                f"{out} already holds a run; resume it (`resume=True`, `--resume`), or name another folder"
             )
         if found:
             raise CheckpointError(

@@ -1,6 +1,8 @@
 """Users' data: digits by writer, tables with a user column."""
 
 from coterie.data.digits import digits_by_writer
+from coterie.data.preparation import Preparation
+from coterie.data.table import TableTask, from_table, read_table
 from coterie.data.task import Task
 
-__all__ = ["Task", "digits_by_writer"]
+__all__ = ["Preparation", "TableTask", "Task", "digits_by_writer", "from_table", "read_table"]

@@ -1,0 +1,26 @@
+"""`coterie predict`: apply a trained model to a table."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def predict(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV or Parquet file with the same columns.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the CSV; standard output when not given.")
+    ] = None,
+) -> None:
+    """Predict the target for every row of a table, in order, with the personal model of a run.
+
+    Writes a CSV with the column `prediction`, and in classification its `probability`.
+    """
+    from coterie import tabular
+    from coterie.data import read_table
+
+    tabular.predict(folder, read_table(file)).to_csv(sys.stdout if out is None else out, index=False)
+    if out is not None:
+        typer.echo(f"predictions: {out}", err=True)

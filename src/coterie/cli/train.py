@@ -1,0 +1,132 @@
+"""`coterie train`: a personal model from a table, beside the one trained alone."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coterie.errors import KnobError
+
+if TYPE_CHECKING:
+    from coterie.data import TableTask
+    from coterie.rules import Rule
+
+
+class RuleName(StrEnum):
+    """The rules that the command line offers."""
+
+    alone = "alone"
+    pooled = "pooled"
+    wga = "wga"
+    bc = "bc"
+
+
+class KindName(StrEnum):
+    """What the target is."""
+
+    auto = "auto"
+    classification = "classification"
+    regression = "regression"
+
+
+def train(
+    data: Annotated[Path, typer.Option(help="A CSV or Parquet file with one example a row.")],
+    user_column: Annotated[str, typer.Option(help="The column that says whose row it is.")],
+    target: Annotated[str, typer.Option(help="The column to predict.")],
+    me: Annotated[str, typer.Option(help="Which user is user 0: the one the model is for.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model, its preparation, records and checkpoints.")],
+    rule: Annotated[
+        RuleName,
+        typer.Option(
+            help="alone; pooled: everybody's rows alike; wga: averaging with --alpha; bc: bias correction."
+        ),
+    ] = RuleName.wga,
+    alpha: Annotated[float, typer.Option(help="The peers' weight, for wga and bc, in [0, 1].")] = 0.5,
+    beta: Annotated[float, typer.Option(help="How fast bc's estimate of the bias follows, in [0, 1].")] = 0.01,
+    tau: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=WEIGHT", help="A peer's weight among the peers; repeat it.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="linear, mlp, or module.path:factory(n_inputs, n_outputs).")
+    ] = "linear",
+    kind: Annotated[KindName, typer.Option(help="What the target is; auto tells by its values.")] = KindName.auto,
+    categorical: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
+    ] = None,
+    leave_out: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A user to take no notice of; repeat it.")
+    ] = None,
+    own_examples: Annotated[int | None, typer.Option(help="Train on at most so many rows of user 0.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to take.")] = 1000,
+    lr: Annotated[float, typer.Option(help="Adam's step size.")] = 0.01,
+    batch_size: Annotated[int, typer.Option(help="Rows each user draws for a gradient.")] = 32,
+    seed: Annotated[int, typer.Option(help="What splits, initial weights and batches depend on.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; more help large models only.")] = 1,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, …")] = "cpu",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is in --out.")] = False,
+) -> None:
+    """Train a personal model for one user of a table, and report it beside the model trained alone.
+
+    User 0's rows are split into training, validation (which chooses the best model) and test (looked at once,
+    at the end). Ctrl-C saves and stops; --resume goes on.
+
+    Example: coterie train --data visits.csv --user-column hospital --target ill --me Geneva --out run
+    """
+    import torch
+    from rich.console import Console
+
+    from coterie import tabular
+    from coterie.cli.shown import rich_table
+    from coterie.data import from_table
+
+    torch.set_num_threads(threads)
+    console = Console()
+    task = from_table(
+        data,
+        user_column=user_column,
+        target=target,
+        me=me,
+        kind=kind.value,
+        categorical=categorical or (),
+        leave_out=leave_out or (),
+        own_examples=own_examples,
+        seed=seed,
+    )
+    chosen = _rule(rule, task, alpha, beta, _weights(tau or []))
+    settings = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
+    fitted = tabular.fit(task, chosen, model, out, seed=seed, resume=resume, **settings)
+    if fitted is None:
+        console.print(f"stopped; everything is saved in {out}, and the same command with --resume goes on")
+        raise typer.Exit(130)
+    console.print(
+        rich_table(f"{target} for {me}, {task.preparation.kind}, {len(task.peers)} peers", fitted.table())
+    )
+    console.print(fitted.sentence())
+    console.print(f"Model, preparation, records and a page (index.html): {out}")
+    console.print(f"To apply it: coterie predict {out} FILE")
+
+
+def _rule(name: RuleName, task: TableTask, alpha: float, beta: float, tau: dict[str, float] | None) -> Rule:
+    from coterie.rules import Alone, BiasCorrection, WeightedAveraging
+
+    if name is RuleName.alone:
+        return Alone()
+    if name is RuleName.pooled:
+        return WeightedAveraging.pooled(task.me, task.peers)
+    return WeightedAveraging(alpha, tau) if name is RuleName.wga else BiasCorrection(alpha, beta, tau)
+
+
+def _weights(pairs: list[str]) -> dict[str, float] | None:
+    weights = {}
+    for pair in pairs:
+        name, equals, weight = pair.rpartition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise KnobError(f"`--tau` must be NAME=WEIGHT, got {pair!r}")
+    return weights or None

@@ -1,0 +1,181 @@
+"""From rows of a table to tensors and back, with statistics from user 0's training rows alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Kind: TypeAlias = Literal["classification", "regression"]
+FAR = 10.0
+"""Prepared numbers are kept within this many of user 0's standard deviations, since a peer's may be far off."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How rows become inputs, and outputs predictions.
+
+    Args:
+        numeric: the columns of numbers: missing ones become the median, with a column that says so; all are
+            then centred and scaled.
+        categorical: the columns of categories, one-hot; missing is a category, unknown ones are all zeros.
+        transformer: scikit-learn's fitted `ColumnTransformer` over both.
+        kind: "classification" or "regression".
+        classes: what the outputs stand for, in classification.
+        centre: the mean of the target, in regression.
+        scale: the spread of the target, in regression.
+    """
+
+    numeric: tuple[str, ...]
+    categorical: tuple[str, ...]
+    transformer: Any
+    kind: Kind
+    classes: tuple[Any, ...] = ()
+    centre: float = 0.0
+    scale: float = 1.0
+
+    @classmethod
+    def fit(
+        cls,
+        rows: pd.DataFrame,
+        targets: pd.Series[Any],
+        all_targets: pd.Series[Any],
+        kind: Kind,
+        categorical: Sequence[str] = (),
+    ) -> Preparation:
+        """Learn the statistics.
+
+        Args:
+            rows: the features of user 0's training rows.
+            targets: their targets.
+            all_targets: everybody's targets, for the list of classes.
+            kind: "classification" or "regression".
+            categorical: columns of numbers to take as categories.
+        """
+        from pandas.api import types
+
+        seen = [column for column in rows.columns if rows[column].notna().any()]
+        numbers = [c for c in seen if types.is_numeric_dtype(rows[c]) and not types.is_bool_dtype(rows[c])]
+        numeric = tuple(c for c in numbers if c not in categorical)
+        other = tuple(c for c in seen if c not in numeric)
+        for column in other:
+            if types.is_datetime64_any_dtype(rows[column]):
+                raise DataError(
+                    f"column {column!r} holds dates; turn it into numbers, or leave it out of `features`"
+                )
+        if not seen:
+            raise DataError("user 0's training rows have no value in any feature; name others in `features`")
+        transformer = _transformer(numeric, other).fit(_tidy(rows, numeric, other))
+        if kind == "classification":
+            return cls(
+                numeric, other, transformer, kind, classes=tuple(sorted(all_targets.unique().tolist(), key=_order))
+            )
+        scale = float(np.std(targets.to_numpy(dtype=float))) or 1.0
+        return cls(numeric, other, transformer, kind, centre=float(targets.mean()), scale=scale)
+
+    @property
+    def n_outputs(self) -> int:
+        """The number of outputs a model needs."""
+        return len(self.classes) or 1
+
+    @property
+    def n_inputs(self) -> int:
+        """The number of inputs a model gets."""
+        return len(self.transformer.get_feature_names_out())
+
+    def inputs(self, rows: pd.DataFrame) -> Tensor:
+        """Return rows as inputs, of shape (rows, n_inputs)."""
+        missing = [column for column in (*self.numeric, *self.categorical) if column not in rows.columns]
+        if missing:
+            raise DataError(f"the table has no column {missing[0]!r}, which the model was trained with")
+        tidy = _tidy(rows, self.numeric, self.categorical)
+        return torch.tensor(self.transformer.transform(tidy), dtype=torch.float32).clamp_(-FAR, FAR)
+
+    def targets(self, values: pd.Series[Any]) -> Tensor:
+        """Return targets as class numbers, or as numbers of shape (rows, 1) in user 0's units."""
+        if self.kind == "regression":
+            numbers = (values.to_numpy(dtype=float) - self.centre) / self.scale
+            return torch.tensor(numbers, dtype=torch.float32)[:, None]
+        number = {value: i for i, value in enumerate(self.classes)}
+        return torch.tensor([number[value] for value in values.tolist()])
+
+    def predictions(self, outputs: Tensor) -> pd.DataFrame:
+        """Return a model's outputs as a table: `prediction`, and in classification its `probability`."""
+        import pandas as pd
+
+        if self.kind == "regression":
+            return pd.DataFrame({"prediction": (outputs[:, 0].double() * self.scale + self.centre).numpy()})
+        probability, best = outputs.double().softmax(1).max(1)
+        return pd.DataFrame(
+            {"prediction": [self.classes[i] for i in best.tolist()], "probability": probability.numpy()}
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write it to a folder, as data that can be read without running code."""
+        import skops.io
+
+        plain = {
+            name: getattr(self, name) for name in ("numeric", "categorical", "kind", "classes", "centre", "scale")
+        }
+        (folder / "preparation.json").write_text(json.dumps(plain, indent=2), encoding="utf-8")
+        skops.io.dump(self.transformer, folder / "preparation.skops")
+
+    @classmethod
+    def load(cls, folder: Path) -> Preparation:
+        """Read it from a folder."""
+        import skops.io
+
+        plain: dict[str, Any] = json.loads((folder / "preparation.json").read_text(encoding="utf-8"))
+        transformer = skops.io.load(folder / "preparation.skops", trusted=["numpy.dtype"])
+        for name in ("numeric", "categorical", "classes"):
+            plain[name] = tuple(plain[name])
+        return cls(transformer=transformer, **plain)
+
+
+def _transformer(numeric: Sequence[str], categorical: Sequence[str]) -> Any:
+    from sklearn.compose import ColumnTransformer
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+    numbers = make_pipeline(SimpleImputer(strategy="median", add_indicator=True), StandardScaler())
+    categories = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+    return ColumnTransformer([("numbers", numbers, list(numeric)), ("categories", categories, list(categorical))])
+
+
+def _tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]) -> pd.DataFrame:
+    """Return the columns as floats with NaN and as text with "(missing)", whatever they were."""
+    import pandas as pd
+
+    tidy: dict[str, Any] = {}
+    for column in numeric:
+        try:
+            numbers = pd.to_numeric(rows[column]).to_numpy(dtype=float, na_value=np.nan)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"column {column!r} should hold numbers: {error}; or name it in `categorical`"
+            ) from error
+        if np.isinf(numbers).any():
+            raise DataError(
+                f"column {column!r} holds an infinite number; leave it empty where the value is unknown"
+            )
+        tidy[column] = numbers
+    for column in categorical:
+        tidy[column] = ["(missing)" if pd.isna(value) else str(value) for value in rows[column]]
+    return pd.DataFrame(tidy, index=rows.index)
+
+
+def _order(value: Any) -> tuple[str, Any]:
+    """Order classes of mixed types: numbers among numbers, text among text."""
+    return type(value).__name__, value

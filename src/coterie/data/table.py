@@ -1,0 +1,196 @@
+"""Users from a table with a user column: read, split for user 0, prepared with what user 0 may see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from coterie.data.preparation import Kind, Preparation
+from coterie.data.task import Task
+from coterie.errors import DataError
+from coterie.users import User
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+MOST_CLASSES = 20
+"""A target of whole numbers with more different values than this is taken for regression."""
+
+
+@dataclass(frozen=True)
+class TableTask(Task):
+    """A task from a table, and how its rows become tensors.
+
+    Args:
+        me: user 0.
+        peers: the others.
+        n_inputs: the number of inputs after preparation.
+        n_outputs: the number of classes, or 1 for regression.
+        preparation: turns rows into inputs, targets into numbers, and outputs into predictions.
+    """
+
+    preparation: Preparation
+
+
+def from_table(
+    data: pd.DataFrame | Path | str,
+    *,
+    user_column: str,
+    target: str,
+    me: object,
+    features: Sequence[str] | None = None,
+    categorical: Sequence[str] = (),
+    kind: Kind | Literal["auto"] = "auto",
+    leave_out: Sequence[object] = (),
+    own_examples: int | None = None,
+    validation: float = 0.2,
+    test: float = 0.2,
+    seed: int = 0,
+) -> TableTask:
+    """Return user 0 and its peers from a table with one row an example.
+
+    User 0's rows are split into training, validation and test. Medians, means, spreads and categories are
+    those of user 0's training rows alone, since a user may see no others; a column that has no value there
+    is left out. Only the list of classes is taken from the whole table.
+
+    Args:
+        data: a DataFrame, or the path of a CSV or Parquet file.
+        user_column: the column that says whose row it is.
+        target: the column to predict.
+        me: which user is user 0.
+        features: the columns to predict from; all others when None.
+        categorical: columns of numbers to take as categories; text always is.
+        kind: "classification" or "regression"; "auto" tells by the target: text, truth values and up to 20
+            different whole numbers are classes.
+        leave_out: users to take no notice of.
+        own_examples: how many rows user 0 trains on, at most; all that are not held out when None.
+        validation: the share of user 0's rows held out to choose the best model.
+        test: the share held out to report on.
+        seed: which rows those are.
+
+    Example:
+        >>> import pandas as pd
+        >>> table = pd.DataFrame({"ward": list("aab" * 20), "age": range(60), "ill": [0, 1, 1] * 20})
+        >>> task = from_table(table, user_column="ward", target="ill", me="a")
+        >>> task.me, task.peers, task.preparation.kind
+        (User('a', 24 examples), (User('b', 20 examples),), 'classification')
+    """
+    frame = read_table(data)
+    for column in (user_column, target, *(features or ()), *categorical):
+        if column not in frame.columns:
+            raise DataError(f"the table has no column {column!r}; it has {_some(frame.columns)}")
+    _check_complete(frame, user_column, target)
+    names = frame[user_column].astype(str)
+    kept = ~names.isin([str(name) for name in leave_out])
+    frame, names = frame[kept], names[kept]
+    if str(me) not in set(names):
+        raise DataError(
+            f"`me` names no user: column {user_column!r} has {_some(sorted(set(names)))}, got {str(me)!r}"
+        )
+    kind = _kind_of(frame[target]) if kind == "auto" else kind
+    parts = _split(frame[names == str(me)], target, kind, (validation, test), own_examples=own_examples, seed=seed)
+    columns = [c for c in (features or frame.columns) if c not in (user_column, target)]
+    preparation = Preparation.fit(parts[0][columns], parts[0][target], frame[target], kind, categorical)
+
+    def examples(rows: pd.DataFrame) -> tuple[Tensor, Tensor]:
+        return preparation.inputs(rows), preparation.targets(rows[target])
+
+    training, held_out, tested = (examples(part) for part in parts)
+    mine = User(str(me), *training, validation=held_out, test=tested)
+    others = [name for name in dict.fromkeys(names) if name != str(me)]
+    peers = tuple(User(name, *examples(frame[names == name])) for name in others)
+    return TableTask(mine, peers, preparation.n_inputs, preparation.n_outputs, preparation)
+
+
+def read_table(data: pd.DataFrame | Path | str) -> pd.DataFrame:
+    """Return a DataFrame as it is, or read a CSV or Parquet file.
+
+    Example:
+        >>> import pandas as pd
+        >>> read_table(pd.DataFrame({"a": [1]})).shape
+        (1, 1)
+    """
+    import pandas as pd
+
+    if isinstance(data, pd.DataFrame):
+        return data
+    path = Path(data)
+    if not path.exists():
+        raise DataError(f"there is no file {path}")
+    try:
+        frame = pd.read_parquet(path) if path.suffix in (".parquet", ".pq") else pd.read_csv(path)
+    except (ValueError, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as a table: {error}; give a CSV or a .parquet file") from error
+    if frame.empty:
+        raise DataError(f"{path} has no rows")
+    return frame
+
+
+def _check_complete(frame: pd.DataFrame, user_column: str, target: str) -> None:
+    for column, remedy in ((user_column, "say whose each row is"), (target, "drop the rows without a target")):
+        missing = frame[column].isna().to_numpy()
+        if missing.any():
+            rows = f"{missing.sum()} of {len(frame)} rows, first row {int(missing.argmax())} (counting from 0)"
+            raise DataError(f"column {column!r} is NaN or empty in {rows}; {remedy}")
+
+
+def _kind_of(target: pd.Series[Any]) -> Kind:
+    from pandas.api import types
+
+    if types.is_bool_dtype(target) or not types.is_numeric_dtype(target):
+        return "classification"
+    values = np.unique(target.to_numpy(dtype=float))
+    return "classification" if len(values) <= MOST_CLASSES and np.all(values == values.round()) else "regression"
+
+
+def _split(
+    own: pd.DataFrame,
+    target: str,
+    kind: Kind,
+    shares: tuple[float, float],
+    *,
+    own_examples: int | None,
+    seed: int,
+) -> list[pd.DataFrame]:
+    """Return user 0's training, validation and test rows, with the classes in equal shares where they allow it."""
+    from sklearn.model_selection import train_test_split
+
+    for name, share in zip(("validation", "test"), shares, strict=True):
+        if not 0 < share < 1:
+            raise DataError(f"`{name}` must lie between 0 and 1, got {share}")
+    sizes = [max(1, round(share * len(own))) for share in shares]
+    left = len(own) - sum(sizes)
+    wanted = left if own_examples is None else own_examples
+    if not 2 <= wanted <= left:
+        raise DataError(
+            f"user 0 has {len(own)} rows, of which {sum(sizes)} are held out; {wanted} cannot be for training: "
+            f"ask for 2 to {max(2, left)}, or hold out less"
+        )
+
+    def cut(rows: pd.DataFrame, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+        classes = rows[target] if kind == "classification" else None
+        counts = None if classes is None else classes.value_counts()
+        even = counts is not None and counts.min() >= 2 and len(counts) <= min(n, len(rows) - n)
+        a, b = train_test_split(rows, train_size=n, stratify=classes if even else None, random_state=seed)
+        return a, b
+
+    tested, rest = cut(own, sizes[1])
+    held_out, rest = cut(rest, sizes[0])
+    training = rest if wanted == len(rest) else cut(rest, wanted)[0]
+    if kind == "classification" and training[target].nunique() < 2:
+        raise DataError(
+            f"user 0's training rows have one class only ({training[target].iloc[0]!r}); "
+            "take more of its rows, or another user"
+        )
+    return [training, held_out, tested]
+
+
+def _some(names: Iterable[object], most: int = 12) -> str:
+    shown = [repr(str(name)) for name in names]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")

@@ -1,0 +1,62 @@
+"""The models that the command line offers, and how it finds one's own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+
+from torch import nn
+
+from coterie.errors import ModelError
+
+
+def linear(n_inputs: int, n_outputs: int) -> nn.Module:
+    """Return a linear model.
+
+    Example:
+        >>> sum(p.numel() for p in linear(3, 2).parameters())
+        8
+    """
+    return nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, n_outputs))
+
+
+def mlp(n_inputs: int, n_outputs: int, hidden: int = 64) -> nn.Module:
+    """Return a network with one hidden layer.
+
+    Example:
+        >>> sum(p.numel() for p in mlp(3, 2).parameters())
+        386
+    """
+    return nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, hidden), nn.ReLU(), nn.Linear(hidden, n_outputs))
+
+
+def build(name: str, n_inputs: int, n_outputs: int) -> nn.Module:
+    """Return a model by name: "linear", "mlp", or "module.path:factory" for a function of one's own.
+
+    The function is called with the numbers of inputs and outputs, and found as Python finds modules, the
+    current folder included.
+
+    Example:
+        >>> build("linear", 3, 2)
+        Sequential(
+          (0): Flatten(start_dim=1, end_dim=-1)
+          (1): Linear(in_features=3, out_features=2, bias=True)
+        )
+    """
+    known: dict[str, Callable[[int, int], nn.Module]] = {"linear": linear, "mlp": mlp}
+    if name in known:
+        return known[name](n_inputs, n_outputs)
+    module, colon, factory = name.partition(":")
+    if not colon:
+        raise ModelError(f"unknown model {name!r}; choose linear, mlp, or module.path:factory")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"the model {name!r} cannot be found: {error}; name it as module.path:factory") from error
+    model = make(n_inputs, n_outputs)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{name} must return a torch.nn.Module, got {type(model).__name__}")
+    return model

@@ -1,0 +1,51 @@
+"""What the theory says: constants, bounds, the best knobs and the speedup over training alone.
+
+Everything is a formula, vectorised over arrays. `docs/theory.md` leads from the paper's symbols to the names
+here; `docs/errata.md` lists what is printed in the paper and does not hold.
+"""
+
+from coterie.theory.choices import (
+    averaging_cost,
+    averaging_speedup,
+    best_alpha,
+    best_tau,
+    least_noise_alpha,
+    mean_estimation,
+    oracle_speedup,
+)
+from coterie.theory.constants import Constants, Numbers
+from coterie.theory.correction import (
+    Correction,
+    best_beta,
+    best_correction,
+    correction_bound,
+    correction_max_lr,
+    hessian_gap_limit,
+)
+from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone
+from coterie.theory.plan import Choice, plan
+
+__all__ = [
+    "Choice",
+    "Constants",
+    "Correction",
+    "Descent",
+    "Numbers",
+    "alone",
+    "averaging",
+    "averaging_cost",
+    "averaging_speedup",
+    "best_alpha",
+    "best_beta",
+    "best_correction",
+    "best_tau",
+    "correction_bound",
+    "correction_max_lr",
+    "hessian_gap_limit",
+    "least_noise_alpha",
+    "mean_estimation",
+    "oracle",
+    "oracle_speedup",
+    "plan",
+    "steps_alone",
+]

@@ -1,0 +1,226 @@
+"""Bias correction with an estimated bias: Theorem 3, corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.theory.choices import least_noise_alpha
+from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_alpha, check_steps
+
+
+class Correction(NamedTuple):
+    """The knobs of bias correction and the bound on the mean squared gradient that they give."""
+
+    alpha: Numbers
+    beta: Numbers
+    lr: Numbers
+    bound: Numbers
+
+
+def correction_bound(
+    problem: Constants,
+    alpha: Numbers,
+    beta: Numbers,
+    lr: Numbers,
+    steps: Numbers,
+    *,
+    initial_error: Numbers | None = None,
+) -> Numbers:
+    """Bound the mean squared gradient of bias correction with constant knobs.
+
+        (1/T) Σ_t E‖∇f_0(x_t)‖² ≤ [ (1 − q)(2F_0/(ηT) + Lησ²(α))
+                                     + α²E_0/(βT) + (1 + β)(α²βs + r²σ²(α)) ] / (1 − 2q)
+
+        s = σ_0² + σ_a²,   r = αδη/β,   q = 2(1 + β)r² < 1/2
+
+    At α = 0 it is Alone's bound; with δ = 0 what it adds to an oracle's is the price of estimating the bias.
+    It holds for η ≤ 1/L and bounded noise (no `noise_growth`).
+
+    Args:
+        problem: the constants.
+        alpha: α in [0, 1].
+        beta: β in (0, 1].
+        lr: η, at most `correction_max_lr`.
+        steps: T.
+        initial_error: E_0 = E‖c_0 − (∇f_avg − ∇f_0)(x_0)‖²: s/S where c_0 is the mean of S observed biases
+            drawn before the first step, ‖(∇f_avg − ∇f_0)(x_0)‖² where c_0 = 0; s when None.
+
+    Example:
+        >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9, hessian_gap=0.01)
+        >>> print(f"{correction_bound(problem, alpha=0.9, beta=0.02, lr=0.1, steps=10_000):.4f}")
+        0.0373
+
+    Reference: Theorem 3; what is printed does not hold, see `docs/errata.md` for that and for the proof.
+    """
+    alpha, steps = check_alpha(alpha), check_steps(steps)
+    lr, beta = as_numbers("lr", lr), as_numbers("beta", beta)
+    limit = 1 / problem.smoothness
+    check("lr", lr, np.greater(lr, 0), "must be positive")
+    check("lr", lr, np.less_equal(lr, limit * (1 + 1e-9)), "must not exceed 1/L", f"take {np.min(limit):g}")
+    check("beta", beta, np.greater(beta, 0) & np.less_equal(beta, 1), "must lie in (0, 1]")
+    drift = alpha * problem.hessian_gap * lr / beta
+    check(
+        "beta",
+        beta,
+        4 * (1 + beta) * drift**2 < 1,
+        "must exceed √8·αδη",
+        "take a larger `beta` or a smaller `lr`",
+    )
+    return _bound(problem, alpha, beta, lr, steps, error=_initial_error(problem, initial_error))
+
+
+def correction_max_lr(problem: Constants, alpha: Numbers, beta: Numbers = 1.0) -> Numbers:
+    """Return a step size up to which `correction_bound` holds, min(1/L, β/(3αδ)).
+
+    Args:
+        problem: the constants.
+        alpha: α in [0, 1].
+        beta: β in (0, 1].
+
+    Example:
+        >>> problem = Constants(smoothness=1, initial_gap=1, noise=1, hessian_gap=2)
+        >>> print(f"{correction_max_lr(problem, alpha=0.5, beta=0.3):.3f}")
+        0.100
+
+    Reference: Theorem 3, where 1/(6α²δ²), not a step size, is printed.
+    """
+    gap = 3 * check_alpha(alpha) * problem.hessian_gap
+    return beta / np.maximum(gap, beta * problem.smoothness)
+
+
+def best_beta(
+    problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, *, initial_error: Numbers | None = None
+) -> Numbers:
+    """Return the β with the least `correction_bound` for a given step size.
+
+    Where the drift of the bias decides it is near (2δ²η²σ²(α)/s)^{1/3}, where forgetting c_0 decides near
+    √(E_0/(sT)).
+
+    Args:
+        problem: the constants.
+        alpha: α in [0, 1].
+        lr: η, at most `correction_max_lr(problem, alpha)`.
+        steps: T.
+        initial_error: E_0; s when None.
+
+    Example:
+        >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9, hessian_gap=0.01)
+        >>> print(f"{best_beta(problem, alpha=0.9, lr=0.1, steps=10_000):.4f}")
+        0.0114
+
+    Reference: the minimum that the proof of Theorem 3 (Appendix C.4) takes for two of the terms.
+    """
+    alpha, lr, steps = check_alpha(alpha), as_numbers("lr", lr), check_steps(steps)
+    limit = correction_max_lr(problem, alpha)
+    fits = np.greater(lr, 0) & np.less_equal(lr, limit * (1 + 1e-9))
+    check("lr", lr, fits, "must lie in (0, min(1/L, 1/(3αδ))]", f"take {np.min(limit):g}")
+    return _best_beta(problem, alpha, lr, steps, _initial_error(problem, initial_error))
+
+
+def best_correction(
+    problem: Constants, steps: Numbers, alpha: Numbers | None = None, *, initial_error: Numbers | None = None
+) -> Correction:
+    """Return the knobs with the least `correction_bound`, and that bound.
+
+    Args:
+        problem: the constants.
+        steps: T.
+        alpha: α; the one of least noise when None.
+        initial_error: E_0; s when None.
+
+    Example:
+        >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9, hessian_gap=0.01)
+        >>> print(" ".join(f"{value:.4f}" for value in best_correction(problem, steps=10_000)))
+        0.9000 0.0105 0.0583 0.0313
+
+    Reference: Theorem 3 and Corollary 1.
+    """
+    alpha, steps = least_noise_alpha(problem) if alpha is None else check_alpha(alpha), check_steps(steps)
+    error = _initial_error(problem, initial_error)
+    largest = correction_max_lr(problem, alpha)
+
+    def bound(lr: NDArray[np.float64]) -> Numbers:
+        return _bound(problem, alpha, _best_beta(problem, alpha, lr, steps, error), lr, steps, error=error)
+
+    lr = _minimise(bound, largest * 1e-12, largest)
+    beta = _best_beta(problem, alpha, lr, steps, error)
+    return Correction(alpha, beta, lr, _bound(problem, alpha, beta, lr, steps, error=error))
+
+
+def hessian_gap_limit(problem: Constants, alpha: Numbers, lr: Numbers) -> Numbers:
+    """Return the δ up to which following the bias as it drifts costs no more than the noise does.
+
+        (3/2)α²βs ≤ Lησ²(α) at β = (2δ²η²σ²(α)/s)^{1/3}:   δ² ≤ 4L³ησ⁴(α)/(27α⁶s²)
+
+    Below it the noise term, and with it the linear speedup, is what remains for large T, as long as c_0 is
+    good: S ≫ s²/(LF_0σ²(α)) first batches. With η ∝ 1/√T it shrinks as T^{−1/4}.
+
+    Args:
+        problem: the constants.
+        alpha: α in (0, 1].
+        lr: η.
+
+    Example:
+        >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9)
+        >>> print(f"{hessian_gap_limit(problem, alpha=0.9, lr=0.01):.4f}")
+        0.0048
+
+    Reference: Section 5.2, “Condition on the dissimilarity δ”, where σ⁶(α) is printed for σ⁴(α).
+    """
+    alpha, lr = check_alpha(alpha), as_numbers("lr", lr)
+    check("alpha", alpha, np.greater(alpha, 0), "must be positive here")
+    noise = np.sqrt(4 * problem.smoothness**3 * lr / 27) * problem.variance(alpha)
+    return noise / (alpha**3 * _bias_variance(problem))
+
+
+def _bound(
+    problem: Constants, alpha: Numbers, beta: Numbers, lr: Numbers, steps: Numbers, *, error: Numbers
+) -> Numbers:
+    variance, s = problem.variance(alpha), _bias_variance(problem)
+    drift = (alpha * problem.hessian_gap * lr / beta) ** 2
+    q = 2 * (1 + beta) * drift
+    descent = 2 * problem.initial_gap / (lr * steps) + problem.smoothness * lr * variance
+    bias = alpha**2 * error / (beta * steps) + (1 + beta) * (alpha**2 * beta * s + drift * variance)
+    return ((1 - q) * descent + bias) / (1 - 2 * q)
+
+
+def _best_beta(
+    problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, error: Numbers
+) -> NDArray[np.float64]:
+    # Far below 1/T the start is never forgotten, and a smaller β would change nothing.
+    least = np.maximum(3 * alpha * problem.hessian_gap * lr, 1e-6 / steps)
+    return _minimise(lambda beta: _bound(problem, alpha, beta, lr, steps, error=error), np.minimum(least, 1), 1.0)
+
+
+def _minimise(cost: Callable[[NDArray[np.float64]], Numbers], low: Numbers, high: Numbers) -> NDArray[np.float64]:
+    """Return where a cost of positive numbers is least, elementwise, by a grid that zooms in."""
+    shape = np.shape(cost(np.multiply(high, np.ones_like(low))))
+    bottom, top = np.broadcast_to(np.log(low), shape), np.broadcast_to(np.log(high), shape)
+    fractions = np.linspace(0, 1, 33).reshape(-1, *(1 for _ in shape))
+    for _ in range(10):
+        grid = bottom + (top - bottom) * fractions
+        best = np.argmin(cost(np.exp(grid)), axis=0)
+        middle = np.take_along_axis(grid, best[None], axis=0)[0]
+        reach = (top - bottom) / 32
+        bottom, top = np.maximum(middle - reach, bottom), np.minimum(middle + reach, top)
+    return np.asarray(np.exp(middle))[()]
+
+
+def _bias_variance(problem: Constants) -> Numbers:
+    """Return s = σ_0² + σ_a², the variance of one observed bias."""
+    for name in ("noise_growth", "peer_noise_growth"):
+        growth = getattr(problem, name)
+        check(name, growth, np.equal(growth, 0), "must be 0 here", "Theorem 3 assumes bounded noise")
+    return problem.noise**2 + problem.peer_variance
+
+
+def _initial_error(problem: Constants, error: Numbers | None) -> Numbers:
+    if error is None:
+        return _bias_variance(problem)
+    error = as_numbers("initial_error", error)
+    check("initial_error", error, np.greater_equal(error, 0), "must not be negative")
+    return error

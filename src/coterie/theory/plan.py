@@ -1,0 +1,77 @@
+"""What the theory advises for a problem: each method at its best, by its bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coterie.theory.choices import averaging_speedup, best_alpha, oracle_speedup
+from coterie.theory.constants import Constants, Numbers, check_steps
+from coterie.theory.correction import best_correction
+from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Choice:
+    """A method at its best knobs.
+
+    Args:
+        alpha: α.
+        beta: β, for bias correction.
+        lr: η, constant.
+        bound: a bound on the expected excess loss f_0 − f_0*, after the last step; for bias correction, whose
+            theorem has no such form, on its mean over the steps.
+        speedup: how many times more steps Alone needs, by the same theorem, for the same.
+        alone_bound: for bias correction, Alone's bound on the mean over the steps.
+    """
+
+    alpha: Numbers
+    beta: Numbers | None = None
+    lr: Numbers
+    bound: Numbers
+    speedup: Numbers
+    alone_bound: Numbers | None = None
+
+
+def plan(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> dict[str, Choice]:
+    """Return the best knobs, the bound and the speedup of `alone`, `wga`, `bc_oracle` and `bc`.
+
+    A bound on the squared gradient becomes one on the loss by the PL condition, F ≤ ‖∇f_0‖²/(2μ).
+
+    Args:
+        problem: the constants, with `pl`.
+        steps: T.
+        alpha: α for weighted averaging; the best when None.
+
+    Example:
+        >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=9, hessian_gap=0.001)
+        >>> for name, choice in plan(problem, steps=100_000).items():
+        ...     print(f"{name} {choice.alpha:.2f} {choice.speedup:.2f}")
+        alone 0.00 1.00
+        wga 0.90 10.00
+        bc_oracle 0.90 10.00
+        bc 0.90 1.10
+
+    Reference: Theorems 1, 2 and 3.
+    """
+    steps = check_steps(steps)
+    weight = best_alpha(problem, steps) if alpha is None else alpha
+    corrected = best_correction(problem, steps)
+    own = alone(problem)
+    return {
+        "alone": _choice(own, 0.0, steps, 1.0),
+        "wga": _choice(averaging(problem, weight), weight, steps, averaging_speedup(problem, steps, weight)),
+        "bc_oracle": _choice(oracle(problem, corrected.alpha), corrected.alpha, steps, oracle_speedup(problem)),
+        "bc": Choice(
+            alpha=corrected.alpha,
+            beta=corrected.beta,
+            lr=corrected.lr,
+            bound=corrected.bound / (2 * problem.pl),
+            speedup=steps_alone(problem, corrected.bound) / steps,
+            alone_bound=own.gradient_bound(own.best_gradient_lr(steps), steps) / (2 * problem.pl),
+        ),
+    }
+
+
+def _choice(descent: Descent, alpha: Numbers, steps: Numbers, speedup: Numbers) -> Choice:
+    lr = descent.best_loss_lr(steps)
+    return Choice(alpha=alpha, lr=lr, bound=descent.loss_bound(lr, steps), speedup=speedup)

@@ -1,0 +1,72 @@
+"""Weights on the simplex: how much each peer counts."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from coterie.errors import KnobError
+
+
+def water_filling(noise: ArrayLike, bias: ArrayLike = 0.0, kappa: ArrayLike = 1.0) -> NDArray[np.float64]:
+    """Return the weights that trade the peers' noise against their bias best, in O(N log N).
+
+        min over the simplex of  Σ κ τ_k² σ_k² + τ_k ζ_k²
+        τ_k = max(0, (λ − ζ_k²) / (2κσ_k²)),  with the water level λ set by Σ τ_k = 1
+
+    Without bias τ_k ∝ 1/σ_k². A peer without noise takes all that the others, filled up to its ζ_k², leave;
+    several such peers share it equally.
+
+    Args:
+        noise: σ_k, each peer's noise, along the last axis; axes before it are separate problems.
+        bias: ζ_k, each peer's bias, as `noise`.
+        kappa: κ, the price of noise, one for each problem; for averaging, L/(μT(1 − α²m)).
+
+    Example:
+        >>> water_filling([1.0, 1.0, 2.0]).round(3).tolist()
+        [0.444, 0.444, 0.111]
+        >>> water_filling([1.0, 1.0, 1.0], bias=[0.0, 1.0, 3.0]).tolist()
+        [0.75, 0.25, 0.0]
+
+    Reference: Chayti et al., *Linear Speedup in Personalized Collaborative Learning*, Appendix C.2,
+    “Choice of the weights”.
+    """
+    sigma, zeta, price = np.broadcast_arrays(
+        _checked("noise", noise), _checked("bias", bias), _checked("kappa", kappa)[..., None]
+    )
+    if not sigma.size:
+        raise KnobError("`noise` must hold one value for each peer; give at least one peer")
+    # The program only sees differences of ζ², and subtracting the least keeps their digits.
+    depth = zeta**2 - (zeta**2).min(-1, keepdims=True)
+    slope = 2 * price * sigma**2
+    noisy = slope > 1e-300
+    width = np.divide(1.0, slope, out=np.zeros_like(slope), where=noisy)
+    level = np.minimum(_level(depth, width), np.where(noisy, np.inf, depth).min(-1, keepdims=True))
+    tau = np.maximum(level - depth, 0.0) * width
+    noiseless = ~noisy & (depth <= level)
+    # What is missing to 1 belongs to the noiseless; without any it is rounding, magnified by the wide.
+    shares = np.where(noiseless.any(-1, keepdims=True), noiseless, np.where(depth <= level, width, 0.0))
+    return np.asarray(tau + (1 - tau.sum(-1, keepdims=True)) * shares / shares.sum(-1, keepdims=True))
+
+
+def _level(depth: NDArray[np.float64], width: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the λ at which Σ max(0, λ − depth)·width = 1; infinite where nothing has a width.
+
+    Filling the i shallowest gives λ_i. It falls as long as the next is shallower than λ_i and rises from
+    there on, so that the least of them is the level.
+    """
+    order = np.argsort(depth, axis=-1)
+    depth, width = (np.take_along_axis(array, order, axis=-1) for array in (depth, width))
+    area = np.cumsum(width, axis=-1)
+    with np.errstate(over="ignore"):
+        volume = 1.0 + np.cumsum(width * depth, axis=-1)
+    levels = np.divide(volume, area, out=np.full_like(area, np.inf), where=area > 0)
+    return np.asarray(levels.min(-1, keepdims=True))
+
+
+def _checked(name: str, values: ArrayLike) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    wrong = ~(np.isfinite(array) & (array >= 0))
+    if wrong.any():
+        raise KnobError(f"`{name}` must be finite and not negative, got {array[wrong].flat[0]:g}")
+    return array
