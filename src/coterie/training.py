@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess
 from coterie.errors import DataError, KnobError, ModelError
-from coterie.evaluation import Metric
+from coterie.evaluation import Metric, binary_accuracy, metrics_for
+from coterie.parameters import Parameters
 from coterie.record import describe
 from coterie.rules import Rule
 from coterie.run import Callback, Run, Step
@@ -93,7 +94,7 @@ def train(
     steps, batch_size, seed = int(steps), int(batch_size), int(seed)
     every = max(1, steps // 50) if evaluate_every is None else int(evaluate_every)
     keep = max(1, steps // 10) if checkpoint_every is None else int(checkpoint_every)
-    _check(me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
+    _check(loss, me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
     model, optimizer = _copies(model, optimizer, lr, device)
     engine = engine or InProcess(model, loss, me, peers, batch_size=batch_size, seed=seed)
     rule.weights(engine.names)  # an unknown name in `tau` is an error before anything is written
@@ -163,7 +164,7 @@ def _copies(
         model = model.to(device)
     else:
         model = copy.deepcopy(model).to(device)
-        trainable = [p for p in model.parameters() if p.requires_grad]
+        trainable = list(Parameters(model).named.values())
         made = optimizer(trainable) if lr is None else optimizer(trainable, lr=lr)
     ours = {id(p) for p in model.parameters()}
     if any(id(p) not in ours for group in made.param_groups for p in group["params"]):
@@ -173,17 +174,19 @@ def _copies(
     return model, made
 
 
-def _check(me: User, peers: Sequence[User], numbers: Mapping[str, int]) -> None:
+def _check(loss: Loss, me: User, peers: Sequence[User], numbers: Mapping[str, int]) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise KnobError(f"`{name}` must be at least 1, got {number}")
     for user in (me, *peers):
         targets = user.examples.targets if isinstance(user.examples, InMemory) else None
-        if targets is None or targets.is_floating_point() or targets.ndim > 1 or len(torch.unique(targets)) > 1:
+        if targets is None or targets.numel() > len(targets) or len(torch.unique(targets)) > 1:
             continue
+        if targets.is_floating_point() and metrics_for(loss).get("accuracy") is not binary_accuracy:
+            continue  # numbers, not classes
         raise DataError(
-            f"user {user.name!r} has examples of one class only ({targets[0].item()}), which says nothing about "
-            "telling classes apart; give it examples of another, or leave it out"
+            f"user {user.name!r} has examples of one class only ({targets.flatten()[0].item()}), which says "
+            "nothing about telling classes apart; give it examples of another, or leave it out"
         )
 
 
