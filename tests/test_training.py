@@ -605,6 +605,7 @@ def test_ctrl_c_saves_stops_and_resumes_to_the_same_bits(make_users: Users, tmp_
 
 def test_a_second_ctrl_c_stops_at_once(make_users: Users) -> None:
     users, done = make_users(), list[int]()
+    handler = signal.getsignal(signal.SIGINT)
 
     def press(step: coterie.Step) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -614,7 +615,7 @@ def test_a_second_ctrl_c_stops_at_once(make_users: Users) -> None:
     with pytest.raises(KeyboardInterrupt):
         coterie.train(*(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=9, callbacks=[press])
     assert not done
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 SCRIPT = """
