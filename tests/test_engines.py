@@ -335,7 +335,7 @@ def test_gradients_are_those_of_a_plain_loop(make_engine: MakeEngine, case: Case
         twin.load_state_dict(wanted[0][2].state_dict())  # only user 0's batches move buffers
         close(own_only.own, wanted[0][0])
         assert own_only.peers is None
-        assert own_only.own_loss == pytest.approx(wanted[0][1], rel=1e-10)
+        assert float(own_only.own_loss) == pytest.approx(wanted[0][1], rel=1e-10)
 
         wanted = [plain_gradient(twin, case.loss, user, x, step) for user in users]
         g = engine.gradients(x, step, TAU, rows)
@@ -623,6 +623,16 @@ def spoil(user: coterie.User, value: float) -> coterie.User:
 
 
 every_way = pytest.mark.parametrize("name", ["mlp", "lstm", "batch norm", "dropout", "loss with item"])
+
+
+def test_the_same_weights_in_another_order(make_engine: MakeEngine) -> None:
+    users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
+    engine = make_engine(model, f.cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
+    x = some_point(model)
+    first, second = (engine.gradients(x, 0, tau).peers for tau in (TAU, dict(reversed(TAU.items()))))
+    assert first is not None
+    assert second is not None
+    close(first, second)
 
 
 @every_way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +39,7 @@ class Gradients:
     answered: float = 1.0
     left_out: Mapping[str, str] = field(default_factory=dict)
     x: Tensor | None = None
-    own_loss: float = float("nan")
+    own_loss: Tensor | float = math.nan
 
     def average(self, tau: Mapping[str, float] | None = None) -> tuple[Tensor, float]:
         """Return the peers' weighted sum and the share of the weight that answered.
@@ -99,7 +100,31 @@ def is_finite(vector: Tensor) -> bool:
         (True, False)
     """
     # A finite sum has finite terms; only where it is not, which overflow may cause too, look at each.
-    return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
+    return FiniteLater(vector).read()
+
+
+class FiniteLater:
+    """Whether a vector is finite, asked for now and read later, so that a GPU need not be waited for.
+
+    Example:
+        >>> answer = FiniteLater(torch.tensor([1.0, float("nan")]))
+        >>> answer.read()
+        False
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        self._vector, self._total = vector, vector.sum()
+        self._copied: torch.Event | None = None
+        if vector.is_cuda:
+            host = torch.empty_like(self._total, device="cpu", pin_memory=True)
+            self._total = host.copy_(self._total, non_blocking=True)
+            self._copied = torch.cuda.current_stream().record_event()
+
+    def read(self) -> bool:
+        """Return the answer; see `is_finite`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return math.isfinite(self._total.item()) or bool(self._vector.isfinite().all())
 
 
 def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:

@@ -34,15 +34,17 @@ class Parameters:
         self.shapes = [p.shape for p in self.named.values()]
         self.lengths = [p.numel() for p in self.named.values()]
         self.size = sum(self.lengths)
+        self._gradient: Tensor | None = None
+        self._views: list[Tensor] = []
 
     def vector(self) -> Tensor:
         """Return a copy of the parameters as a flat vector."""
-        return self.flatten(self.named.values())
+        return self.flatten(p.detach() for p in self.named.values())
 
     @staticmethod
     def flatten(tensors: Iterable[Tensor]) -> Tensor:
         """Return tensors laid out as the parameters are, as one flat vector."""
-        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def unflatten(self, x: Tensor) -> dict[str, Tensor]:
         """Return views of a flat vector, by parameter name."""
@@ -66,6 +68,10 @@ class Parameters:
         return x.numel() == self.size and (first.data_ptr(), last.data_ptr()) == (x.data_ptr(), end)
 
     def set_gradient(self, direction: Tensor) -> None:
-        """Hand a flat direction to the optimizer, as the parameters' `.grad`."""
-        for p, view in zip(self.named.values(), self.unflatten(direction).values(), strict=True):
+        """Hand a copy of a flat direction to the optimizer, as the parameters' `.grad`."""
+        if self._gradient is None:
+            self._gradient = torch.empty_like(direction)
+            self._views = list(self.unflatten(self._gradient).values())
+        self._gradient.copy_(direction)
+        for p, view in zip(self.named.values(), self._views, strict=True):
             p.grad = view

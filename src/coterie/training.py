@@ -141,9 +141,9 @@ def train(
                 write(point)
             if training.step % keep == 0:
                 training.save()
-            weight = training.state["weight"]
-            show(training.step, g.own_loss, weight, training.best.get("loss"))
-            told = Step(training.step, g.own_loss, weight, g.left_out, point, training.model)
+            own_loss, weight = float(g.own_loss), training.state["weight"]
+            show(training.step, own_loss, weight, training.best.get("loss"))
+            told = Step(training.step, own_loss, weight, g.left_out, point, training.model)
             if [callback for callback in callbacks if callback(told) is True]:
                 stopped = "a callback"
             if interrupted():

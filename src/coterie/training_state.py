@@ -70,7 +70,7 @@ class TrainingState:
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self.step += 1
-        self.losses.append(g.own_loss)
+        self.losses.append(float(g.own_loss))
         for name, reason in g.left_out.items():
             counts = self.left_out.setdefault(name, {})
             counts[reason] = counts.get(reason, 0) + 1
@@ -192,8 +192,8 @@ class TrainingState:
         run = self.finish("a non-finite gradient", 0.0)
         where = f"saved in {path}" if path else "in this error's `run`"
         return GradientError(
-            f"user 0's own gradient is not finite at step {self.step} (loss {g.own_loss:.4g}); the state before it "
-            f"is {where}. Lower `lr`, or look for extreme values in the examples of {self.me.name!r}",
+            f"user 0's own gradient is not finite at step {self.step} (loss {float(g.own_loss):.4g}); the state "
+            f"before it is {where}. Lower `lr`, or look for extreme values in the examples of {self.me.name!r}",
             run,
         )
 

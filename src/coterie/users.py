@@ -170,7 +170,7 @@ class User:
         if isinstance(self.examples, InMemory):
             for tensor in (self.examples.inputs, self.examples.targets):
                 digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+                digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _hold(self, name: str, examples: Any, validation: Any, test: Any) -> None:

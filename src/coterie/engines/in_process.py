@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from coterie.engines.batches import Batches, Everyone
-from coterie.engines.passes import Passes
+from coterie.engines.passes import Passes, Weights
 from coterie.engines.probe import check_classes, probe
 from coterie.errors import DataError, KnobError
-from coterie.gradients import Gradients, complete, is_finite, keep_finite, weighted_sum
+from coterie.gradients import FiniteLater, Gradients, complete, is_finite, keep_finite, weighted_sum
 from coterie.users import Loss, User, seeded
 
 
@@ -62,19 +62,25 @@ class InProcess:
         self.everyone = Everyone(me, peers, batch_size=batch_size, seed=seed, device=device)
         with seeded(seed, me.name, 0, device):
             x, batch = self.passes.parameters.vector(), self.everyone.one(me.name, 0)
-            output, self.allowed = probe(self.passes, x, *batch)
+            output, self.allowed = probe(self.passes, x, batch, [me, *peers])
+        self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
         check_classes(loss, output, [me, *peers])
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         names, together = tuple(weights), not self.allowed.one_by_one
         own_batch, batches = self.everyone.draw(names if together else (), step)
+        averaged = names and together and not rows
+        peers = self.passes.average(x, batches, self._weights(x, weights, batches)) if averaged else None
+        finite = None if peers is None else FiniteLater(peers)
         own, loss, buffers = self._single(x, step, self.me, own_batch)
-        peers = self._peers(own, x, step, weights, batches, rows=rows) if names else {}
+        if finite is not None and finite.read():
+            return Gradients(own, peers, x=x, own_loss=loss)
+        found = self._peers(own, x, step, weights, batches, rows=rows) if names else {}
         if self.allowed.moves_buffers and is_finite(own):  # after the peers, who see the model as user 0 did
             for name, buffer in self.passes.model.named_buffers():
                 buffer.copy_(buffers[name])
-        return Gradients(own=own, x=x, own_loss=float(loss), **peers)
+        return Gradients(own=own, x=x, own_loss=loss, **found)
 
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
@@ -84,6 +90,13 @@ class InProcess:
             "average": "user by user: " + self.allowed.one_by_one if self.allowed.one_by_one else "one pass",
             "rows": "loop: " + self.allowed.loop if self.allowed.loop else "vmap",
         }
+
+    def _weights(self, x: Tensor, tau: Mapping[str, float], batches: Sequence[Batches]) -> Weights:
+        """Return τ as tensors, kept from step to step while it is the same."""
+        asked = tuple(tau.items())  # in order, which a comparison of mappings would not see
+        if self._tau is None or self._tau[0] != asked or self._tau[1].users.dtype != x.dtype:
+            self._tau = asked, Weights.of(list(tau.values()), batches, x)
+        return self._tau[1]
 
     def _single(
         self, x: Tensor, step: int, name: str, batch: tuple[Tensor, Tensor]
@@ -104,13 +117,9 @@ class InProcess:
         *,
         rows: bool,
     ) -> dict[str, Any]:
-        """Return what the peers add to `Gradients`, by field."""
+        """Return what the peers add to `Gradients`, by field, where it does not come from one pass."""
         if not rows and self.allowed.one_by_one:
             return self._average_one_by_one(own, x, step, weights)
-        if not rows:
-            peers = self.passes.average(x, batches, x.new_tensor(list(weights.values())))
-            if is_finite(peers):
-                return {"peers": peers}
         # Rows are wanted, or a peer's gradient was not finite and has to be found.
         found, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
         peers, answered = weighted_sum(own, found, [weights[name] for name in kept])

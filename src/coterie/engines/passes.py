@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,28 @@ from torch.func import functional_call, grad, vmap
 from coterie.engines.batches import Batches
 from coterie.parameters import Parameters
 from coterie.users import Loss
+
+
+@dataclass(frozen=True)
+class Weights:
+    """τ as tensors, in the order of the batches: of each user, and of each example."""
+
+    users: Tensor
+    examples: Tensor
+
+    @classmethod
+    def of(cls, tau: Sequence[float], batches: Sequence[Batches], like: Tensor) -> Weights:
+        """Return the weights of the users of these batches.
+
+        Args:
+            tau: by position among the peers asked.
+            batches: theirs.
+            like: a tensor of the dtype and device wanted.
+        """
+        users = [tau[position] for batch in batches for position in batch.positions]
+        sizes = [len(batch.inputs) // len(batch.positions) for batch in batches for _ in batch.positions]
+        examples = [weight / size for weight, size in zip(users, sizes, strict=True) for _ in range(size)]
+        return cls(like.new_tensor(users), like.new_tensor(examples))
 
 
 class Passes:
@@ -28,7 +51,7 @@ class Passes:
         self.loss = loss
         self.parameters = Parameters(model)
         self.chunk = max(1, memory // (self.parameters.size * self.parameters.dtype.itemsize))
-        self.per_user: Loss | None = None  # each user's loss in one call, where it is known how the loss averages
+        self.per_example: Loss | None = None  # the loss of each example, where the loss is their mean
         self.vmap_loss = True  # whether the loss can be mapped over users; `probe` finds out
 
     def buffers(self) -> dict[str, Tensor]:
@@ -47,21 +70,22 @@ class Passes:
         loss = self.loss(self._output(leaves, inputs, buffers), targets)
         return self._gradient(loss, leaves), loss.detach()
 
-    def average(self, x: Tensor, batches: Sequence[Batches], weights: Tensor) -> Tensor:
+    def average(self, x: Tensor, batches: Sequence[Batches], weights: Weights) -> Tensor:
         """Return the gradient of Σ τ_k loss_k in one pass over all users' batches.
 
-        The output of a model without batch-dependent layers is cut by user, and each cut has its own loss:
-        an example of user k has the weight τ_k over the size of its batch, whatever the loss.
+        Where the loss is the mean over examples, an example of user k has the weight τ_k over the size of its
+        batch. Any other loss is computed for each user on its cut of the output.
         """
         leaves = self._leaves(x)
         inputs = batches[0].inputs if len(batches) == 1 else torch.cat([b.inputs for b in batches])
-        outputs = torch.split(self._output(leaves, inputs), [len(b.inputs) for b in batches])
-        total = weights.new_zeros(())
-        for batch, output in zip(batches, outputs, strict=True):
-            losses = self._losses(batch.by_user(output), batch.by_user(batch.targets))
-            tau = weights if len(batches) == 1 else weights[batch.positions]
-            total = total + tau @ losses
-        return self._gradient(total, leaves)
+        output = self._output(leaves, inputs)
+        if self.per_example is not None:
+            targets = batches[0].targets if len(batches) == 1 else torch.cat([b.targets for b in batches])
+            losses = self.per_example(output, targets)
+            return self._gradient(weights.examples @ _mean_of_each(losses), leaves)
+        cuts = zip(batches, torch.split(output, [len(b.inputs) for b in batches]), strict=True)
+        losses = torch.cat([self._losses(b.by_user(cut), b.by_user(b.targets)) for b, cut in cuts])
+        return self._gradient(weights.users @ losses, leaves)
 
     def rows(self, x: Tensor, batches: Sequence[Batches]) -> Tensor:
         """Return every user's gradient as a row, by vmap of grad in chunks that bound memory."""
@@ -92,8 +116,6 @@ class Passes:
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each user from outputs and targets of shape (users, size, …)."""
-        if self.per_user is not None:
-            return self.per_user(outputs, targets)
         if self.vmap_loss:
             return vmap(self.loss)(outputs, targets)
         return torch.stack([self.loss(o, t) for o, t in zip(outputs, targets, strict=True)])
@@ -116,5 +138,13 @@ class Passes:
         return output
 
     def _gradient(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
-        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-        return self.parameters.flatten(gradients)
+        # On a GPU autograd hands the backward pass to another thread, which costs more than a small pass takes.
+        with torch.autograd.set_multithreading_enabled(False):
+            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        found = zip(gradients, leaves.values(), strict=True)
+        return self.parameters.flatten(torch.zeros_like(p) if g is None else g for g, p in found)
+
+
+def _mean_of_each(losses: Tensor) -> Tensor:
+    """Return one number an example, where a loss has one for each part of a target."""
+    return losses if losses.ndim == 1 else losses.flatten(1).mean(1)

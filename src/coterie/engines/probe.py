@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from coterie.engines.batches import Batches
-from coterie.engines.passes import Passes
+from coterie.engines.passes import Passes, Weights
 from coterie.errors import ModelError
 from coterie.users import InMemory, Loss, User
 
@@ -36,8 +36,9 @@ class Allowed:
     random: bool = False
 
 
-def probe(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Any, Allowed]:
+def probe(passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User]) -> tuple[Any, Allowed]:
     """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`."""
+    inputs, targets = batch
     before, random_before = passes.buffers(), _random_state(x.device)
     buffers = passes.buffers()
     output = _check_fit(passes, x, inputs, targets, buffers)
@@ -51,7 +52,7 @@ def probe(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[A
         one_by_one = _why_one_by_one(passes, x, inputs, output)
     loop = one_by_one or _why_loop(passes, x, inputs, targets)
     if one_by_one is None:
-        passes.per_user = _per_user(passes.loss, targets)
+        passes.per_example = _per_example(passes.loss, users)
     return output, Allowed(one_by_one, loop, moves_buffers, random)
 
 
@@ -124,7 +125,7 @@ def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # vmap warns where it would fall back to a slow loop of its own
         try:
-            passes.average(x, [twice], x.new_ones(2))
+            passes.average(x, [twice], Weights.of([0.5, 0.5], [twice], x))
         except Exception:  # a loss may fail under vmap in any way; the loop then serves
             passes.vmap_loss = False
         try:
@@ -134,32 +135,26 @@ def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str
     return None
 
 
-def _per_user(loss: Loss, targets: Tensor) -> Loss | None:
-    """Return what gives each user's loss from outputs and targets of shape (users, size, …) in one call.
+def _per_example(loss: Loss, users: Sequence[User]) -> Loss | None:
+    """Return the loss of each example, for a loss of torch that is the mean over them; None for any other.
 
-    For losses of torch whose mean is known: over all elements, or over the targets that are not ignored. None
-    for any other; that a mean fits one batch does not say that it is the mean.
+    It goes by what the loss is: that a mean fits one batch does not say that it fits the next, in which a target
+    may be ignored or a class have another weight.
     """
-    if isinstance(loss, nn.Module):
-        if getattr(loss, "reduction", None) != "mean" or any(True for _ in loss.buffers()):
-            return None  # a sum, or a mean with weights
-        each: Callable[..., Tensor] = copy.copy(loss)
-        each.reduction = "none"  # type: ignore[attr-defined]  # it has one, as seen above
-    else:
-        each = functools.partial(cast("Callable[..., Tensor]", loss), reduction="none")
-
-    def mean(outputs: Tensor, targets: Tensor) -> Tensor:
-        return each(outputs.flatten(0, 1), targets.flatten(0, 1)).view(len(outputs), -1).mean(1)
-
-    def mean_of_kept(outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = each(outputs.flatten(0, 1), targets.flatten(0, 1)).view(len(outputs), -1)
-        return losses.sum(1) / (targets != ignored).flatten(1).sum(1)
-
-    ignored = getattr(loss, "ignore_index", -100)
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     if kind in _OVER_TARGETS:
-        return mean if targets.is_floating_point() else mean_of_kept
-    return mean if kind in _OVER_ELEMENTS else None
+        ignored = getattr(loss, "ignore_index", -100)
+        if any(not isinstance(u.examples, InMemory) or bool((u.examples.targets == ignored).any()) for u in users):
+            return None
+    elif kind not in _OVER_ELEMENTS:
+        return None
+    if not isinstance(loss, nn.Module):
+        return functools.partial(cast("Callable[..., Tensor]", loss), reduction="none")
+    if loss.reduction != "mean" or any(True for _ in loss.buffers()):
+        return None  # a sum, or a mean with weights
+    each = copy.copy(loss)
+    each.reduction = "none"  # type: ignore[assignment]  # a string, as it was
+    return each
 
 
 _OVER_TARGETS = (nn.functional.cross_entropy, nn.functional.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
