@@ -93,6 +93,7 @@ def fit(
         resume: go on with the runs that are in `out`.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, …
     """
+    rule.weights([peer.name for peer in task.peers])  # an unknown name is an error before Alone is trained
     torch.manual_seed(seed)
     made = models.build(model, task.n_inputs, task.n_outputs)
     loss = _loss(task.preparation)

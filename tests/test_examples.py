@@ -1,0 +1,47 @@
+"""Every example and every Python block of the documentation runs, warnings being errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def run(path: Path, folder: Path) -> str:
+    command = [sys.executable, "-W", "error", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_example(path: Path, tmp_path: Path) -> None:
+    assert run(path, tmp_path)
+
+
+def test_own_loop_learns(tmp_path: Path) -> None:
+    accuracy = re.search(r"'accuracy': ([\d.]+)", run(ROOT / "examples" / "own_loop.py", tmp_path))
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_blocks(page: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = [block for block in blocks if ">>>" not in block]  # the others run as doctests
+    if blocks:
+        script = tmp_path / "blocks.py"
+        script.write_text("\n".join(blocks), encoding="utf-8")
+        run(script, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), target

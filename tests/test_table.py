@@ -1,0 +1,239 @@
+"""Tables: what user 0 may see, and what becomes of numbers, categories and missing values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import coterie
+from coterie.data import Preparation, from_table
+from coterie.errors import DataError
+
+COLUMNS: dict[str, Any] = {"user_column": "ward", "target": "ill", "me": "a"}
+
+
+def visits(seed: int = 0, n: int = 40) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    frames = []
+    for k, ward in enumerate("abc"):
+        age, colour = rng.normal(50 + 10 * k, 5 + k, n), rng.choice(["red", "green", "blue"], n)
+        age[rng.random(n) < 0.2] = np.nan
+        frames.append(
+            pd.DataFrame(
+                {
+                    "ward": ward,
+                    "row": np.arange(n) + 1000 * k,
+                    "age": age,
+                    "colour": colour,
+                    "ill": rng.choice(["no", "yes"], n, p=[0.6, 0.4]),
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def rows_of(task: coterie.data.TableTask, frame: pd.DataFrame) -> dict[str, set[float]]:
+    """Find the table's rows behind each part of user 0's examples by the prepared column `row`."""
+    prepared = task.preparation.inputs(frame)[:, 0]
+    parts = {"training": task.me.examples, "validation": task.me.validation, "test": task.me.test}
+    found: dict[str, set[float]] = {}
+    for name, examples in parts.items():
+        assert examples is not None
+        column = examples.take(torch.arange(len(examples)))[0][:, 0]
+        found[name] = {float(frame["row"].iloc[int((prepared == v).nonzero()[0])]) for v in column}
+    return found
+
+
+def test_parts_of_user_0_are_disjoint_and_complete_and_stratified() -> None:
+    frame = visits()
+    task = from_table(frame, features=["row"], **COLUMNS)
+    parts = rows_of(task, frame)
+    assert [len(parts[p]) for p in ("training", "validation", "test")] == [24, 8, 8]
+    assert set.union(*parts.values()) == set(frame.loc[frame.ward == "a", "row"])
+    share = (frame.loc[frame.ward == "a", "ill"] == "yes").mean()
+    for rows in parts.values():
+        mine = (frame.loc[frame["row"].isin(rows), "ill"] == "yes").mean()
+        assert mine == pytest.approx(share, abs=1 / len(rows))
+
+
+def test_numbers_are_filled_centred_and_scaled_as_by_hand_with_user_0s_training_rows() -> None:
+    frame = visits()
+    task = from_table(frame, features=["row", "age"], **COLUMNS)
+    training = frame[frame["row"].isin(rows_of(task, frame)["training"])]
+    median = training["age"].median()
+    filled = training["age"].fillna(median)
+    b = frame[frame.ward == "b"]
+    wanted = (b["age"].fillna(median) - filled.mean()) / filled.std(ddof=0)
+    found = task.peers[0].examples.take(torch.arange(len(b)))[0]
+    np.testing.assert_allclose(found[:, 1], wanted.clip(-10, 10), rtol=1e-5)
+    indicator = training["age"].isna()
+    wanted = (b["age"].isna() - indicator.mean()) / indicator.std(ddof=0)
+    np.testing.assert_allclose(found[:, 2], wanted, rtol=1e-5)
+
+
+def test_user_0s_inputs_do_not_depend_on_peers_nor_on_what_is_held_out() -> None:
+    frame = visits()
+    task = from_table(frame, features=["row", "age", "colour"], **COLUMNS)
+    held_out = set.union(*(rows for part, rows in rows_of(task, frame).items() if part != "training"))
+    other = frame.copy()
+    changed = other["row"].isin(held_out) | (other["ward"] != "a")
+    other.loc[changed, "age"] *= 3
+    other.loc[changed, "colour"] = "mauve"
+    again = from_table(other, features=["row", "age", "colour"], **COLUMNS)
+    mine = [t.me.examples.take(torch.arange(len(t.me)))[0] for t in (task, again)]
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+
+
+def test_categories_are_one_hot_missing_is_one_and_unknown_ones_are_zero() -> None:
+    frame = pd.DataFrame({"c": ["x", "y", None, "x"]})
+    targets = pd.Series([0, 1, 0, 1])
+    preparation = Preparation.fit(frame, targets, targets, "classification")
+    new = pd.DataFrame({"c": ["y", None, "z"]})
+    assert preparation.inputs(new).tolist() == [[0, 0, 1], [1, 0, 0], [0, 0, 0]]  # (missing), x, y
+
+
+def test_numbers_named_as_categories_are() -> None:
+    frame = visits().assign(code=lambda f: np.tile([1, 2], len(f) // 2))
+    task = from_table(frame, features=["code"], categorical=["code"], **COLUMNS)
+    assert sorted(torch.unique(task.me.examples.take(torch.arange(9))[0]).tolist()) == [0, 1]
+    assert task.n_inputs == 2
+
+
+def test_a_column_that_user_0_has_no_value_of_is_left_out() -> None:
+    frame = visits()
+    frame["lab"] = np.where(frame["ward"] == "a", np.nan, 7.0)
+    task = from_table(frame, **COLUMNS)
+    assert "lab" not in task.preparation.numeric + task.preparation.categorical
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["yes", "no"], "classification"),
+        ([True, False], "classification"),
+        ([0, 1, 2], "classification"),
+        ([0.0, 1.0], "classification"),
+        (list(range(40)), "regression"),
+        ([0.5, 1.5], "regression"),
+    ],
+)
+def test_the_kind_is_told_by_the_target(values: list[Any], kind: str) -> None:
+    n = 120
+    frame = pd.DataFrame({"ward": ["a", "b"] * (n // 2), "x": np.arange(n), "ill": np.resize(np.array(values), n)})
+    if kind == "classification":
+        frame["ill"] = np.repeat(frame["ill"].to_numpy()[: n // 2], 2)  # every user has every class
+    assert from_table(frame, **COLUMNS).preparation.kind == kind
+    if all(isinstance(v, int | float) for v in values):
+        assert from_table(frame, kind="regression", **COLUMNS).preparation.kind == "regression"
+
+
+def test_regression_targets_are_in_user_0s_units_and_predictions_in_the_tables() -> None:
+    frame = visits().assign(ill=lambda f: 100 + 5 * np.arange(len(f)) + 0.5)
+    task = from_table(frame, features=["row"], **COLUMNS)
+    training = frame[frame["row"].isin(rows_of(task, frame)["training"])]["ill"]
+    targets = task.me.examples.take(torch.arange(len(task.me)))[1]
+    assert targets.shape == (24, 1)
+    assert float(targets.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(targets.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    back = task.preparation.predictions(task.preparation.targets(training))
+    np.testing.assert_allclose(back["prediction"], training, rtol=1e-5)
+
+
+def test_predictions_name_the_class_and_its_probability() -> None:
+    task = from_table(visits(), **COLUMNS)
+    found = task.preparation.predictions(torch.tensor([[0.0, 0.0], [0.0, np.log(3)]]))
+    assert found["prediction"].tolist() == ["no", "yes"]
+    np.testing.assert_allclose(found["probability"], [0.5, 0.75], rtol=1e-6)
+
+
+def test_csv_parquet_and_dataframe_are_the_same(tmp_path: Path) -> None:
+    frame = visits()
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    frame.to_parquet(tmp_path / "t.parquet")
+    tasks = [from_table(data, **COLUMNS) for data in (frame, tmp_path / "t.csv", str(tmp_path / "t.parquet"))]
+    for task in tasks[1:]:
+        for user, other in zip((tasks[0].me, *tasks[0].peers), (task.me, *task.peers), strict=True):
+            assert user.fingerprint() == other.fingerprint()
+
+
+def test_preparation_comes_back_from_disk(tmp_path: Path) -> None:
+    frame = visits()
+    task = from_table(frame, **COLUMNS)
+    task.preparation.save(tmp_path)
+    again = Preparation.load(tmp_path)
+    assert torch.equal(again.inputs(frame), task.preparation.inputs(frame))
+    assert torch.equal(again.targets(frame["ill"]), task.preparation.targets(frame["ill"]))
+
+
+def test_own_examples_leave_out_and_seed() -> None:
+    frame = visits()
+    task = from_table(frame, own_examples=10, leave_out=["b"], **COLUMNS)
+    assert (len(task.me), [peer.name for peer in task.peers]) == (10, ["c"])
+    same, other = (from_table(frame, own_examples=10, seed=seed, **COLUMNS) for seed in (0, 1))
+    assert task.me.fingerprint() == same.me.fingerprint() != other.me.fingerprint()
+
+
+def test_users_may_be_numbers() -> None:
+    frame = visits().assign(ward=lambda f: f["ward"].map({"a": 1, "b": 2, "c": 3}))
+    assert from_table(frame, user_column="ward", target="ill", me=2).me.name == "2"
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        ({}, {"target": "ail"}, ["'ail'", "'ill'"]),
+        ({}, {"user_column": "word"}, ["'word'", "'ward'"]),
+        ({}, {"features": ["aeg"]}, ["'aeg'", "'age'"]),
+        ({}, {"me": "z"}, ["'z'", "'a', 'b', 'c'"]),
+        ({}, {"own_examples": 39}, ["39", "24"]),
+        ({}, {"test": 1.5}, ["`test`", "1.5"]),
+        ({"ill": None}, {}, ["'ill'", "row 3", "drop the rows"]),
+        ({"ward": None}, {}, ["'ward'", "row 3"]),
+        ({"age": np.inf}, {}, ["'age'", "infinite"]),
+    ],
+)
+def test_bad_tables_are_named_with_the_remedy(
+    change: dict[str, Any], options: dict[str, Any], words: list[str]
+) -> None:
+    frame = visits()
+    for column, value in change.items():
+        frame.loc[3, column] = value
+    with pytest.raises(DataError) as caught:
+        from_table(frame, **{**COLUMNS, **options})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_user_0_with_one_class_is_refused() -> None:
+    frame = visits()
+    frame.loc[frame["ward"] == "a", "ill"] = "no"
+    with pytest.raises(DataError, match="one class only \\('no'\\)"):
+        from_table(frame, **COLUMNS)
+
+
+def test_dates_are_refused() -> None:
+    frame = visits().assign(when=pd.Timestamp("2020-01-01"))
+    with pytest.raises(DataError, match="'when' holds dates"):
+        from_table(frame, **COLUMNS)
+
+
+def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file"):
+        from_table(tmp_path / "none.csv", **COLUMNS)
+    (tmp_path / "empty.csv").write_text("a,b\n", encoding="utf-8")
+    with pytest.raises(DataError, match="no rows"):
+        from_table(tmp_path / "empty.csv", **COLUMNS)
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match="cannot be read as a table"):
+        from_table(tmp_path / "bad.parquet", **COLUMNS)
+
+
+def test_a_table_to_predict_from_must_have_the_columns() -> None:
+    task = from_table(visits(), **COLUMNS)
+    with pytest.raises(DataError, match="no column 'age'"):
+        task.preparation.inputs(visits().drop(columns="age"))
