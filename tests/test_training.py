@@ -716,7 +716,7 @@ def test_examples_with_infinities_are_named(make_users: Users) -> None:
     users = make_users()
     inputs, targets = users[0].batch(12, seed=0, step=0)
     bad = coterie.User("ward 3", inputs.clone().fill_(math.inf), targets)
-    with pytest.raises(GradientError, match=r"at step 0 .* Lower `lr`, or look for extreme values .* 'ward 3'"):
+    with pytest.raises(GradientError, match=r"at step 0 .* lower `lr`, or look for extreme values .* 'ward 3'"):
         coterie.train(*(network(), cross_entropy, bad, users[1:], coterie.Alone()), steps=3)
 
 

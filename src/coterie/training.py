@@ -161,9 +161,9 @@ def _copies(
                 f"`lr` ({lr}) and an optimizer that has its own were both given; set it in the optimizer"
             )
         model, made = copy.deepcopy((model, optimizer))
-        model = model.to(device)
+        model = _moved(model, device)
     else:
-        model = copy.deepcopy(model).to(device)
+        model = _moved(copy.deepcopy(model), device)
         trainable = list(Parameters(model).named.values())
         made = optimizer(trainable) if lr is None else optimizer(trainable, lr=lr)
     ours = {id(p) for p in model.parameters()}
@@ -172,6 +172,15 @@ def _copies(
     if isinstance(made, LBFGS):
         raise KnobError("LBFGS evaluates the loss several times a step; use an optimizer that takes one gradient")
     return model, made
+
+
+def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch was built without it, or there is none
+        raise KnobError(
+            f"`device` {str(device)!r} cannot be used here: {error}; leave it out for the CPU"
+        ) from error
 
 
 def _check(loss: Loss, me: User, peers: Sequence[User], numbers: Mapping[str, int]) -> None:

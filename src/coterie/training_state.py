@@ -193,7 +193,8 @@ class TrainingState:
         where = f"saved in {path}" if path else "in this error's `run`"
         return GradientError(
             f"user 0's own gradient is not finite at step {self.step} (loss {float(g.own_loss):.4g}); the state "
-            f"before it is {where}. Lower `lr`, or look for extreme values in the examples of {self.me.name!r}",
+            f"before it is {where}. Start again with a lower `lr`, or look for extreme values in the examples of "
+            f"{self.me.name!r}",
             run,
         )
 
