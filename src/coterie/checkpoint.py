@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from coterie.errors import CheckpointError
@@ -42,7 +42,7 @@ def save(folder: Path, step: int, content: dict[str, Any]) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    torch.save(_plain(content), buffer)
     path = folder / f"step-{step:08d}.ckpt"
     fresh = path.with_suffix(".new")
     with fresh.open("wb") as file:
@@ -84,9 +84,20 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         )
     try:
         content: dict[str, Any] = torch.load(io.BytesIO(body), map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"the checkpoint {path} holds objects that are not plain data: {error}") from error
+    except Exception as error:  # not written by `save`, so anything may be wrong with it
+        raise CheckpointError(
+            f"the checkpoint {path} holds what is not plain data: {error}; {_remedy(path)}"
+        ) from error
     return content
+
+
+def _plain(content: Any) -> Any:
+    """Return the same with Python's numbers for NumPy's, which `weights_only` would refuse."""
+    if isinstance(content, np.generic):
+        return content.item()
+    if type(content) is dict:
+        return {key: _plain(value) for key, value in content.items()}
+    return type(content)(map(_plain, content)) if type(content) in (list, tuple) else content
 
 
 def _remedy(path: Path) -> str:

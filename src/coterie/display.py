@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 Show: TypeAlias = Callable[[int, float, float, float | None], None]
-"""Show a step: how many are done, the own loss, the weight on peers, the validation loss if there is one."""
+"""Show a step: how many are done, the own loss, the weight on peers, the best validation loss if there is one."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def progress_bar(wanted: bool | None, description: str, steps: int) -> Iterator[
         def show(step: int, own_loss: float, weight: float, validation: float | None) -> None:
             numbers = f"own loss {own_loss:.4g} · peers' weight {weight:.2f}"
             if validation is not None:
-                numbers += f" · validation loss {validation:.4g}"
+                numbers += f" · best validation loss {validation:.4g}"
             bar.update(task, completed=step, numbers=numbers)
 
         yield show

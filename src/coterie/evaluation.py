@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from coterie.users import Examples, Loss
+from coterie.users import Examples, Loss, seeded
 
 Metric: TypeAlias = Callable[[Any, Tensor], float]
 """A number from a model's outputs on a whole set and the targets."""
@@ -74,6 +74,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and the metrics of a model, in evaluation mode, on a set of examples.
 
+    Whatever draws random numbers (a transform, a model) draws the same ones every time.
+
     Args:
         model: the model; its mode is restored after.
         loss: the mean loss of a batch from (output, target).
@@ -91,20 +93,18 @@ def evaluate(
     """
     metrics = metrics_for(loss) if metrics is None else metrics
     device = next(model.parameters()).device
-    total, outputs, targets = 0.0, [], []
-    with torch.no_grad(), evaluation_mode(model):
+    outputs, targets = [], []
+    with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
         for indices in torch.split(torch.arange(len(examples)), chunk):
             x, y = (tensor.to(device) for tensor in examples.take(indices))
-            output = model(x)
-            total += float(loss(output, y)) * len(indices)
-            if metrics:
-                outputs.append(output)
-                targets.append(y)
-    found = {"loss": total / len(examples)}
-    if metrics:
+            outputs.append(model(x))
+            targets.append(y)
+        if not isinstance(outputs[0], Tensor):  # of an unknown form: the mean over chunks, and no metric
+            sums = (float(loss(o, t)) * len(t) for o, t in zip(outputs, targets, strict=True))
+            return {"loss": sum(sums) / len(examples)}
         whole, truth = torch.cat(outputs), torch.cat(targets)
-        found |= {name: metric(whole, truth) for name, metric in metrics.items()}
-    return found
+        found = {"loss": float(loss(whole, truth))}
+        return found | {name: float(metric(whole, truth)) for name, metric in metrics.items()}
 
 
 @contextmanager

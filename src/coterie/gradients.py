@@ -56,7 +56,7 @@ class Gradients:
         if tau is None:
             weights = [self.answered / max(1, len(self.rows))] * len(self.rows)
         else:
-            weights = [tau.get(name, 0.0) for name in self._row_names()]
+            weights = [float(tau.get(name, 0.0)) for name in self._row_names()]
         return weighted_sum(self.own, self.rows, weights)
 
     def _row_names(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -83,7 +84,7 @@ class Record:
             [{'step': 1, 'own_loss': 2.0}]
         """
         lines = []
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 lines.append(json.loads(text))
             except json.JSONDecodeError:
@@ -148,6 +149,9 @@ def describe(thing: Any) -> str:
         return f"{type(thing).__name__}({', '.join(shown)})"
     if isinstance(thing, torch.nn.Module):
         return " ".join(repr(thing).split())
+    if isinstance(thing, functools.partial):
+        keywords = "".join(f", {name}={describe(value)}" for name, value in thing.keywords.items())
+        return f"partial({describe(thing.func)}{''.join(f', {describe(a)}' for a in thing.args)}{keywords})"
     if callable(thing):
         return str(getattr(thing, "__qualname__", getattr(thing, "__name__", type(thing).__name__)))
     return repr(thing)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,10 +121,10 @@ class WeightedAveraging:
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return (1 − α) g_0 + α g_avg and the next state."""
         alpha = _at("alpha", self.alpha, state["step"])
-        peers, answered = g.average(self.tau)
+        average = g.average(self.tau)
         return (
-            _direction(g.own, peers, alpha),
-            {"step": state["step"] + 1, "weight": alpha * answered},
+            _direction(g, average, alpha),
+            {"step": state["step"] + 1, "weight": alpha * average[1]},
         )
 
 
@@ -196,7 +197,7 @@ class BiasCorrection:
         else:
             following = c
         return (
-            _direction(g.own, peers, alpha, self.correction * answered, c),
+            _direction(g, (peers, answered), alpha, self.correction, c),
             {"step": step + 1, "weight": alpha * answered, "seen": seen + bool(answered), "c": following},
         )
 
@@ -242,27 +243,30 @@ class OracleCorrection:
         if g.x is None:
             raise KnobError("`OracleCorrection` needs the point of the gradients: `Gradients(…, x=x)`")
         alpha = _at("alpha", self.alpha, state["step"])
-        peers, answered = g.average(self.tau)
+        average = g.average(self.tau)
         return (
-            _direction(g.own, peers, alpha, answered, self.bias(g.x)),
-            {"step": state["step"] + 1, "weight": alpha * answered},
+            _direction(g, average, alpha, 1.0, self.bias(g.x)),
+            {"step": state["step"] + 1, "weight": alpha * average[1]},
         )
 
 
 def _direction(
-    own: Tensor, peers: Tensor, alpha: float, correction: float = 0.0, c: Tensor | None = None
+    g: Gradients, average: tuple[Tensor, float], alpha: float, correction: float = 0.0, c: Tensor | None = None
 ) -> Tensor:
-    """Return (1 − α) g_0 + α (g_avg − w c): exactly g_0 where g_avg is g_0 and nothing is corrected."""
+    """Return (1 − α) g_0 + α (g_avg − w a c), a the share that answered; g_0 to the bit where nobody did."""
+    peers, answered = average
+    if not answered:
+        return g.own
     if c is None or not correction:
-        return torch.lerp(own, peers, alpha)
-    corrected = torch.sub(peers, c, alpha=correction)
-    return torch.lerp(own, corrected, alpha, out=corrected)
+        return torch.lerp(g.own, peers, alpha)
+    corrected = torch.sub(peers, c, alpha=correction * answered)
+    return torch.lerp(g.own, corrected, alpha, out=corrected)
 
 
 def _at(name: str, knob: Knob, step: int) -> float:
     """Return a knob's value at a step."""
     if not callable(knob):
-        return knob
+        return float(knob)  # a number of NumPy would not do in a record or a checkpoint
     value = float(knob(step))
     _check_knob(name, value, f" at step {step}")
     return value
@@ -271,7 +275,7 @@ def _at(name: str, knob: Knob, step: int) -> float:
 def _check_knob(name: str, knob: Knob, where: str = "") -> None:
     if callable(knob):
         return
-    if isinstance(knob, bool | str) or not 0 <= knob <= 1:
+    if not isinstance(knob, float | int | np.number) or isinstance(knob, bool) or not 0 <= knob <= 1:
         raise KnobError(f"`{name}` must lie in [0, 1], got {knob!r}{where}")
 
 
@@ -296,4 +300,4 @@ def _weights(tau: Mapping[str, float] | None, names: Sequence[str]) -> dict[str,
     unknown = [name for name in tau if name not in names]
     if unknown:
         raise KnobError(f"`tau` names an unknown peer {unknown[0]!r}; the peers are {', '.join(map(repr, names))}")
-    return {name: tau[name] for name in names if tau.get(name)}
+    return {name: float(tau[name]) for name in names if tau.get(name)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -12,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from coterie.errors import DataError
 
@@ -63,8 +64,11 @@ class FromDataset:
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets at these indices."""
-        inputs, targets = default_collate([self.dataset[i] for i in indices.tolist()])
-        return inputs.to(self.device), targets.to(self.device)
+        items = [self.dataset[i] for i in indices.tolist()]
+        if any(not isinstance(item, tuple | list) or len(item) != 2 for item in items):
+            raise DataError(f"an item of a dataset must be a pair (input, target), got {type(items[0]).__name__}")
+        inputs, targets = (_collated(column).to(self.device) for column in zip(*items, strict=True))
+        return inputs, targets
 
     def to(self, device: torch.device) -> FromDataset:
         """Return the same examples, to be read onto another device."""
@@ -227,10 +231,22 @@ def _mix(z: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np
 
 @contextlib.contextmanager
 def seeded(seed: int, name: str, step: int, device: torch.device | None = None) -> Iterator[None]:
-    """Let torch's generators draw from (seed, user, step) inside, and restore them after."""
-    with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
-        torch.manual_seed(stream(seed, f"{name}/{step}"))
-        yield
+    """Let torch's, NumPy's and Python's generators draw from (seed, user, step) inside, and restore them after."""
+    key = stream(seed, f"{name}/{step}")
+    on_gpu = device is not None and device.type == "cuda"
+    before, numpy_before = random.getstate(), np.random.get_state()  # transforms use it
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(key)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(numpy_before)
 
 
 def _as_examples(data: Any, whose: str) -> Examples:
@@ -238,7 +254,7 @@ def _as_examples(data: Any, whose: str) -> Examples:
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = data.tensors
     if isinstance(data, Dataset):
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
             raise DataError(f"the dataset of {whose} must have a length and be read by index (a map-style Dataset)")
         if not len(data):
             raise DataError(f"{whose} has no examples; leave it out, or give it some")
@@ -262,13 +278,21 @@ def _as_examples(data: Any, whose: str) -> Examples:
     return InMemory(inputs, targets)
 
 
+def _collated(values: Sequence[Any]) -> Tensor:
+    """Return the values of several examples as one tensor; floats of Python or NumPy take the default dtype."""
+    tensor: Tensor = default_collate(list(values))
+    if isinstance(values[0], Tensor) or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.get_default_dtype())
+
+
 def _as_tensor(values: Any, what: str, whose: str) -> Tensor:
     """Return a tensor; floating-point arrays take torch's default dtype, as lists do in `torch.tensor`."""
     if isinstance(values, Tensor):
         tensor = values.detach()
     else:
         try:
-            tensor = torch.as_tensor(np.asarray(values))
+            tensor = torch.as_tensor(np.require(values, requirements=("C", "W")))
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"the {what} of {whose} cannot be made a tensor: {error}; encode them as numbers"

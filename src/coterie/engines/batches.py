@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.errors import DataError
-from coterie.users import InMemory, User, draw, stream
+from coterie.users import Examples, InMemory, User, draw, stream
 
 AHEAD = 64
 """How many steps' indices are computed at a time; what they are does not depend on it."""
@@ -59,8 +59,10 @@ class Everyone:
     def __init__(
         self, me: User, peers: Sequence[User], *, batch_size: int, seed: int, device: torch.device
     ) -> None:
+        _check_alike(me, me.validation, "the validation set")
+        _check_alike(me, me.test, "the test set")
         for peer in peers:
-            _check_alike(me, peer)
+            _check_alike(me, peer.examples, f"peer {peer.name!r}")
         self.me = me.to(device)
         self.users = {user.name: user.to(device) for user in (me, *peers)}
         self.batch_size, self.seed = batch_size, seed
@@ -120,15 +122,14 @@ class Everyone:
         return Batches(group.positions, torch.cat(inputs), torch.cat(targets))
 
 
-def _check_alike(me: User, peer: User) -> None:
-    """Say early where a peer's examples could not be passed through user 0's model."""
-    mine, theirs = me.examples, peer.examples
-    if not isinstance(mine, InMemory) or not isinstance(theirs, InMemory):
+def _check_alike(me: User, others: Examples | None, whose: str) -> None:
+    """Say early where other examples could not be passed through user 0's model."""
+    if not isinstance(me.examples, InMemory) or not isinstance(others, InMemory):
         return
     for what in ("inputs", "targets"):
-        ours, other = getattr(mine, what), getattr(theirs, what)
+        ours, other = getattr(me.examples, what), getattr(others, what)
         if ours.shape[1:] != other.shape[1:] or ours.dtype != other.dtype:
             raise DataError(
-                f"the {what} of peer {peer.name!r} ({tuple(other.shape[1:])}, {other.dtype}) are not like "
+                f"the {what} of {whose} ({tuple(other.shape[1:])}, {other.dtype}) are not like "
                 f"those of {me.name!r} ({tuple(ours.shape[1:])}, {ours.dtype}); prepare both in the same way"
             )

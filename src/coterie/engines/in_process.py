@@ -62,33 +62,25 @@ class InProcess:
         self.everyone = Everyone(me, peers, batch_size=batch_size, seed=seed, device=device)
         with seeded(seed, me.name, 0, device):
             x, batch = self.passes.parameters.vector(), self.everyone.one(me.name, 0)
-            output, self.allowed = probe(self.passes, x, *batch)
-        self._tau: tuple[dict[str, float], Weights] | None = None
+            output, self.allowed = probe(self.passes, x, batch, [me, *peers])
+        self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
         check_classes(loss, output, [me, *peers])
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         names, together = tuple(weights), not self.allowed.one_by_one
         own_batch, batches = self.everyone.draw(names if together else (), step)
-        if names and together and not rows:
-            peers = self.passes.average(x, batches, self._weights(x, weights, batches))
-            finite = FiniteLater(peers)
-            own, loss = self._own(x, step, own_batch)
-            if finite.read():
-                return Gradients(own, peers, x=x, own_loss=loss)
-        else:
-            own, loss = self._own(x, step, own_batch)
-        if not names:
-            return Gradients(own=own, x=x, own_loss=loss)
-        if not rows and not together:
-            peers, answered, left_out = self._average_one_by_one(own, x, step, weights)
-            return Gradients(own, peers, answered=answered, left_out=left_out, x=x, own_loss=loss)
-        # Rows are wanted, or a peer's gradient was not finite and has to be found.
-        found, kept, left_out = keep_finite(self._rows(x, step, names, batches), names)
-        peers, answered = weighted_sum(own, found, [weights[name] for name in kept])
-        if rows:
-            return Gradients(own, None, found, kept, answered, left_out, x, loss)
-        return Gradients(own, peers, answered=answered, left_out=left_out, x=x, own_loss=loss)
+        averaged = names and together and not rows
+        peers = self.passes.average(x, batches, self._weights(x, weights, batches)) if averaged else None
+        finite = None if peers is None else FiniteLater(peers)
+        own, loss, buffers = self._single(x, step, self.me, own_batch)
+        if finite is not None and finite.read():
+            return Gradients(own, peers, x=x, own_loss=loss)
+        found = self._peers(own, x, step, weights, batches, rows=rows) if names else {}
+        if self.allowed.moves_buffers and is_finite(own):  # after the peers, who see the model as user 0 did
+            for name, buffer in self.passes.model.named_buffers():
+                buffer.copy_(buffers[name])
+        return Gradients(own=own, x=x, own_loss=loss, **found)
 
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
@@ -101,17 +93,10 @@ class InProcess:
 
     def _weights(self, x: Tensor, tau: Mapping[str, float], batches: Sequence[Batches]) -> Weights:
         """Return τ as tensors, kept from step to step while it is the same."""
-        if self._tau is None or self._tau[0] != tau or self._tau[1].users.dtype != x.dtype:
-            self._tau = dict(tau), Weights.of(list(tau.values()), batches, x)
+        asked = tuple(tau.items())  # in order, which a comparison of mappings would not see
+        if self._tau is None or self._tau[0] != asked or self._tau[1].users.dtype != x.dtype:
+            self._tau = asked, Weights.of(list(tau.values()), batches, x)
         return self._tau[1]
-
-    def _own(self, x: Tensor, step: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return g_0 and its loss; the buffers move only where the gradient is finite."""
-        gradient, loss, buffers = self._single(x, step, self.me, batch)
-        if self.allowed.moves_buffers and is_finite(gradient):
-            for name, buffer in self.passes.model.named_buffers():
-                buffer.copy_(buffers[name])
-        return gradient, loss
 
     def _single(
         self, x: Tensor, step: int, name: str, batch: tuple[Tensor, Tensor]
@@ -122,9 +107,28 @@ class InProcess:
             gradient, loss = self.passes.single(x, *batch, buffers)
         return gradient, loss, buffers
 
+    def _peers(
+        self,
+        own: Tensor,
+        x: Tensor,
+        step: int,
+        weights: Mapping[str, float],
+        batches: Sequence[Batches],
+        *,
+        rows: bool,
+    ) -> dict[str, Any]:
+        """Return what the peers add to `Gradients`, by field, where it does not come from one pass."""
+        if not rows and self.allowed.one_by_one:
+            return self._average_one_by_one(own, x, step, weights)
+        # Rows are wanted, or a peer's gradient was not finite and has to be found.
+        found, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
+        peers, answered = weighted_sum(own, found, [weights[name] for name in kept])
+        asked = {"rows": found, "names": kept} if rows else {"peers": peers}
+        return asked | {"answered": answered, "left_out": left_out}
+
     def _average_one_by_one(
         self, own: Tensor, x: Tensor, step: int, weights: Mapping[str, float]
-    ) -> tuple[Tensor, float, dict[str, str]]:
+    ) -> dict[str, Any]:
         total, answered, left_out = torch.zeros_like(own), 0.0, {}
         for name, weight in weights.items():
             gradient = self._single(x, step, name, self.everyone.one(name, step))[0]
@@ -133,7 +137,8 @@ class InProcess:
                 answered += weight
             else:
                 left_out[name] = "not finite"
-        return *complete(own, total, answered), left_out
+        peers, answered = complete(own, total, answered)
+        return {"peers": peers, "answered": answered, "left_out": left_out}
 
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
         if not self.allowed.loop:

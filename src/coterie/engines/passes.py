@@ -58,14 +58,14 @@ class Passes:
         """Return copies of the model's buffers, for a pass that may move them."""
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
-    def output(self, x: Tensor, inputs: Tensor, buffers: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the model's output at x; `buffers` are moved in place."""
+    def output(self, x: Tensor, inputs: Tensor, buffers: dict[str, Tensor] | None = None) -> Any:
+        """Return the model's output at x; `buffers` becomes what the pass leaves in them."""
         return self._output(self._leaves(x), inputs, buffers)
 
     def single(
-        self, x: Tensor, inputs: Tensor, targets: Tensor, buffers: Mapping[str, Tensor] | None = None
+        self, x: Tensor, inputs: Tensor, targets: Tensor, buffers: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient and the loss of one batch; `buffers` are moved in place."""
+        """Return the gradient and the loss of one batch; `buffers` becomes what the pass leaves in them."""
         leaves = self._leaves(x)
         loss = self.loss(self._output(leaves, inputs, buffers), targets)
         return self._gradient(loss, leaves), loss.detach()
@@ -127,11 +127,15 @@ class Passes:
         return {name: view.requires_grad_() for name, view in self.parameters.unflatten(x.detach()).items()}
 
     def _output(
-        self, leaves: Mapping[str, Tensor], inputs: Tensor, buffers: Mapping[str, Tensor] | None = None
+        self, leaves: Mapping[str, Tensor], inputs: Tensor, buffers: dict[str, Tensor] | None = None
     ) -> Any:
         if leaves is self.parameters.named and not buffers:
             return self.model(inputs)  # spares the tenth of a millisecond that `functional_call` takes
-        return functional_call(self.model, {**leaves, **(buffers or {})}, (inputs,))
+        values = {**leaves, **(buffers or {})}
+        output = functional_call(self.model, values, (inputs,))
+        if buffers:  # a module may assign a buffer anew, which `functional_call` writes back to `values`
+            buffers.update({name: values[name].detach() for name in buffers})
+        return output
 
     def _gradient(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
         # On a GPU autograd hands the backward pass to another thread, which costs more than a small pass takes.

@@ -36,8 +36,9 @@ class Allowed:
     random: bool = False
 
 
-def probe(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Any, Allowed]:
+def probe(passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User]) -> tuple[Any, Allowed]:
     """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`."""
+    inputs, targets = batch
     before, random_before = passes.buffers(), _random_state(x.device)
     buffers = passes.buffers()
     output = _check_fit(passes, x, inputs, targets, buffers)
@@ -51,7 +52,7 @@ def probe(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[A
         one_by_one = _why_one_by_one(passes, x, inputs, output)
     loop = one_by_one or _why_loop(passes, x, inputs, targets)
     if one_by_one is None:
-        passes.per_example = _per_example(passes.loss, output, targets)
+        passes.per_example = _per_example(passes.loss, users)
     return output, Allowed(one_by_one, loop, moves_buffers, random)
 
 
@@ -61,14 +62,15 @@ def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
     if loss not in losses and not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return
     ignored = getattr(loss, "ignore_index", -100)
-    for user in users:
-        targets = user.examples.targets if isinstance(user.examples, InMemory) else None
+    parts = [(user.name, part) for user in users for part in (user.examples, user.validation, user.test)]
+    for name, examples in parts:
+        targets = examples.targets if isinstance(examples, InMemory) else None
         if targets is None or targets.is_floating_point():
             continue
         stray = targets[(targets != ignored) & ((targets < 0) | (targets >= output.shape[1]))]
         if stray.numel():
             raise ModelError(
-                f"user {user.name!r} has the class {int(stray[0])}, but the model has outputs for classes 0 "
+                f"user {name!r} has the class {int(stray[0])}, but the model has outputs for classes 0 "
                 f"to {output.shape[1] - 1}; number the classes from 0 and widen the last layer"
             )
 
@@ -92,6 +94,10 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor, buffe
         raise ModelError(f"{about}: {error}; change the last layer, the targets or the loss") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise ModelError(f"{about}: the loss must return one number, the mean over the batch, got {loss!r}")
+    try:
+        passes.single(x, inputs, targets, passes.buffers())
+    except Exception as error:
+        raise ModelError(f"the loss of the model's output has no gradient: {error}") from error
     return output
 
 
@@ -101,9 +107,10 @@ def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tensor, output: Any) -> s
         return "the model normalises over the batch"
     if not isinstance(output, Tensor) or not output.ndim or len(output) != len(inputs):
         return "the model's output is not a tensor of one row an example"
+    alone = inputs[: max(1, len(inputs) // 2)]
     with torch.no_grad():
-        half = passes.output(x, inputs[: max(1, len(inputs) // 2)])
-    if not torch.allclose(half, output[: len(half)], rtol=1e-2, atol=1e-4, equal_nan=True):
+        half = passes.output(x, alone if len(inputs) > 1 else torch.cat([inputs, torch.zeros_like(inputs)]))
+    if not torch.allclose(half[: len(alone)], output[: len(alone)], rtol=1e-2, atol=1e-4, equal_nan=True):
         return "the model's output for one example depends on the others"
     return None
 
@@ -128,22 +135,34 @@ def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str
     return None
 
 
-def _per_example(loss: Loss, output: Tensor, targets: Tensor) -> Loss | None:
-    """Return the loss of each example, for a loss of torch that is the mean over them; None for any other."""
-    if isinstance(loss, nn.Module):
-        each: Any = copy.copy(loss)
-        each.reduction = "none"
-    elif getattr(loss, "__module__", "") == nn.functional.__name__:
-        each = functools.partial(cast("Callable[..., Tensor]", loss), reduction="none")
-    else:
+def _per_example(loss: Loss, users: Sequence[User]) -> Loss | None:
+    """Return the loss of each example, for a loss of torch that is the mean over them; None for any other.
+
+    It goes by what the loss is: that a mean fits one batch does not say that it fits the next, in which a target
+    may be ignored or a class have another weight.
+    """
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    if kind in _OVER_TARGETS:
+        ignored = getattr(loss, "ignore_index", -100)
+        if any(not isinstance(u.examples, InMemory) or bool((u.examples.targets == ignored).any()) for u in users):
+            return None
+    elif kind not in _OVER_ELEMENTS:
         return None
-    try:
-        with torch.no_grad():
-            found, whole = each(output, targets), loss(output, targets)
-    except Exception:
-        return None
-    fits = len(found) == len(output) and torch.allclose(found.mean(), whole, rtol=1e-4)
-    return each if fits else None
+    if not isinstance(loss, nn.Module):
+        return functools.partial(cast("Callable[..., Tensor]", loss), reduction="none")
+    if loss.reduction != "mean" or any(True for _ in loss.buffers()):
+        return None  # a sum, or a mean with weights
+    each = copy.copy(loss)
+    each.reduction = "none"  # type: ignore[assignment]  # a string, as it was
+    return each
+
+
+_OVER_TARGETS = (nn.functional.cross_entropy, nn.functional.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+_OVER_ELEMENTS = (
+    *(nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss),
+    *(nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits),
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
+)
 
 
 def _random_state(device: torch.device) -> Tensor:
