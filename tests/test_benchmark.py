@@ -238,7 +238,8 @@ def test_regression_is_scored_in_spreads_of_all_targets() -> None:
     task = make(source)
     tuned = Tuning(task, MODELS["linear"](3, 1), steps=1, batch_size=32, seed=0)
     outcome = tuned.outcome(METHODS["pooled"])
-    best = min((tuned.trial(METHODS["pooled"][0], lr) for lr in RATES), key=lambda trial: trial.validation_loss)
+    trials = [tuned.trial(way, lr) for way in METHODS["pooled"] for lr in RATES]
+    best = min(trials, key=lambda trial: trial.validation_loss)
     inputs, targets = everything(parts(task)["test"])
     with torch.no_grad():
         rmse = float((best.model(inputs) - targets).double().square().mean().sqrt())

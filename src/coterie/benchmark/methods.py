@@ -29,7 +29,7 @@ class Way:
         tail: take the mean of the parameters over the last half of the steps.
         weight_decay: Adam's, on all parameters.
         start: another way, whose model at its best step size is the one to start from.
-        options: further arguments of `coterie.train`.
+        options: further arguments of `coterie.train`, such as `guard="held-out"`; there is no guard without.
     """
 
     name: str
@@ -65,28 +65,28 @@ def correction(share: float, beta: float) -> Way:
     return Way(f"alpha {share:g} N/(N + 1), beta {beta:g}", rule)
 
 
-def schedules(rule: Callable[[Task], Rule], start: Way | None = None) -> tuple[Way, ...]:
-    """Return a rule with constant steps, with decreasing ones, and with the tail averaged."""
+def schedules(rule: Callable[[Task], Rule], start: Way | None = None) -> tuple[Way, Way, Way, Way]:
+    """Return a rule with constant steps, with decreasing ones, with the tail averaged, and with weight decay."""
     return (
         Way("constant steps", rule, start=start),
         Way("decreasing steps", rule, steps="decreasing", start=start),
         Way("tail averaged", rule, tail=True, start=start),
+        Way("weight decay", rule, weight_decay=0.1, start=start),
     )
 
 
 AVERAGING = {alpha: averaging(alpha) for alpha in (0.1, 0.3, 0.6, 0.9)}
-POOLED = Way("constant steps", pooled)
+POOLED = schedules(pooled)
 
 METHODS: Mapping[str, tuple[Way, ...]] = {
-    "alone": (*schedules(alone), Way("weight decay", alone, weight_decay=0.1)),
-    "pooled": (POOLED,),
-    "fine-tuned": schedules(alone, start=POOLED),
+    "alone": schedules(alone),
+    "pooled": POOLED,
+    "fine-tuned": schedules(alone, start=POOLED[0])[:3],
     **{f"wga-{alpha:g}": (way,) for alpha, way in AVERAGING.items()},
     "wga": tuple(AVERAGING.values()),
     "bc": tuple(correction(share, beta) for share in (1, 0.5) for beta in (0.01, 0.1)),
 }
-"""By name, the ways to choose from by validation; a method of one way only has fewer settings than `BUDGET`.
+"""By name, the ways to choose from by validation; those with one way only are parts of others, for reference.
 
-`alone`: the own examples only, by every schedule and with weight decay. `pooled`: everybody's examples alike;
-`fine-tuned`: then on alone. `wga-α`: weighted averaging with that α; `wga`: with the best of the four by
-validation. `bc`: bias correction."""
+`alone`: the own examples only. `pooled`: everybody's examples alike; `fine-tuned`: then on alone. `wga-α`: weighted
+averaging with that α; `wga`: with the best of the four by validation. `bc`: bias correction."""

@@ -53,7 +53,6 @@ def in_short(found: pd.DataFrame) -> list[dict[str, Any]]:
             "better": row["better"],
             "worse": row["worse"],
             "near best": row["near_best"],
-            "difference": f"{row['difference']:+.3f}",
             "wins/ties/losses": f"{row['wins']}/{row['ties']}/{row['losses']}",
             "harmed": row["harmed"],
         }

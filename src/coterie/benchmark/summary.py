@@ -114,6 +114,5 @@ def overall(frame: pd.DataFrame) -> pd.DataFrame:
     rows = found.assign(better=ratio > SIGNIFICANT, worse=ratio < -SIGNIFICANT).groupby("method", sort=False)
     sums = rows[["wins", "ties", "losses", "harmed", "better", "worse"]].sum()
     sums.insert(0, "places", rows.size())
-    sums.insert(1, "difference", rows["difference"].mean())
     sums["near_best"] = pd.DataFrame(near).groupby("method")["near_best"].sum()
     return sums.reset_index()

@@ -136,10 +136,10 @@ class Tuning:
             steps=self.steps,
             batch_size=self.batch_size,
             seed=self.seed,
-            evaluate_every=max(1, self.steps // 20),
+            evaluate_every=max(1, self.steps // 10),
             callbacks=[tail] if tail else [],
             progress=False,
-            **way.options,
+            **{"guard": "off", **way.options},
         )
         if run.stopped:
             raise KeyboardInterrupt
@@ -148,7 +148,9 @@ class Tuning:
         return Trial(way, lr, model, found, self._wrong_weight(rule, run), time.process_time() - began)
 
     def _wrong_weight(self, rule: Rule, run: Run) -> float:
-        tau = rule.weights([peer.name for peer in self.task.peers])
+        # A rule that chose its weights from the data has left them in the record.
+        chosen = run.record.configuration.get("choice", {}).get("tau")
+        tau = chosen or rule.weights([peer.name for peer in self.task.peers])
         share = sum(tau.get(name, 0.0) for name in self.task.wrong) / (sum(tau.values()) or 1.0)
         return float(run.state["weight"] * share)
 

@@ -22,7 +22,7 @@ def bench(
     models: Annotated[str, typer.Option(help="Models, between commas; each set's first if left out.")] = "",
     users: Annotated[int, typer.Option(help="How many users of a set are user 0 in turn.")] = 3,
     seeds: Annotated[int, typer.Option(help="How often each is repeated, with other examples and peers.")] = 1,
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 100,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 60,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes; as many as there are cores if left out.")
     ] = None,

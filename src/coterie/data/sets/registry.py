@@ -44,6 +44,7 @@ SETS: Mapping[str, UserSet] = {
         ("mlp", "linear", "cnn"),
         own_examples=20,
         most_peers=10,
+        batch_size=16,
         folder="mnist_by_writer",
         files=mnist.FILES,
         source="the pictures and labels of github.com/karpathy/convnetjs (demo/mnist) and the training labels of "
