@@ -452,7 +452,7 @@ def test_sets_that_are_not_there_are_left_out_with_a_word_about_each(tmp_path: P
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_every_model_goes_through_the_engine_in_one_pass(name: str) -> None:
-    recurrent = name == "gru"
+    recurrent = name in ("rnn", "gru")
     inputs = torch.randint(0, 10, (12, 7)) if recurrent else torch.rand(12, 1, 8, 8)
     targets = torch.randint(0, 10, (12, 7) if recurrent else (12,))
     users = [User(user, inputs, targets) for user in ("me", "a", "b")]

@@ -88,7 +88,7 @@ SETS: Mapping[str, UserSet] = {
     ),
     "shakespeare": UserSet(
         shakespeare.read,
-        ("gru",),
+        ("rnn", "gru"),
         own_examples=80,
         most_peers=5,
         batch_size=16,
