@@ -233,6 +233,14 @@ def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_p
     assert tuned_on.validation_loss <= pooled.validation_loss
 
 
+def test_a_setting_that_diverges_loses_and_does_not_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.benchmark.tuning.RATES", (1e36, 0.1))
+    tuned = Tuning(make(people()), MODELS["mlp"](3, 4), steps=6, batch_size=32, seed=0)
+    outcome = tuned.outcome(METHODS["alone"])
+    assert np.isfinite(outcome.validation_loss)
+    assert outcome.setting.endswith("lr 0.1")
+
+
 def test_regression_is_scored_in_spreads_of_all_targets() -> None:
     source = people(regression=True, as_table=True)
     task = make(source)

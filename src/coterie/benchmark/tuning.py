@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from coterie.benchmark.methods import RATES, Way
 from coterie.data.sets import SetTask
-from coterie.errors import DataError
+from coterie.errors import DataError, GradientError
 from coterie.evaluation import evaluate, evaluation_mode
 from coterie.rules import Rule
 from coterie.run import Run, Step
@@ -118,30 +119,34 @@ class Tuning:
         return self._trials[way, lr]
 
     def _best(self, ways: Sequence[Way]) -> Trial:
-        return min((self.trial(way, lr) for way in ways for lr in RATES), key=lambda trial: trial.validation_loss)
+        trials = [self.trial(way, lr) for way in ways for lr in RATES]
+        return min(trials, key=lambda trial: (math.isnan(trial.validation_loss), trial.validation_loss))
 
     def _train(self, way: Way, lr: float) -> Trial:
         start = self.model if way.start is None else self._best([way.start]).model
         began = time.process_time()
         rule, tail = way.rule(self.task), _Tail(start, self.steps) if way.tail else None
-        run = train(
-            start,
-            self.loss,
-            self.me,
-            self.task.peers,
-            rule,
-            optimizer=partial(Adam, weight_decay=way.weight_decay),
-            lr=lr,
-            scheduler=partial(_falling, steps=self.steps) if way.steps == "decreasing" else None,
-            steps=self.steps,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            evaluate_every=max(1, self.steps // 10),
-            callbacks=[tail] if tail else [],
-            progress=False,
-            **{"guard": "off", **way.options},
-        )
-        if run.stopped:
+        try:
+            run = train(
+                start,
+                self.loss,
+                self.me,
+                self.task.peers,
+                rule,
+                optimizer=partial(Adam, weight_decay=way.weight_decay),
+                lr=lr,
+                scheduler=partial(_falling, steps=self.steps) if way.steps == "decreasing" else None,
+                steps=self.steps,
+                batch_size=self.batch_size,
+                seed=self.seed,
+                evaluate_every=max(1, self.steps // 10),
+                callbacks=[tail] if tail else [],
+                progress=False,
+                **{"guard": "off", **way.options},
+            )
+        except GradientError as error:  # too large a step: what was best before counts, and seldom wins
+            run = error.run
+        if run.stopped == "Ctrl-C":
             raise KeyboardInterrupt
         model = tail.model() if tail else run.model
         found = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
