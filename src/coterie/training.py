@@ -13,15 +13,17 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from coterie.adaptive import Undecided
 from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import Metric, binary_accuracy, metrics_for
+from coterie.many import Problem
 from coterie.parameters import Parameters
 from coterie.record import describe
 from coterie.rules import Rule
 from coterie.run import Callback, Run, Step
-from coterie.training_state import TrainingState
+from coterie.training_state import TrainingState, chosen_before
 from coterie.users import InMemory, Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
@@ -117,6 +119,13 @@ def train(
         "steps": steps,
         "evaluate_every": every,
     }
+    if isinstance(rule, Undecided):
+        problem = Problem(model, loss, me, tuple(peers), optimizer, scheduler, steps, batch_size, seed)
+        if not isinstance(engine, InProcess):
+            raise KnobError("`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`")
+        before = chosen_before(configuration, None if out is None else Path(out), resume)
+        configuration["choice"] = before or rule.settle(problem, progress)
+        rule = rule.settled(configuration["choice"])
     training = TrainingState(
         model,
         loss,
