@@ -24,6 +24,7 @@ from coterie.gradients import Gradients
 from coterie.many import Problem, why_one_by_one
 from coterie.parameters import Parameters
 from coterie.rules import Alone, Rule, State, WeightedAveraging
+from coterie.streams import StreamAveraging
 
 
 @runtime_checkable
@@ -43,13 +44,11 @@ class Plan:
 
     Args:
         folds: into how many parts user 0's examples are split.
-        repeats: how many times they are, each time differently.
         alphas: the candidates for α beside 0.
         equal: whether equal weights are candidates beside the weights found.
     """
 
     folds: int
-    repeats: int
     alphas: tuple[float, ...]
     equal: bool = True
 
@@ -60,19 +59,18 @@ class Plan:
 
     @property
     def cost(self) -> int:
-        """How many runs it takes: each fold and repeat once for every candidate, and once to find τ."""
-        return self.repeats * self.folds * (1 + self.candidates)
+        """How many runs it takes: for each fold one to find τ, and one for every candidate."""
+        return self.folds * (1 + self.candidates)
 
 
 PLANS = (
-    Plan(5, 2, (0.1, 0.3, 0.6, 0.9, 0.99)),
-    Plan(5, 1, (0.1, 0.3, 0.6, 0.9, 0.99)),
-    Plan(4, 1, (0.2, 0.5, 0.9)),
-    Plan(3, 1, (0.3, 0.9)),
-    Plan(2, 1, (0.3, 0.9), equal=False),
-    Plan(2, 1, (0.5,), equal=False),
+    Plan(5, (0.1, 0.3, 0.6, 0.9, 0.99)),
+    Plan(4, (0.2, 0.5, 0.9)),
+    Plan(3, (0.3, 0.9)),
+    Plan(2, (0.3, 0.9), equal=False),
+    Plan(2, (0.5,), equal=False),
 )
-"""From thorough to cheap: 120, 60, 32, 18, 8 and 6 runs."""
+"""From thorough to cheap: 60, 32, 18, 8 and 6 runs."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,12 @@ class AdaptiveAveraging:
 
     is the combination of gradients that comes nearest to the true one; all models step by it, and τ is its part on
     the peers, averaged over the last third of the run. *How much*: α from a short grid, with τ found and with equal
-    weights, by cross-validation of user 0's own loss. α = 0, `Alone`, is always a candidate.
+    weights, by cross-validation of user 0's own loss. α = 0, `Alone`, is always a candidate. Where user 0 has a
+    stream of fresh samples (`User.stream`), there is no overfitting to guard against: `StreamAveraging` serves.
 
     Args:
         budget: what choosing may cost, in runs; at least 6. It bounds the number of folds and of candidates (see
-            `PLANS`). None: 120 for models of up to 10⁵ parameters, 32 up to 10⁷, 8 beyond.
+            `PLANS`). None: 60 for models of up to 10⁵ parameters, 32 up to 10⁷, 8 beyond.
 
     Example:
         >>> import torch, coterie
@@ -143,15 +142,20 @@ class AdaptiveAveraging:
 
         Returns:
             `alpha` and `tau`; `candidates`, each with its cross-validated `loss`, the `difference` to Alone and the
-            paired standard `error` of that; `kappa` at `steps`, the weights over time; `sentence`, for people.
+            paired standard `error` of that; `own_weight` and `weights`, κ at `steps`; `sentence`, to read.
         """
+        if problem.me.is_stream:
+            return {
+                "regime": "stream: weights from the bias Gram matrix, anew as the run goes",
+                "horizon": problem.steps,
+                "sentence": "peers are weighed as the run goes, by the bias that fresh samples show",
+            }
         usable, left_out = _usable(problem)
         plan = plan_for(self.budget, Parameters(problem.model).size, len(problem.me))
         about = {
             "regime": "finite own data: whom by cross-fitting, how much by cross-validation",
             "left_out": left_out,
             "folds": plan.folds,
-            "repeats": plan.repeats,
             "cost": plan.cost,
         }
         if not usable.peers or plan.folds < 2:
@@ -161,7 +165,7 @@ class AdaptiveAveraging:
                 "tau": {},
                 "sentence": f"peers weigh nothing: {why}, nothing to choose by",
             }
-        folds = [split(usable.me, plan.folds, problem.seed + repeat) for repeat in range(plan.repeats)]
+        folds = split(usable.me, plan.folds, problem.seed)
         found = whom(usable, folds, progress)
         candidates = _candidates(plan, found.tau)
         losses = cross_validate(usable, folds, np.array([c.weights for c in candidates]), progress)
@@ -175,12 +179,15 @@ class AdaptiveAveraging:
             "tau": {name: weight for name, weight in tau.items() if weight > 0 and candidates[best].alpha},
             "candidates": account,
             "steps": found.steps,
-            "kappa": dict(zip(["own", *names], found.kappa.T.tolist(), strict=True)),
+            "own_weight": found.kappa[:, 0].tolist(),
+            "weights": dict(zip(names, found.kappa[:, 1:].T.tolist(), strict=True)),
         }
         return choice | {"sentence": _sentence(choice, account[best], names)}
 
     def settled(self, choice: Mapping[str, Any]) -> Rule:
         """Return the rule that a choice stands for."""
+        if "horizon" in choice:
+            return StreamAveraging(choice["horizon"])
         return WeightedAveraging(choice["alpha"], choice["tau"]) if choice["alpha"] else Alone()
 
 
@@ -217,7 +224,7 @@ def plan_for(budget: float | None, n_parameters: int, n_examples: int) -> Plan:
         (60, 32)
     """
     if budget is None:
-        budget = 120 if n_parameters <= 10**5 else 32 if n_parameters <= 10**7 else 8
+        budget = 60 if n_parameters <= 10**5 else 32 if n_parameters <= 10**7 else 8
     plan = next(plan for plan in PLANS if plan.cost <= budget)
     return dataclasses.replace(plan, folds=min(plan.folds, n_examples))
 

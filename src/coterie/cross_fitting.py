@@ -6,7 +6,6 @@ fitted to, those it has not seen give an unbiased gradient and an honest loss at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -26,6 +25,9 @@ EVERY = 5
 """Steps from one Gram matrix to the next; after each the weights are found anew."""
 REMEMBERED = 50
 """How many Gram matrices the running mean goes back over; before that it is the mean of all."""
+SHRINKAGE = 0.1
+"""How far the Gram matrix is drawn towards its diagonal. The noise of h is in all its entries; left on the diagonal
+alone, a part of it makes peers that differ by less than the own examples can show share the weight."""
 LOOKS = 10
 """How many times the held-out losses of a run are looked at."""
 
@@ -65,17 +67,18 @@ def split(me: User, folds: int, seed: int) -> Tensor:
     return torch.from_numpy(found)
 
 
-def whom(problem: Problem, folds: Sequence[Tensor], progress: bool | None = False) -> Found:
+def whom(problem: Problem, folds: Tensor, progress: bool | None = False) -> Found:
     """Find the weights whose combination of gradients comes nearest to the one on unseen examples.
 
         H = running mean over steps and runs of (G − 1hᵀ)(G − 1hᵀ)ᵀ,   κ = argmin over the simplex of κᵀHκ
 
     G has the own gradient and the peers' as rows, h is the gradient on the fold that the run is blind to; its noise
-    adds the same to every κ. All runs step by κ, and τ is the peers' part of κ, averaged over the last third.
+    adds the same to every κ. H is drawn towards its diagonal by `SHRINKAGE` first. All runs step by κ, and τ is the
+    peers' part of κ, averaged over the last third.
 
     Args:
         problem: what to train.
-        folds: the fold of each own example, for each repeat of the split.
+        folds: the fold of each own example, from `split`.
         progress: show a progress bar; None: when standard error is a terminal.
     """
     seen = blind(folds)
@@ -89,7 +92,7 @@ def whom(problem: Problem, folds: Sequence[Tensor], progress: bool | None = Fals
                 if np.isfinite(fresh).all():
                     times += 1
                     gram += (fresh - gram) * max(1 / times, 1 / REMEMBERED)
-                kappa.append(simplex_minimum(gram))
+                kappa.append(simplex_minimum((1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram))))
                 steps.append(step)
                 weights = torch.from_numpy(kappa[-1]).expand(len(seen), -1)
                 show(step, float("nan"), 1 - kappa[-1][0], None)
@@ -101,14 +104,12 @@ def whom(problem: Problem, folds: Sequence[Tensor], progress: bool | None = Fals
     return Found(tau / tau.sum(), steps, np.array(kappa))
 
 
-def cross_validate(
-    problem: Problem, folds: Sequence[Tensor], weights: Array, progress: bool | None = False
-) -> Array:
+def cross_validate(problem: Problem, folds: Tensor, weights: Array, progress: bool | None = False) -> Array:
     """Return the held-out loss of each own example under each candidate, of shape (looks, candidates, examples).
 
     Args:
         problem: what to train.
-        folds: the fold of each own example, for each repeat of the split, over which losses are averaged.
+        folds: the fold of each own example, from `split`.
         weights: of shape (candidates, 1 + N): of the own gradient and of each peer's.
         progress: show a progress bar; None: when standard error is a terminal.
     """
@@ -121,22 +122,22 @@ def cross_validate(
         for step in range(1, problem.steps + 1):
             runs.advance(each)
             if step in looks:
-                found.append(_by_candidate(runs, seen, len(weights)) / len(folds))
+                found.append(_by_candidate(runs, seen, len(weights)))
                 show(step, float(found[-1].mean(1).min()), 0.0, None)
     return np.stack(found)
 
 
-def blind(folds: Sequence[Tensor]) -> Tensor:
-    """Return which examples each run sees: one run for each fold of each repeat.
+def blind(folds: Tensor) -> Tensor:
+    """Return which examples each run sees: one run for each fold, which sees all but that.
 
     Example:
-        >>> blind([torch.tensor([0, 1, 0])]).tolist()
+        >>> blind(torch.tensor([0, 1, 0])).tolist()
         [[False, True, False], [True, False, True]]
     """
-    return torch.cat([fold != torch.arange(int(fold.max()) + 1)[:, None] for fold in folds])
+    return folds != torch.arange(int(folds.max()) + 1)[:, None]
 
 
 def _by_candidate(runs: Runs, seen: Tensor, candidates: int) -> Array:
-    """Return each example's held-out loss under each candidate, summed over repeats; infinite for a failed run."""
+    """Return each example's held-out loss under each candidate; infinite for a run that failed."""
     losses = runs.held_out_losses().cpu().reshape(candidates, *seen.shape)
     return np.asarray(losses.nan_to_num(nan=torch.inf).masked_fill(seen, 0.0).sum(1).numpy())

@@ -109,9 +109,10 @@ def train(
         "model": describe(model),
         "me": {
             "name": me.name,
-            **{part: len(getattr(me, part) or ()) for part in ("examples", "validation", "test")},
+            "examples": _count(me),
+            **{part: len(getattr(me, part) or ()) for part in ("validation", "test")},
         },
-        "peers": {peer.name: len(peer) for peer in peers},
+        "peers": {peer.name: _count(peer) for peer in peers},
         "data": "" if out is None else " ".join(user.fingerprint() for user in (me, *peers)),
         "batch_size": batch_size,
         "seed": seed,
@@ -197,6 +198,10 @@ def _check(loss: Loss, me: User, peers: Sequence[User], numbers: Mapping[str, in
             f"user {user.name!r} has examples of one class only ({targets.flatten()[0].item()}), which says "
             "nothing about telling classes apart; give it examples of another, or leave it out"
         )
+
+
+def _count(user: User) -> int | str:
+    return "a stream" if user.is_stream else len(user)
 
 
 def _rates(optimizer: Optimizer) -> str:
