@@ -2,10 +2,10 @@
 
     python benchmarks/adaptive.py [--users 8] [--examples 30] [--steps 200] [--model linear]
 
-Each of the first `users` writer segments in turn is user 0, with `examples` of its digits to learn from and the rest of
-them for the test; the others are peers with all of theirs. Conditions: *honest*; *half wrong*, every second peer has all
-its labels moved by one to nine; *permuted*, the digits are dealt to users at random, so that pooling is right. All
-methods take the same steps of Adam, and the last model counts. Differences to Alone are paired by user.
+Each of the first `users` writer segments in turn is user 0, with `examples` of its digits to learn from and the
+rest of them for the test; the others are peers with all of theirs. Conditions: *honest*; *half wrong*, every second
+peer has all its labels moved by one to nine; *permuted*, digits are dealt to users at random, so that pooling is
+right. All methods take the same steps of Adam, and the last model counts. Differences to Alone are paired by user.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def users(me: int, examples: int, condition: str) -> tuple[coterie.User, list[co
         return inputs, torch.tensor((digits.target[indices] + shift) % 10)
 
     own, test = train_test_split(parts[me], train_size=examples, random_state=me)
-    peers, wrong = [], set()
+    peers: list[coterie.User] = []
+    wrong = set()
     for k, part in enumerate(parts):
         if k == me:
             continue

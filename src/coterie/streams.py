@@ -33,9 +33,10 @@ class StreamAveraging:
         κ    = argmin over the simplex of  κᵀBκ + Σ_{k≥0} κ_k² σ_k² / T
 
     κ_0 is the weight of the own gradient, whose bias is zero; σ_k², the noise of user k's batch, is half the
-    running mean of ‖g_k(t) − g_k(t − 1)‖². The entries of B carry noise, which a minimiser would exploit: off the
-    diagonal B_ij is shrunk by 1 − (2s/B_ij)², with s its standard error, to zero where it is less than 2s, and kept
-    within √(B_ii B_jj). Users alike then share the weight, and those with a bias well above the noise get none.
+    running mean of ‖g_k(t) − g_k(t − 1)‖². The entries of B carry noise, with a standard error s, and a minimiser
+    would pick out the peers that it flatters. So peers whose B_ii cannot be told apart are given their mean; off
+    the diagonal B_ij is shrunk by 1 − (2s/B_ij)², to zero where it is less than 2s, and kept within √(B_ii B_jj).
+    Users alike then share the weight, and those with a bias well above the noise get none.
 
     It generalises the paper's choice of weights, in which B is diagonal with the entries ζ_k².
 
@@ -84,6 +85,11 @@ class StreamAveraging:
         direction = torch.lerp(g.own, used @ g.rows / weight, weight) if weight else g.own
         return direction, {"step": state["step"] + 1, "weight": weight, "tau": tau, "names": names, **seen}
 
+    @property
+    def _remembered(self) -> int:
+        """How many steps the running means go back over; before that they are means of all."""
+        return max(100, self.horizon // 5)
+
     def _observed(self, g: Gradients, state: State, names: Sequence[str]) -> State:
         """Return the running means after one more step: bias products, their squares, noise, and counts."""
         n = len(names)
@@ -106,7 +112,7 @@ class StreamAveraging:
         both = present & state["present"]
         mask = (both[:, None] & both).double()
         counts = state["counts"] + mask
-        rate = mask * torch.clamp(1 / counts.clamp(min=1), min=10 / max(self.horizon, 100))
+        rate = mask / counts.clamp(min=1, max=self._remembered)
         now, before = rows[1:] - rows[0], state["rows"][1:] - state["rows"][0]
         lagged = (now @ before.mT).double().cpu()
         lagged = (lagged + lagged.mT) / 2
@@ -124,13 +130,25 @@ class StreamAveraging:
     def _kappa(self, seen: State) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Solve for the weights; a peer that was seen too seldom has none."""
         bias, counts = seen["bias"], seen["counts"]
-        remembered = counts.clamp(min=1, max=2 * max(self.horizon, 100) / 10)  # as a running mean of that rate does
-        error = (seen["squares"] - bias.square()).clamp(min=0) / remembered
+        error = (seen["squares"] - bias.square()).clamp(min=0) / counts.clamp(min=1, max=2 * self._remembered)
         shrunk = (1 - 4 * error / bias.square().clamp(min=1e-300)).clamp(min=0) * bias
-        size = bias.diag().clamp(min=0).sqrt()
+        size = _pooled(bias.diag(), error.diag()).clamp(min=0).sqrt()
         kept = shrunk.clamp(-size * size[:, None], size * size[:, None]).fill_diagonal_(0) + size.square().diag()
         known = torch.cat([torch.tensor([True]), counts.diag() >= PATIENCE]).numpy()
         matrix = torch.nn.functional.pad(kept, (1, 0, 1, 0)) + (seen["noise"] / self.horizon).diag()
         kappa = np.zeros(len(known))
         kappa[known] = simplex_minimum(matrix.numpy()[np.ix_(known, known)])
         return kappa
+
+
+def _pooled(values: Tensor, variances: Tensor) -> Tensor:
+    """Return for each value the mean of those that it cannot be told apart from, by how likely that is.
+
+    Example:
+        >>> _pooled(torch.tensor([1.0, 3.0, 90.0]), torch.tensor([4.0, 4.0, 4.0])).tolist()
+        [1.87..., 2.12..., 90.0]
+    """
+    known = variances.clamp(min=1e-300)
+    apart = (values[:, None] - values).square() / (2 * (known[:, None] + known))
+    weights = torch.exp(-apart) / known
+    return (weights @ values) / weights.sum(1)
