@@ -6,6 +6,7 @@ fitted to, those it has not seen give an unbiased gradient and an honest loss at
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -95,8 +96,8 @@ def whom(problem: Problem, folds: Tensor, progress: bool | None = False) -> Foun
                 kappa.append(simplex_minimum((1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram))))
                 steps.append(step)
                 weights = torch.from_numpy(kappa[-1]).expand(len(seen), -1)
-                show(step, float("nan"), 1 - kappa[-1][0], None)
             runs.advance(weights)
+            show(step + 1, math.nan, 1 - kappa[-1][0], None)
     late = np.array(kappa[-max(1, len(kappa) // 3) :])[:, 1:]
     late = late[late.sum(1) > 1e-9]
     equal = np.full(len(problem.peers), 1 / len(problem.peers))
@@ -117,13 +118,13 @@ def cross_validate(problem: Problem, folds: Tensor, weights: Array, progress: bo
     runs = side_by_side(problem, seen.repeat(len(weights), 1))
     each = torch.from_numpy(weights).repeat_interleave(len(seen), 0)
     looks = sorted({-(-problem.steps * look // LOOKS) for look in range(1, LOOKS + 1)})
-    found = []
+    found: list[Array] = []
     with progress_bar(progress, "how much", problem.steps) as show:
         for step in range(1, problem.steps + 1):
             runs.advance(each)
             if step in looks:
                 found.append(_by_candidate(runs, seen, len(weights)))
-                show(step, float(found[-1].mean(1).min()), 0.0, None)
+            show(step, float(found[-1].mean(1).min()) if found else math.nan, math.nan, None)
     return np.stack(found)
 
 

@@ -35,8 +35,9 @@ class StreamAveraging:
     κ_0 is the weight of the own gradient, whose bias is zero; σ_k², the noise of user k's batch, is half the
     running mean of ‖g_k(t) − g_k(t − 1)‖². The entries of B carry noise, with a standard error s, and a minimiser
     would pick out the peers that it flatters. So peers whose B_ii cannot be told apart are given their mean; off
-    the diagonal B_ij is shrunk by 1 − (2s/B_ij)², to zero where it is less than 2s, and kept within √(B_ii B_jj).
-    Users alike then share the weight, and those with a bias well above the noise get none.
+    the diagonal B_ij is shrunk by 1 − (2s/B_ij)², to zero where it is less than 2s, and kept between 0 and
+    √(B_ii B_jj): biases that seem to cancel are not relied on. Users alike then share the weight, and those with a
+    bias well above the noise get none.
 
     It generalises the paper's choice of weights, in which B is diagonal with the entries ζ_k².
 
@@ -133,7 +134,7 @@ class StreamAveraging:
         error = (seen["squares"] - bias.square()).clamp(min=0) / counts.clamp(min=1, max=2 * self._remembered)
         shrunk = (1 - 4 * error / bias.square().clamp(min=1e-300)).clamp(min=0) * bias
         size = _pooled(bias.diag(), error.diag()).clamp(min=0).sqrt()
-        kept = shrunk.clamp(-size * size[:, None], size * size[:, None]).fill_diagonal_(0) + size.square().diag()
+        kept = torch.minimum(shrunk.clamp(min=0), size * size[:, None]).fill_diagonal_(0) + size.square().diag()
         known = torch.cat([torch.tensor([True]), counts.diag() >= PATIENCE]).numpy()
         matrix = torch.nn.functional.pad(kept, (1, 0, 1, 0)) + (seen["noise"] / self.horizon).diag()
         kappa = np.zeros(len(known))
