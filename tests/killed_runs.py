@@ -89,7 +89,7 @@ def digest(run: coterie.Run, out: Path) -> str:
     found = hashlib.sha256()
     states = [run.model.state_dict(), run.state]
     last = checkpoint.load(checkpoint.saved(out / "checkpoints")[-1])
-    states += [last["model"], *last["optimizer"]["state"].values(), last["scheduler"]]
+    states += [last["track"]["model"], *last["track"]["optimizer"]["state"].values(), last["track"]["scheduler"]]
     for state in states:
         for key, value in sorted(state.items()):
             found.update(f"{key}=".encode())

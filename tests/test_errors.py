@@ -251,3 +251,11 @@ def test_a_mean_of_class_weights_is_no_misfit() -> None:
         steps=2,
     )
     assert run.step == 2
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    users = [coterie.User(name, torch.randn(4, 2), torch.randn(4, 1)) for name in ("me", "a")]
+    with pytest.raises(KnobError, match=r"`device` 'cuda:99' cannot be used here: .*; leave it out for the CPU"):
+        coterie.train(
+            nn.Linear(2, 1), nn.functional.mse_loss, users[0], users[1:], coterie.Alone(), device="cuda:99"
+        )

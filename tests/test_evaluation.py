@@ -120,3 +120,13 @@ def test_any_metric() -> None:
     assert found["f1"] == pytest.approx(wanted)
     assert type(found["size"]) is float
     assert found["size"] == 50
+
+
+def test_the_loss_is_over_the_whole_set_whatever_the_chunks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = InMemory(torch.randn(50, 3, generator=generator), torch.randint(4, (50,), generator=generator))
+    model = nn.Linear(3, 4)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 3.0, 9.0]))  # a mean with weights: no mean of means
+    with torch.no_grad():
+        whole = float(loss(model(data.inputs), data.targets))
+    assert evaluate(model, loss, data, chunk=7)["loss"] == pytest.approx(whole, rel=1e-6)

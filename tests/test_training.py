@@ -418,7 +418,7 @@ def test_callbacks(make_users: Users, tmp_path: Path) -> None:
     assert (run.stopped, run.step) == ("a callback", 5)
     assert run.test
     assert "stopped by a callback at step 5 of 20" in run.summary()
-    assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["step"] == 5
+    assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["track"]["step"] == 5
 
 
 def test_own_loss_is_the_mean_since_the_last_point(make_users: Users) -> None:
@@ -523,13 +523,14 @@ def test_summary_and_record(make_users: Users) -> None:
         steps=10,
         seed=4,
     )
-    first, best, test, weight = run.summary().splitlines()
+    first, best, test, weight, guard = run.summary().splitlines()
     assert first == "WeightedAveraging(alpha=0.5, tau={'peer 1': 1.0}), 3 peers, 10 steps of SGD(lr=0.1)"
     at_best = next(point for point in run.record.points if point["step"] == run.best_step)
     assert best.startswith(f"best at step {run.best_step} by validation loss: ")
     assert f"loss {at_best['validation_loss']:.4g}, accuracy {at_best['validation_accuracy']:.4g}" in best
     assert test == f"test: loss {run.test['loss']:.4g}, accuracy {run.test['accuracy']:.4g} (6 examples)"
     assert weight == "weight on peers in the last step: 0.5"
+    assert guard == "guard off: 6 validation examples, fewer than 100"
     configuration = run.record.configuration
     assert (configuration["seed"], configuration["steps"], configuration["batch_size"]) == (4, 10, 32)
     assert configuration["me"] == {"name": "me", "examples": 12, "validation": 6, "test": 6}
@@ -645,7 +646,7 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert told[0] == "Ctrl-C"
     steps = int(told[1])
     assert 3 <= steps < 10**7
-    assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["step"] == steps
+    assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["track"]["step"] == steps
 
 
 def test_a_thread_can_train(make_users: Users) -> None:
@@ -705,7 +706,7 @@ def test_a_non_finite_own_gradient_ends_the_run_with_the_last_good_state(
     if saved:
         (path,) = checkpoint.saved(tmp_path / "checkpoints")
         assert str(path) in str(caught.value)
-        held = checkpoint.load(path)
+        held = checkpoint.load(path)["track"]
         assert held["step"] == 5
         assert same(held["model"], good[-1])
     else:
@@ -716,7 +717,7 @@ def test_examples_with_infinities_are_named(make_users: Users) -> None:
     users = make_users()
     inputs, targets = users[0].batch(12, seed=0, step=0)
     bad = coterie.User("ward 3", inputs.clone().fill_(math.inf), targets)
-    with pytest.raises(GradientError, match=r"at step 0 .* Lower `lr`, or look for extreme values .* 'ward 3'"):
+    with pytest.raises(GradientError, match=r"at step 0 .* lower `lr`, or look for extreme values .* 'ward 3'"):
         coterie.train(*(network(), cross_entropy, bad, users[1:], coterie.Alone()), steps=3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -298,3 +299,25 @@ def test_datasets_that_cannot_be_learned_from(data: Dataset[Any]) -> None:
 def test_items_that_are_not_pairs(data: Dataset[Any]) -> None:
     with pytest.raises(DataError, match=r"pair \(input, target\), got tuple"):
         coterie.User.from_dataset("a", data).batch(2, seed=0, step=0)
+
+
+def test_seeded_draws_depend_on_the_step_alone_and_leave_every_generator_as_it_was() -> None:
+    def draws() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    def start() -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+
+    start()
+    undisturbed = [draws() for _ in range(2)]
+    start()
+    first = draws()
+    with seeded(0, "a", 5):
+        inside = draws()
+    assert [first, draws()] == undisturbed
+    with seeded(0, "a", 5):
+        assert draws() == inside
+    with seeded(0, "a", 6):
+        assert all(x != y for x, y in zip(draws(), inside, strict=True))

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 Show: TypeAlias = Callable[[int, float, float, float | None], None]
-"""Show a step: how many are done, the own loss, the weight on peers (each NaN where there is none to show), the
-validation loss if there is one."""
+"""Show a step: how many are done, the own loss and the weight on peers (NaN: not shown), the best validation loss if
+there is one."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def progress_bar(wanted: bool | None, description: str, steps: int) -> Iterator[
             shown = [f"own loss {own_loss:.4g}"] * (not math.isnan(own_loss))
             shown += [f"peers' weight {weight:.2f}"] * (not math.isnan(weight))
             if validation is not None:
-                shown.append(f"validation loss {validation:.4g}")
+                shown.append(f"best validation loss {validation:.4g}")
             bar.update(task, completed=step, numbers=" · ".join(shown))
 
         yield show

@@ -93,20 +93,18 @@ def evaluate(
     """
     metrics = metrics_for(loss) if metrics is None else metrics
     device = next(model.parameters()).device
-    total, outputs, targets = 0.0, [], []
+    outputs, targets = [], []
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
         for indices in torch.split(torch.arange(len(examples)), chunk):
             x, y = (tensor.to(device) for tensor in examples.take(indices))
-            output = model(x)
-            total += float(loss(output, y)) * len(indices)
-            if metrics:
-                outputs.append(output)
-                targets.append(y)
-    found = {"loss": total / len(examples)}
-    if metrics:
+            outputs.append(model(x))
+            targets.append(y)
+        if not isinstance(outputs[0], Tensor):  # of an unknown form: the mean over chunks, and no metric
+            sums = (float(loss(o, t)) * len(t) for o, t in zip(outputs, targets, strict=True))
+            return {"loss": sum(sums) / len(examples)}
         whole, truth = torch.cat(outputs), torch.cat(targets)
-        found |= {name: float(metric(whole, truth)) for name, metric in metrics.items()}
-    return found
+        found = {"loss": float(loss(whole, truth))}
+        return found | {name: float(metric(whole, truth)) for name, metric in metrics.items()}
 
 
 @contextmanager

@@ -75,14 +75,30 @@ class Run:
         if self.test:
             lines.append(f"test: {_numbers(self.test)} ({config['me']['test']} examples)")
         lines.append(f"weight on peers in the last step: {self.state['weight']:.3g}")
+        lines.append(self._verdict())
         if end.get("left_out"):
             counts = (f"{name} in {sum(why.values())} steps" for name, why in end["left_out"].items())
             lines.append("left out for bad gradients: " + ", ".join(counts))
         return "\n".join(lines)
 
+    def _verdict(self) -> str:
+        """Say whether collaboration helped, as far as the guard knows."""
+        end, config = self.record.end, self.record.configuration
+        if "served" not in end:
+            return f"guard {config['guard']}"
+        change, error, n = end["difference"], end["error"], config["me"]["validation"]
+        word = "helped" if change < -2 * error else "hurt" if change > 2 * error else "made no clear difference"
+        which = "trained with peers" if end["served"] == "collaborative" else "trained alone"
+        return (
+            f"collaboration {word}: validation loss {change:+.3g} ± {error:.2g} against alone ({n} examples, one "
+            f"standard error, paired); the model {which} is served"
+        )
+
     def _validation(self) -> dict[str, float]:
         points = (point for point in self.record.points if point["step"] == self.best_step)
         best = next(points, {})
+        if self.record.end.get("served") == "alone":
+            return {"loss": best["alone_validation_loss"]}
         return {k.removeprefix("validation_"): v for k, v in best.items() if k.startswith("validation_")}
 
 

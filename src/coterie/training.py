@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -18,13 +19,15 @@ from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import Metric, binary_accuracy, metrics_for
+from coterie.guard import ENOUGH, Guard
 from coterie.many import Problem
 from coterie.parameters import Parameters
 from coterie.record import describe
-from coterie.rules import Rule
+from coterie.rules import Alone, Rule
 from coterie.run import Callback, Run, Step
+from coterie.track import Track
 from coterie.training_state import TrainingState, chosen_before
-from coterie.users import InMemory, Loss, User
+from coterie.users import Examples, InMemory, Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
 Scheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
@@ -51,6 +54,7 @@ def train(
     checkpoint_every: int | None = None,
     resume: bool = False,
     progress: bool | None = None,
+    guard: Literal["auto", "held-out", "off"] = "auto",
     engine: Engine | None = None,
 ) -> Run:
     """Train a personal model for user 0 with its peers' gradients.
@@ -81,6 +85,9 @@ def train(
         checkpoint_every: steps between checkpoints in `out`; a tenth of the run when None.
         resume: go on from the last checkpoint in `out`; from the start where there is none.
         progress: show a progress bar; None: when standard error is a terminal.
+        guard: "held-out" keeps a model trained alone beside, compares the two on the validation set at every
+            evaluation, restarts from it where the peers do harm, and gives the better of the two; "off" does
+            not; "auto" does where there are 100 validation examples.
         engine: where the gradients come from; `InProcess` over these users when None.
 
     Example:
@@ -100,6 +107,7 @@ def train(
     model, optimizer = _copies(model, optimizer, lr, device)
     engine = engine or InProcess(model, loss, me, peers, batch_size=batch_size, seed=seed)
     rule.weights(engine.names)  # an unknown name in `tau` is an error before anything is written
+    guarded, why = _guarded(guard, rule, me)
     configuration = {
         "rule": describe(rule),
         "optimizer": f"{type(optimizer).__name__}(lr={_rates(optimizer)})",
@@ -117,6 +125,7 @@ def train(
         "batch_size": batch_size,
         "seed": seed,
         **engine.describe(),
+        "guard": why,
         "steps": steps,
         "evaluate_every": every,
     }
@@ -127,38 +136,49 @@ def train(
         before = chosen_before(configuration, None if out is None else Path(out), resume)
         configuration["choice"] = before or rule.settle(problem, progress)
         rule = rule.settled(configuration["choice"])
-    training = TrainingState(
-        model,
-        loss,
-        me,
-        rule,
-        engine=engine,
-        optimizer=optimizer,
-        scheduler=scheduler and scheduler(optimizer),
-        metrics=metrics,
-    )
-    training.open(configuration, None if out is None else Path(out), resume)
+    watch = None
+    if guarded:
+        shadow, its_optimizer = copy.deepcopy((model, optimizer))
+        at_home = InProcess(shadow, loss, me, batch_size=batch_size, seed=seed)
+        alone = Track(shadow, Alone(), at_home, its_optimizer, scheduler and scheduler(its_optimizer))
+        watch = Guard(alone, loss, cast("Examples", me.validation), every)
+    track = Track(model, rule, engine, optimizer, scheduler and scheduler(optimizer))
+    training = TrainingState(track, loss, me, metrics, watch)
     stopped: str | None = None
-    with (
-        interruptible() as interrupted,
-        progress_bar(progress, type(rule).__name__, steps) as show,
-        tensorboard(training.out and training.out / "tensorboard") as write,
-    ):
-        while training.step < steps and not stopped:
+    with contextlib.ExitStack() as stack:
+        interrupted = stack.enter_context(interruptible())
+        training.open(configuration, None if out is None else Path(out), resume)
+        show = stack.enter_context(progress_bar(progress, type(rule).__name__, steps))
+        write = stack.enter_context(tensorboard(training.out and training.out / "tensorboard"))
+        while track.step < steps and not stopped:
             g = training.advance()
-            point = training.evaluate() if training.step % every == 0 or training.step == steps else None
+            point = training.evaluate() if track.step % every == 0 or track.step == steps else None
             if point:
                 write(point)
-            if training.step % keep == 0:
+            if track.step % keep == 0:
                 training.save()
-            own_loss, weight = float(g.own_loss), training.state["weight"]
-            show(training.step, own_loss, weight, training.best.get("loss"))
-            told = Step(training.step, own_loss, weight, g.left_out, point, training.model)
+            own_loss, weight = float(g.own_loss), track.state["weight"]
+            show(track.step, own_loss, weight, track.best.get("loss"))
+            told = Step(track.step, own_loss, weight, g.left_out, point, model)
             if [callback for callback in callbacks if callback(told) is True]:
                 stopped = "a callback"
             if interrupted():
                 stopped = "Ctrl-C"
     return training.finish(stopped, time.monotonic() - began)
+
+
+def _guarded(guard: str, rule: Rule, me: User) -> tuple[bool, str]:
+    """Say whether there is to be a guard, and why or why not."""
+    n = 0 if me.validation is None else len(me.validation)
+    if guard not in ("auto", "held-out", "off"):
+        raise KnobError(f'`guard` must be "auto", "held-out" or "off", got {guard!r}')
+    if guard == "off" or isinstance(rule, Alone):
+        return False, "off"
+    if guard == "auto" and n < ENOUGH:
+        return False, f"off: {n} validation examples, fewer than {ENOUGH}"
+    if n < 2:
+        raise KnobError(f"a guard compares on a validation set, but {me.name!r} has {n} validation examples")
+    return True, f"held-out: {n} validation examples"
 
 
 def _copies(
@@ -171,9 +191,9 @@ def _copies(
                 f"`lr` ({lr}) and an optimizer that has its own were both given; set it in the optimizer"
             )
         model, made = copy.deepcopy((model, optimizer))
-        model = model.to(device)
+        model = _moved(model, device)
     else:
-        model = copy.deepcopy(model).to(device)
+        model = _moved(copy.deepcopy(model), device)
         trainable = list(Parameters(model).named.values())
         made = optimizer(trainable) if lr is None else optimizer(trainable, lr=lr)
     ours = {id(p) for p in model.parameters()}
@@ -182,6 +202,15 @@ def _copies(
     if isinstance(made, LBFGS):
         raise KnobError("LBFGS evaluates the loss several times a step; use an optimizer that takes one gradient")
     return model, made
+
+
+def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch was built without it, or there is none
+        raise KnobError(
+            f"`device` {str(device)!r} cannot be used here: {error}; leave it out for the CPU"
+        ) from error
 
 
 def _check(loss: Loss, me: User, peers: Sequence[User], numbers: Mapping[str, int]) -> None:

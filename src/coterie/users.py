@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -302,10 +303,22 @@ def _mix(z: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np
 
 @contextlib.contextmanager
 def seeded(seed: int, name: str, step: int, device: torch.device | None = None) -> Iterator[None]:
-    """Let torch's generators draw from (seed, user, step) inside, and restore them after."""
-    with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
-        torch.manual_seed(stream(seed, f"{name}/{step}"))
-        yield
+    """Let torch's, NumPy's and Python's generators draw from (seed, user, step) inside, and restore them after."""
+    key = stream(seed, f"{name}/{step}")
+    on_gpu = device is not None and device.type == "cuda"
+    before, numpy_before = random.getstate(), np.random.get_state()  # transforms use it
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(key)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(numpy_before)
 
 
 def _as_examples(data: Any, whose: str) -> Examples:

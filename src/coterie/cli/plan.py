@@ -20,7 +20,7 @@ def plan(
     n_peers: Annotated[int, typer.Option(help="N, the number of peers.")],
     noise: Annotated[float, typer.Option(help="σ_0, the standard deviation of the own gradient noise.")],
     bias_floor: Annotated[float, typer.Option(help="ζ, the peers' bias where your objective is stationary.")],
-    bias_growth: Annotated[float, typer.Option(help="m, how their squared bias grows with ‖∇f_0‖².")],
+    bias_growth: Annotated[float, typer.Option(help="m, how their squared bias grows with ‖∇f_0‖².")] = 0.0,
     hessian_gap: Annotated[float, typer.Option(help="δ, how much the peers' Hessians differ from yours.")],
     smoothness: Annotated[float, typer.Option(help="L, the smoothness of your objective.")],
     pl: Annotated[float, typer.Option(help="μ, its Polyak-Łojasiewicz constant, at most L.")],

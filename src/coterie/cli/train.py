@@ -97,7 +97,10 @@ def train(
     )
     chosen = _rule(rule, task, alpha, beta, _weights(tau or []))
     settings = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
-    fitted = tabular.fit(task, chosen, model, out, seed=seed, resume=resume, **settings)
+    try:
+        fitted = tabular.fit(task, chosen, model, out, seed=seed, resume=resume, **settings)
+    except KeyboardInterrupt:  # between the two runs, or pressed twice
+        fitted = None
     if fitted is None:
         console.print(f"stopped; everything is saved in {out}, and the same command with --resume goes on")
         raise typer.Exit(130)
