@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 Show: TypeAlias = Callable[[int, float, float, float | None], None]
-"""Show a step: how many are done, the own loss and the weight on peers (NaN: not shown), the best validation loss if
-there is one."""
+"""Show a step: how many are done, the own loss and the weight on peers (not shown where NaN), the best validation
+loss if there is one."""
 
 
 @contextmanager
