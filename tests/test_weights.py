@@ -1,4 +1,4 @@
-"""Water-filling against a general solver and against its optimality conditions."""
+"""Weights on the simplex against a general solver and against their optimality conditions."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, minimize
 
 from coterie.errors import KnobError
-from coterie.weights import water_filling
+from coterie.weights import simplex_minimum, water_filling
 
 Array = NDArray[np.float64]
 
@@ -102,3 +102,67 @@ def test_a_nearly_noiseless_peer_keeps_its_digits() -> None:
 def test_wrong_inputs_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(KnobError, match=message):
         water_filling(**arguments)
+
+
+def simplex_by_slsqp(matrix: Array) -> Array:
+    n = len(matrix)
+
+    def cost(kappa: Array) -> float:
+        return float(kappa @ matrix @ kappa)
+
+    def gradient(kappa: Array) -> Array:
+        return np.asarray(2 * matrix @ kappa)
+
+    result = minimize(
+        cost,
+        np.full(n, 1 / n),
+        jac=gradient,
+        method="SLSQP",
+        bounds=Bounds(np.zeros(n), np.ones(n)),
+        constraints=LinearConstraint(np.ones(n), 1, 1),
+        options={"ftol": 1e-16, "maxiter": 1000},
+    )
+    return np.asarray(result.x)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_simplex_minimum_matches_a_general_solver(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 12))
+    rows = rng.normal(rng.normal(size=n + 3), rng.uniform(0.1, 2, (n, 1)), (n, n + 3))
+    matrix = rows @ rows.T * 10.0 ** rng.integers(-8, 8)
+    kappa, expected = simplex_minimum(matrix), simplex_by_slsqp(matrix / np.trace(matrix))
+    assert kappa.sum() == pytest.approx(1, abs=1e-14)
+    assert (kappa >= 0).all()
+    assert kappa @ matrix @ kappa <= expected @ matrix @ expected * (1 + 1e-12) + 1e-15 * np.trace(matrix)
+    np.testing.assert_allclose(kappa, expected, atol=1e-5)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 8))
+def test_simplex_minimum_meets_the_optimality_conditions(seed: int, n: int, rank: int) -> None:
+    rows = np.random.default_rng(seed).normal(size=(n, rank))
+    matrix = rows @ rows.T
+    kappa = simplex_minimum(matrix)
+    slope = matrix @ kappa
+    assert (slope >= kappa @ slope - 1e-9 * np.trace(matrix)).all()  # no weight would gain by moving
+
+
+def test_simplex_minimum_in_cases_known() -> None:
+    assert simplex_minimum(np.diag([1.0, 2.0, 4.0])).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+    assert simplex_minimum(np.zeros((3, 3))).tolist() == [1 / 3] * 3
+    assert simplex_minimum([[5.0]]).tolist() == [1.0]
+    # Noise may leave a matrix that is not semidefinite; its negative part counts as nothing.
+    assert np.isfinite(simplex_minimum([[1.0, -2.0], [-2.0, 1.0]])).all()
+
+
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        (np.zeros((2, 3)), r"square and not empty, got the shape \(2, 3\)"),
+        (np.zeros((0, 0)), "square and not empty"),
+        ([[np.nan]], "must be finite"),
+    ],
+)
+def test_wrong_matrices_are_named(matrix: Any, message: str) -> None:
+    with pytest.raises(KnobError, match=message):
+        simplex_minimum(matrix)

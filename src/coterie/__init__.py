@@ -1,6 +1,7 @@
 """Train your model with your peers' gradients: personalized collaborative learning in PyTorch."""
 
 from coterie import data, errors, theory
+from coterie.adaptive import AdaptiveAveraging
 from coterie.engines import Engine, InProcess
 from coterie.evaluation import evaluate
 from coterie.gradients import Gradients
@@ -13,6 +14,7 @@ from coterie.users import User
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveAveraging",
     "Alone",
     "BiasCorrection",
     "Engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import signal
 import sys
 import threading
@@ -13,7 +14,8 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 Show: TypeAlias = Callable[[int, float, float, float | None], None]
-"""Show a step: how many are done, the own loss, the weight on peers, the best validation loss if there is one."""
+"""Show a step: how many are done, the own loss and the weight on peers (not shown where NaN), the best validation
+loss if there is one."""
 
 
 @contextmanager
@@ -44,10 +46,11 @@ def progress_bar(wanted: bool | None, description: str, steps: int) -> Iterator[
         task = bar.add_task(description, total=steps, numbers="")
 
         def show(step: int, own_loss: float, weight: float, validation: float | None) -> None:
-            numbers = f"own loss {own_loss:.4g} · peers' weight {weight:.2f}"
+            shown = [f"own loss {own_loss:.4g}"] * (not math.isnan(own_loss))
+            shown += [f"peers' weight {weight:.2f}"] * (not math.isnan(weight))
             if validation is not None:
-                numbers += f" · best validation loss {validation:.4g}"
-            bar.update(task, completed=step, numbers=numbers)
+                shown.append(f"best validation loss {validation:.4g}")
+            bar.update(task, completed=step, numbers=" · ".join(shown))
 
         yield show
 

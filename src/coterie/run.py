@@ -63,6 +63,8 @@ class Run:
         """Return the run in a few lines of text."""
         config, end = self.record.configuration, self.record.end
         lines = [f"{config['rule']}, {len(config['peers'])} peers, {self.step} steps of {config['optimizer']}"]
+        if config.get("choice"):
+            lines.append(config["choice"]["sentence"])
         if self.stopped:
             lines.append(f"stopped by {self.stopped} at step {self.step} of {config['steps']}")
         held_out = self._validation()

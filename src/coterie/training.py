@@ -14,17 +14,19 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from coterie.adaptive import Undecided
 from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import Metric, binary_accuracy, metrics_for
 from coterie.guard import ENOUGH, Guard
+from coterie.many import Problem
 from coterie.parameters import Parameters
 from coterie.record import describe
 from coterie.rules import Alone, Rule
 from coterie.run import Callback, Run, Step
 from coterie.track import Track
-from coterie.training_state import TrainingState
+from coterie.training_state import TrainingState, chosen_before
 from coterie.users import Examples, InMemory, Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
@@ -115,9 +117,10 @@ def train(
         "model": describe(model),
         "me": {
             "name": me.name,
-            **{part: len(getattr(me, part) or ()) for part in ("examples", "validation", "test")},
+            "examples": _count(me),
+            **{part: len(getattr(me, part) or ()) for part in ("validation", "test")},
         },
-        "peers": {peer.name: len(peer) for peer in peers},
+        "peers": {peer.name: _count(peer) for peer in peers},
         "data": "" if out is None else " ".join(user.fingerprint() for user in (me, *peers)),
         "batch_size": batch_size,
         "seed": seed,
@@ -126,6 +129,13 @@ def train(
         "steps": steps,
         "evaluate_every": every,
     }
+    if isinstance(rule, Undecided):
+        problem = Problem(model, loss, me, tuple(peers), optimizer, scheduler, steps, batch_size, seed)
+        if not isinstance(engine, InProcess):
+            raise KnobError("`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`")
+        before = chosen_before(configuration, None if out is None else Path(out), resume)
+        configuration["choice"] = before or rule.settle(problem, progress)
+        rule = rule.settled(configuration["choice"])
     watch = None
     if guarded:
         shadow, its_optimizer = copy.deepcopy((model, optimizer))
@@ -217,6 +227,10 @@ def _check(loss: Loss, me: User, peers: Sequence[User], numbers: Mapping[str, in
             f"user {user.name!r} has examples of one class only ({targets.flatten()[0].item()}), which says "
             "nothing about telling classes apart; give it examples of another, or leave it out"
         )
+
+
+def _count(user: User) -> int | str:
+    return "a stream" if user.is_stream else len(user)
 
 
 def _rates(optimizer: Optimizer) -> str:

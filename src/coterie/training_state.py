@@ -19,6 +19,9 @@ from coterie.run import Run
 from coterie.track import Track
 from coterie.users import Loss, User
 
+MAY_DIFFER = frozenset({"steps", "evaluate_every"})
+"""What a resumed run may be told otherwise."""
+
 
 class TrainingState:
     """A run as it goes: the model's track, its guard, and what has been recorded.
@@ -100,10 +103,7 @@ class TrainingState:
             self.record.cut(self.track.step)
             self.saved_at = self.track.step
             return
-        if path and (found or path.exists()) and not resume:
-            raise KnobError(
-                f"{out} already holds a run; resume it (`resume=True`, `--resume`), or name another folder"
-            )
+        _check_free(out, resume)
         if found:
             raise CheckpointError(
                 f"{found[-1]} stands without the record {path}; put it back, or name another folder"
@@ -152,10 +152,9 @@ class TrainingState:
 
     def load_state_dict(self, state: dict[str, Any], configuration: dict[str, Any], path: Path) -> None:
         """Take up a state; one of another run is a `CheckpointError`."""
-        may_differ = {"steps", "evaluate_every"}
         for key, value in configuration.items():
             before = state["configuration"].get(key)
-            if before != value and key not in may_differ:
+            if before != value and key not in MAY_DIFFER:
                 raise CheckpointError(
                     f"the checkpoint {path} is of another run: `{key}` was {before!r} and is now {value!r}; "
                     "resume with the same settings, or name another folder"
@@ -198,3 +197,20 @@ class TrainingState:
             f"examples of {self.me.name!r}",
             run,
         )
+
+
+def chosen_before(configuration: Mapping[str, Any], out: Path | None, resume: bool) -> dict[str, Any] | None:
+    """Return the choice that the run left in `out` was made with; None where there is none of these settings."""
+    _check_free(out, resume)
+    path = out and out / "record.jsonl"
+    if path is None or not path.exists():
+        return None
+    before = Record.load(path).configuration
+    same = all(before.get(key) == value for key, value in configuration.items() if key not in MAY_DIFFER)
+    choice: dict[str, Any] | None = before.get("choice") if same else None
+    return choice
+
+
+def _check_free(out: Path | None, resume: bool) -> None:
+    if out and not resume and ((out / "record.jsonl").exists() or checkpoint.saved(out / "checkpoints")):
+        raise KnobError(f"{out} already holds a run; resume it (`resume=True`, `--resume`), or name another folder")

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -75,6 +76,40 @@ class FromDataset:
         return FromDataset(self.dataset, device)
 
 
+Draw: TypeAlias = Callable[[int, int, int], tuple[Array, Array]]
+"""Fresh inputs and targets from (size, seed, step); the same for the same three numbers."""
+
+ENDLESS = sys.maxsize
+"""How many examples a stream counts as having: no batch takes all of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class FromStream:
+    """Examples drawn afresh for every batch, none of them twice."""
+
+    draw: Draw
+    device: torch.device
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Say that a stream cannot be taken from by index."""
+        raise DataError("a stream has no examples to take by index; hold some out as a set of their own")
+
+    def fresh(self, size: int, seed: int, step: int, whose: str) -> tuple[Tensor, Tensor]:
+        """Return a batch of fresh examples."""
+        inputs, targets = self.draw(size, seed, step)
+        return (
+            _as_tensor(inputs, "inputs", whose).to(self.device),
+            _as_tensor(targets, "targets", whose).to(self.device),
+        )
+
+    def to(self, device: torch.device) -> FromStream:
+        """Return the same stream, to be drawn onto another device."""
+        return FromStream(self.draw, device)
+
+
 class User:
     """One user: a name and its examples; for user 0 also those held out for validation and test.
 
@@ -133,11 +168,46 @@ class User:
         user._hold(name, dataset, validation, test)
         return user
 
+    @classmethod
+    def stream(
+        cls,
+        name: str,
+        draw: Draw,
+        *,
+        validation: tuple[Array, Array] | Dataset[Any] | None = None,
+        test: tuple[Array, Array] | Dataset[Any] | None = None,
+    ) -> User:
+        """Return a user who draws fresh examples for every batch.
+
+        Args:
+            name: as ever.
+            draw: a function of (size, seed, step) that returns inputs and targets, and the same ones whenever it is
+                called with the same numbers; `seed` is already the user's own.
+            validation: as ever.
+            test: as ever.
+
+        Example:
+            >>> def draw(size, seed, step):
+            ...     inputs = np.random.default_rng([seed, step]).normal(size=(size, 2))
+            ...     return inputs, inputs.sum(1, keepdims=True)
+            >>> user = User.stream("sensor", draw)
+            >>> user, user.batch(3, seed=0, step=5)[0].shape
+            (User('sensor', a stream), torch.Size([3, 2]))
+        """
+        user = cls.__new__(cls)
+        user._hold(name, draw, validation, test)
+        return user
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether examples are drawn afresh for every batch."""
+        return isinstance(self.examples, FromStream)
+
     def __len__(self) -> int:
         return len(self.examples)
 
     def __repr__(self) -> str:
-        return f"User({self.name!r}, {len(self)} examples)"
+        return f"User({self.name!r}, {'a stream' if self.is_stream else f'{len(self)} examples'})"
 
     def batch(self, size: int, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """Return a batch that depends on (seed, user, step) alone; all examples when `size` exceeds them.
@@ -145,6 +215,8 @@ class User:
         One example is drawn from each of `size` equal slices of the examples: every example has the same
         chance, batches of different steps are independent, and none is drawn twice when `size` divides them.
         """
+        if isinstance(self.examples, FromStream):
+            return self.examples.fresh(size, stream(seed, self.name), step, f"user {self.name!r}")
         size = min(size, len(self))
         indices = draw([stream(seed, self.name)], [len(self)], size, [step])[0, 0]
         if isinstance(self.examples, InMemory):
@@ -250,7 +322,9 @@ def seeded(seed: int, name: str, step: int, device: torch.device | None = None) 
 
 
 def _as_examples(data: Any, whose: str) -> Examples:
-    """Return examples from (inputs, targets) or a `Dataset`, checked."""
+    """Return examples from (inputs, targets), a `Dataset` or a stream's function, checked."""
+    if callable(data):
+        return FromStream(data, torch.device("cpu"))
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = data.tensors
     if isinstance(data, Dataset):

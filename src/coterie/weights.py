@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import nnls
 
 from coterie.errors import KnobError
 
@@ -47,6 +48,38 @@ def water_filling(noise: ArrayLike, bias: ArrayLike = 0.0, kappa: ArrayLike = 1.
     # What is missing to 1 belongs to the noiseless; without any it is rounding, magnified by the wide.
     shares = np.where(noiseless.any(-1, keepdims=True), noiseless, np.where(depth <= level, width, 0.0))
     return np.asarray(tau + (1 - tau.sum(-1, keepdims=True)) * shares / shares.sum(-1, keepdims=True))
+
+
+def simplex_minimum(matrix: ArrayLike) -> NDArray[np.float64]:
+    """Return the weights κ on the simplex that minimise κᵀHκ, for H symmetric and positive semidefinite.
+
+        z = argmin over z ≥ 0 of  zᵀHz + (1ᵀz − 1)²,  κ = z / 1ᵀz
+
+    which is one non-negative least squares problem: the minimum over scaled copies of the simplex is on the same
+    ray. H is scaled to unit trace first; its negative eigenvalues, which noise leaves, count as zero. Where
+    several weights do equally well, which of them is returned is not specified; H = 0 gives equal weights.
+
+    Args:
+        matrix: H, of shape (n, n); of what row i lacks of a target, ⟨g_i − h, g_j − h⟩.
+
+    Example:
+        >>> simplex_minimum([[1.0, 0.0], [0.0, 3.0]]).round(6).tolist()
+        [0.75, 0.25]
+        >>> simplex_minimum([[1.0, 2.0], [2.0, 5.0]]).tolist()
+        [1.0, 0.0]
+    """
+    h = np.asarray(matrix, dtype=np.float64)
+    if h.ndim != 2 or h.shape[0] != h.shape[1] or not h.size:
+        raise KnobError(f"`matrix` must be square and not empty, got the shape {h.shape}")
+    if not np.isfinite(h).all():
+        raise KnobError("`matrix` must be finite; leave out the rows that are not")
+    scale = np.trace(h)
+    if scale <= 0:
+        return np.full(len(h), 1 / len(h))
+    values, vectors = np.linalg.eigh((h + h.T) / (2 * scale))
+    root = np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T
+    z, _ = nnls(np.vstack([root, np.ones(len(h))]), np.append(np.zeros(len(h)), 1.0))
+    return np.asarray(z / z.sum())
 
 
 def _level(depth: NDArray[np.float64], width: NDArray[np.float64]) -> NDArray[np.float64]:

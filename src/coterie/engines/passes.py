@@ -82,7 +82,7 @@ class Passes:
         if self.per_example is not None:
             targets = batches[0].targets if len(batches) == 1 else torch.cat([b.targets for b in batches])
             losses = self.per_example(output, targets)
-            return self._gradient(weights.examples @ _mean_of_each(losses), leaves)
+            return self._gradient(weights.examples @ mean_of_each(losses), leaves)
         cuts = zip(batches, torch.split(output, [len(b.inputs) for b in batches]), strict=True)
         losses = torch.cat([self._losses(b.by_user(cut), b.by_user(b.targets)) for b, cut in cuts])
         return self._gradient(weights.users @ losses, leaves)
@@ -145,6 +145,6 @@ class Passes:
         return self.parameters.flatten(torch.zeros_like(p) if g is None else g for g, p in found)
 
 
-def _mean_of_each(losses: Tensor) -> Tensor:
+def mean_of_each(losses: Tensor) -> Tensor:
     """Return one number an example, where a loss has one for each part of a target."""
     return losses if losses.ndim == 1 else losses.flatten(1).mean(1)
