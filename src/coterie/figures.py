@@ -23,6 +23,9 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 DASHES = ("-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)), ":", (0, (1, 1)))
 """A second mark beside the colour, for copies in grey."""
 
+MARKS = ("o", "s", "^")
+"""A mark for every turn of the palette."""
+
 METHODS = {"Alone": 0, "BC": 1, "WGA": 2, "BC, oracle": 3, "BC as printed": 4}
 """Methods keep their colours from figure to figure; the first three have the paper's."""
 
@@ -142,6 +145,37 @@ def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
     axes.set_yscale("log")
     axes.margins(x=0)
     _legend(axes)
+    return figure
+
+
+def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: str, unit: str) -> Figure:
+    """Draw the difference of each method to Alone with two standard errors, a group of lines a set.
+
+    Args:
+        values: by set, by method, the difference and its standard error.
+        title: the heading.
+        unit: what the difference is of.
+
+    Example:
+        >>> differences({"digits": {"wga": (0.05, 0.01)}}, "honest", "accuracy").axes[0].get_xlabel()
+        'difference to Alone, accuracy, ± 2 standard errors'
+    """
+    methods = list(dict.fromkeys(method for found in values.values() for method in found))
+    height = len(values) * (len(methods) + 1.5)
+    figure = Figure(figsize=(7.6, 1.3 + 0.13 * height), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _label(axes, title, f"difference to Alone, {unit}, ± 2 standard errors", "")
+    axes.axvline(0, color="#444444", linewidth=0.8)
+    for i, method in enumerate(methods):
+        found = [(row, one[method]) for row, one in enumerate(values.values()) if method in one]
+        places = [row + 0.8 * (i + 0.5) / len(methods) - 0.4 for row, _ in found]
+        middle, error = np.array([pair for _, pair in found]).T
+        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i // len(COLOURS)]
+        axes.errorbar(middle, places, xerr=2 * np.nan_to_num(error), fmt=mark, ms=4, color=colour, label=method)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from coterie.cli.bench import bench
 from coterie.cli.demo import demo
 from coterie.cli.plan import plan
 from coterie.cli.predict import predict
@@ -39,5 +40,5 @@ def main() -> None:
     """Train your model with your peers' gradients: personalized collaborative learning."""
 
 
-for command in (demo, train, predict, plan, reproduce):
+for command in (demo, train, predict, plan, reproduce, bench):
     app.command()(command)

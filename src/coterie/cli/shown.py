@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,13 +22,24 @@ def rich_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+class Advance(Protocol):
+    """Say what is done, and how many that makes more."""
+
+    def __call__(self, what: str, n: int = 1) -> None:
+        """Show it."""
+
+
 @contextmanager
-def bar(description: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Give a function that says that one more of `total` is done, and what; shown in a terminal."""
+def bar(description: str, total: int) -> Iterator[Advance]:
+    """Give a function that says what is done, one or more of `total`; shown in a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(description, total=total)
-        yield lambda what: progress.update(task, advance=1, description=what)
+
+        def advance(what: str, n: int = 1) -> None:
+            progress.update(task, advance=n, description=what)
+
+        yield advance

@@ -1,0 +1,142 @@
+"""The benchmark's results as files: the rows, the summary, and a page with tables and figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coterie.benchmark.cells import Store, write
+from coterie.benchmark.methods import BUDGET, RATES
+from coterie.benchmark.summary import HARMED, PLACE, SIGNIFICANT, overall, summary, table
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+MEANING = {
+    "honest": "The data as it is.",
+    "wrong-labels": "Half of the peers have wrong labels throughout.",
+    "permuted": "The examples are shuffled among the users, so that nobody differs: pooling is best.",
+    "stranger": "User 0's labels are exchanged, in training, validation and test alike: nobody resembles it, "
+    "and the best is to learn alone.",
+}
+
+
+def write_results(store: Store, out: Path) -> pd.DataFrame:
+    """Write `results.parquet`, `results.json` and `index.html` from all cells in the store; return the rows.
+
+    Args:
+        store: the finished cells.
+        out: the folder to write to.
+    """
+    frame = table(store.rows())
+    frame.to_parquet(out / "results.parquet", index=False)
+    parts = {"rows": frame, "summary": summary(frame), "overall": overall(frame)}
+    plain = {name: json.loads(part.to_json(orient="records", double_precision=15)) for name, part in parts.items()}
+    write(out / "results.json", {"settings": store.settings} | plain)
+    _write_page(out / "index.html", store, parts["summary"], parts["overall"])
+    return frame
+
+
+def in_short(found: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a row a method: of how many sets and conditions, in how many better, worse, near the best.
+
+    Args:
+        found: from `overall`.
+    """
+    return [
+        {
+            "method": row["method"],
+            "of": row["places"],
+            "better": row["better"],
+            "worse": row["worse"],
+            "near best": row["near_best"],
+            "wins/ties/losses": f"{row['wins']}/{row['ties']}/{row['losses']}",
+            "harmed": row["harmed"],
+        }
+        for row in found.to_dict("records")
+    ]
+
+
+def _by_place(found: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a row a set, model and condition: Alone's score, and each method's difference to it.
+
+    Args:
+        found: from `summary`.
+    """
+    rows = []
+    methods = [method for method in found["method"].unique() if method != "alone"]
+    for place, part in found.groupby(PLACE, sort=False):
+        of = {row["method"]: row for row in part.to_dict("records")}
+        row = dict(zip(PLACE, place, strict=True)) | {"alone": _number(of["alone"], "score", ".3f")}
+        rows.append(row | {m: _number(of[m], "difference", "+.3f") if m in of else "" for m in methods})
+    return rows
+
+
+def _write_page(path: Path, store: Store, found: pd.DataFrame, total: pd.DataFrame) -> Path:
+    from coterie.report import Section, write_page
+
+    users, seeds = f"up to {found['users'].max()} users", f"{found['seeds'].max()} seeds"
+    sections = [
+        Section(
+            "What was measured",
+            [
+                f"Users of real data sets ({users} a set, {seeds}) with few examples each learn a model with "
+                "their peers' gradients. The score is the accuracy on the user's test examples, or −RMSE in "
+                "standard deviations of all targets.",
+                f"Every method chooses among at most {BUDGET} settings, step sizes {', '.join(map(str, RATES))} "
+                f"included, by the loss on the user's validation examples; runs have {store.steps} steps. The "
+                "test examples are looked at once, with the setting chosen.",
+                "± is one standard error over users, seeds averaged within each; differences to Alone are paired. "
+                f"Better and worse: by more than {SIGNIFICANT:g} standard errors. Near best: the best method in "
+                "a set and condition, or behind it by at most one standard error of the difference. Harmed: users "
+                f"whose test examples put them below Alone by more than {HARMED:g} standard errors.",
+            ],
+            [in_short(total)],
+        )
+    ]
+    for condition, part in found.groupby("condition", sort=False):
+        rows = [{k: v for k, v in row.items() if k != "condition"} for row in _by_place(part)]
+        figures = _figures(part)
+        sections.append(Section(f"Condition: {condition}", [MEANING.get(str(condition), "")], [rows], figures))
+    sections.append(
+        Section("Everything", ["Seconds are of CPU time, of all settings tried."], [_everything(found)])
+    )
+    return write_page(path, "Benchmark on real users", sections)
+
+
+def _figures(part: pd.DataFrame) -> list[Figure]:
+    """Return a figure for each metric, since their units differ."""
+    from coterie.figures import differences
+
+    drawn = []
+    for metric, rows in part[part["method"] != "alone"].groupby("metric", sort=False):
+        values: dict[str, dict[str, tuple[float, float]]] = {}
+        for row in rows.to_dict("records"):
+            pair = row["difference"], row["difference_error"]
+            values.setdefault(f"{row['set']}, {row['model']}", {})[row["method"]] = pair
+        drawn.append(differences(values, "", "accuracy" if metric == "accuracy" else "−RMSE"))
+    return drawn
+
+
+def _everything(found: pd.DataFrame) -> list[dict[str, Any]]:
+    return [
+        {
+            **{key: row[key] for key in (*PLACE, "method")},
+            "score": _number(row, "score", ".3f"),
+            "difference to Alone": _number(row, "difference", "+.3f") if row["method"] != "alone" else "",
+            "wins/ties/losses": f"{row['wins']}/{row['ties']}/{row['losses']}",
+            "harmed": row["harmed"],
+            "weight on wrong peers": f"{row['wrong_weight']:.3f}",
+            "settings": f"{row['settings']:.0f}",
+            "seconds": f"{row['seconds']:.1f}",
+        }
+        for row in found.to_dict("records")
+    ]
+
+
+def _number(row: dict[Any, Any], name: str, form: str) -> str:
+    error = row[f"{name}_error"]
+    return f"{row[name]:{form}}" + ("" if math.isnan(error) else f" ± {error:.3f}")

@@ -1,0 +1,196 @@
+"""One method on one task: every setting tried, one chosen by validation, the test set looked at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from coterie.benchmark.methods import RATES, Way
+from coterie.data.sets import SetTask
+from coterie.errors import DataError, GradientError
+from coterie.evaluation import evaluate, evaluation_mode
+from coterie.rules import Rule
+from coterie.run import Run, Step
+from coterie.training import train
+from coterie.users import Examples, Loss
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting, trained.
+
+    Args:
+        way: how.
+        lr: with which step size.
+        model: the model it gave.
+        validation_loss: of that model.
+        wrong_weight: the weight that peers with wrong labels had in the last step.
+        seconds: of CPU time that it took.
+    """
+
+    way: Way
+    lr: float
+    model: nn.Module
+    validation_loss: float
+    wrong_weight: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method reached on a task.
+
+    Args:
+        metric: "accuracy", or "-rmse" in standard deviations of all targets.
+        score: that, on the test examples.
+        errors: what each test example costs: 1 if wrong, or its squared error in those units.
+        loss: the mean loss on the test examples.
+        validation_loss: by which the setting was chosen.
+        setting: the way and the step size chosen.
+        settings: how many were trained to choose from.
+        wrong_weight: the weight that peers with wrong labels had in the last step of the setting chosen.
+        seconds: of CPU time that all settings took, those too that another method had trained before.
+    """
+
+    metric: str
+    score: float
+    errors: list[float]
+    loss: float
+    validation_loss: float
+    setting: str
+    settings: int
+    wrong_weight: float
+    seconds: float
+
+
+class Tuning:
+    """All trials on one task, each trained once, however many methods use it.
+
+    Args:
+        task: the task.
+        model: what every trial starts from.
+        steps: of each trial.
+        batch_size: how many examples each user draws for a gradient.
+        seed: what batches are drawn from.
+    """
+
+    def __init__(self, task: SetTask, model: nn.Module, *, steps: int, batch_size: int, seed: int) -> None:
+        self.task, self.model, self.steps, self.batch_size, self.seed = task, model, steps, batch_size, seed
+        self.regression = task.n_outputs == 1
+        self.loss: Loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
+        self.me = copy.copy(task.me)
+        self.me.test = None  # the trials see neither the test examples nor a result on them
+        self._trials: dict[tuple[Way, float], Trial] = {}
+
+    def outcome(self, ways: Sequence[Way]) -> Outcome:
+        """Return what a method with these ways reaches, at the setting with the least validation loss."""
+        best = self._best(ways)
+        starts = dict.fromkeys(way.start for way in ways if way.start is not None)
+        trials = [self.trial(way, lr) for way in (*ways, *starts) for lr in RATES]
+        test = _held_out(self.task.me.test)
+        errors = self._errors(best.model, test)
+        mean = float(errors.mean())
+        return Outcome(
+            metric="-rmse" if self.regression else "accuracy",
+            score=-(mean**0.5) if self.regression else 1 - mean,
+            errors=errors.tolist(),
+            loss=evaluate(best.model, self.loss, test)["loss"],
+            validation_loss=best.validation_loss,
+            setting=f"{best.way.name}, lr {best.lr:g}",
+            settings=len(trials),
+            wrong_weight=best.wrong_weight,
+            seconds=sum(trial.seconds for trial in trials),
+        )
+
+    def trial(self, way: Way, lr: float) -> Trial:
+        """Return a setting's trial, trained now or before."""
+        if (way, lr) not in self._trials:
+            self._trials[way, lr] = self._train(way, lr)
+        return self._trials[way, lr]
+
+    def _best(self, ways: Sequence[Way]) -> Trial:
+        trials = [self.trial(way, lr) for way in ways for lr in RATES]
+        return min(trials, key=lambda trial: (math.isnan(trial.validation_loss), trial.validation_loss))
+
+    def _train(self, way: Way, lr: float) -> Trial:
+        start = self.model if way.start is None else self._best([way.start]).model
+        began = time.process_time()
+        rule, tail = way.rule(self.task), _Tail(start, self.steps) if way.tail else None
+        try:
+            run = train(
+                start,
+                self.loss,
+                self.me,
+                self.task.peers,
+                rule,
+                optimizer=partial(Adam, weight_decay=way.weight_decay),
+                lr=lr,
+                scheduler=partial(_falling, steps=self.steps) if way.steps == "decreasing" else None,
+                steps=self.steps,
+                batch_size=self.batch_size,
+                seed=self.seed,
+                evaluate_every=max(1, self.steps // 10),
+                callbacks=[tail] if tail else [],
+                progress=False,
+                **{"guard": "off", **way.options},
+            )
+        except GradientError as error:  # too large a step: what was best before counts, and seldom wins
+            run = error.run
+        if run.stopped == "Ctrl-C":
+            raise KeyboardInterrupt
+        model = tail.model() if tail else run.model
+        found = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
+        return Trial(way, lr, model, found, self._wrong_weight(rule, run), time.process_time() - began)
+
+    def _wrong_weight(self, rule: Rule, run: Run) -> float:
+        # A rule that chose its weights from the data has left them in the record.
+        chosen = run.record.configuration.get("choice", {}).get("tau")
+        tau = chosen or rule.weights([peer.name for peer in self.task.peers])
+        share = sum(tau.get(name, 0.0) for name in self.task.wrong) / (sum(tau.values()) or 1.0)
+        return float(run.state["weight"] * share)
+
+    def _errors(self, model: nn.Module, test: Examples) -> Tensor:
+        inputs, targets = test.take(torch.arange(len(test)))
+        with torch.no_grad(), evaluation_mode(model):
+            outputs = model(inputs)
+        errors: Tensor
+        if self.regression:
+            errors = ((outputs.double() - targets.double()) / self.task.spread).square()
+        else:
+            errors = (outputs.argmax(1) != targets).double()
+        return errors.flatten(1).mean(1) if errors.ndim > 1 else errors
+
+
+class _Tail:
+    """The mean of a model's parameters over the last half of the steps, gathered by a callback."""
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        self.first, self.mean = steps // 2, AveragedModel(model)
+
+    def __call__(self, step: Step) -> None:
+        if step.step > self.first:
+            self.mean.update_parameters(step.model)
+
+    def model(self) -> nn.Module:
+        model: nn.Module = self.mean.module
+        return model
+
+
+def _held_out(examples: Examples | None) -> Examples:
+    if examples is None:
+        raise DataError("user 0 needs examples held out for validation and test")
+    return examples
+
+
+def _falling(optimizer: Optimizer, steps: int) -> LRScheduler:
+    return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)

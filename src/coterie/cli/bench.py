@@ -1,0 +1,87 @@
+"""`coterie bench`: methods compared on real users."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coterie.errors import KnobError
+
+
+def bench(
+    out: Annotated[Path, typer.Option(help="Folder for cells, results and the page; what is there is kept.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the sets, one folder each; digits needs none.")
+    ] = None,
+    sets: Annotated[str, typer.Option(help="Sets, between commas; all that are there if left out.")] = "",
+    methods: Annotated[str, typer.Option(help="Methods, between commas; all if left out.")] = "",
+    conditions: Annotated[str, typer.Option(help="Conditions, between commas; all if left out.")] = "",
+    models: Annotated[str, typer.Option(help="Models, between commas; each set's first if left out.")] = "",
+    users: Annotated[int, typer.Option(help="How many users of a set are user 0 in turn.")] = 3,
+    seeds: Annotated[int, typer.Option(help="How often each is repeated, with other examples and peers.")] = 1,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 60,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as there are cores if left out.")
+    ] = None,
+) -> None:
+    """Compare the methods on real users: honest peers, wrong peers, users alike, a user like nobody.
+
+    Every method chooses its settings by the user's validation examples, out of as many; the test examples are
+    looked at once. Ctrl-C loses nothing that is finished; the same command goes on, and one that asks for more
+    adds to what is there.
+
+    Example: coterie bench --data sets --sets digits,vowels --users 5 --seeds 2 --out bench
+    """
+    import torch
+    from rich.console import Console
+
+    from coterie import benchmark
+    from coterie.benchmark.methods import METHODS
+    from coterie.cli.shown import bar, rich_table
+    from coterie.data.sets import CONDITIONS, SETS, missing
+
+    torch.set_num_threads(1)
+    console = Console()
+    chosen = _names(sets) or list(SETS)
+    if not sets:
+        lacking = {name: why for name in SETS if (why := missing(name, data))}
+        for why in lacking.values():
+            typer.echo(f"left out: {why}", err=True)
+        chosen = [name for name in SETS if name not in lacking]
+    selection = benchmark.Selection(
+        chosen,
+        _names(methods) or list(METHODS),
+        _names(conditions) or list(CONDITIONS),
+        _names(models),
+        users,
+        seeds,
+    )
+    cells = list(selection.cells(data))
+    if not cells:
+        raise KnobError(f"nothing to measure: no set among {', '.join(chosen)} takes a model among {models}")
+    store = benchmark.Store(out, steps)
+    stopped = False
+    with bar("benchmark", len(cells)) as advance:
+        there = sum(cell in store for cell in cells)
+        advance(f"{there} of {len(cells)} were there", there)
+        try:
+            for done in benchmark.run(cells, store, data, jobs=jobs or os.cpu_count() or 1):
+                first = done[0]
+                advance(f"{first.set}, {first.condition}, {first.user}, seed {first.seed}", len(done))
+        except KeyboardInterrupt:
+            stopped = True
+    if any(cell in store for cell in cells):
+        frame = benchmark.write_results(store, out)
+        places = "Methods over all sets and conditions, compared with Alone"
+        console.print(rich_table(places, benchmark.in_short(benchmark.overall(frame))))
+        console.print(f"By set, condition and user: index.html, results.json, results.parquet in {out}")
+    if stopped:
+        console.print("stopped; what is finished is kept, and the same command goes on")
+        raise typer.Exit(130)
+
+
+def _names(between_commas: str) -> list[str] | None:
+    return [name.strip() for name in between_commas.split(",") if name.strip()] or None
