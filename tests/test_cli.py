@@ -41,7 +41,20 @@ def table(tmp_path: Path) -> Path:
 
 
 def train(table: Path, out: Path, *options: str, target: str = "ill") -> list[str]:
-    named = ["--user-column", "ward", "--target", target, "--me", "a", "--out", str(out), "--steps", "60"]
+    named = [
+        "--user-column",
+        "ward",
+        "--target",
+        target,
+        "--me",
+        "a",
+        "--out",
+        str(out),
+        "--steps",
+        "60",
+        "--rule",
+        "wga",
+    ]
     return ["train", "--data", str(table), *named, *options]
 
 
@@ -84,6 +97,18 @@ def test_the_reported_test_metric_is_that_of_the_saved_model(table: Path, tmp_pa
     overall = float(np.sqrt(((values - truth) ** 2).mean()))
     assert record.end["test"]["rmse"] == pytest.approx(overall, rel=0.6)  # in the units of the table
     assert overall < truth.std()
+
+
+def test_the_default_finds_its_weights(table: Path, tmp_path: Path) -> None:
+    command = [
+        word for word in train(table, tmp_path / "run", "--own-examples", "12") if word not in ("--rule", "wga")
+    ]
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    record = Record.load(tmp_path / "run" / "record.jsonl")
+    assert record.configuration["rule"] == "AdaptiveAveraging()"
+    assert 0 < record.configuration["choice"]["alpha"] <= 1  # the wards follow one rule
+    assert "AdaptiveAveraging()" in result.output
 
 
 @pytest.mark.parametrize("rule", ["alone", "pooled"])

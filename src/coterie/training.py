@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from coterie.adaptive import Undecided
+from coterie.adaptive import AdaptiveAveraging, Undecided
 from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess
 from coterie.errors import DataError, KnobError, ModelError
@@ -38,7 +38,7 @@ def train(
     loss: Loss,
     me: User,
     peers: Sequence[User],
-    rule: Rule,
+    rule: Rule | None = None,
     *,
     optimizer: OptimizerLike = torch.optim.Adam,
     lr: float | None = None,
@@ -68,7 +68,8 @@ def train(
         loss: the mean loss of a batch from (output, target).
         me: user 0; its validation set chooses the best model, its test set is looked at once, at the end.
         peers: the others.
-        rule: how gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`, …
+        rule: how gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`, …;
+            `AdaptiveAveraging`, which has nothing to set, when None.
         optimizer: a class of `torch.optim` (or a function of the parameters), or an optimizer of this very
             model, e.g. with parameter groups.
         lr: the step size; the optimizer's own default when None.
@@ -103,6 +104,7 @@ def train(
     steps, batch_size, seed = int(steps), int(batch_size), int(seed)
     every = max(1, steps // 50) if evaluate_every is None else int(evaluate_every)
     keep = max(1, steps // 10) if checkpoint_every is None else int(checkpoint_every)
+    rule = AdaptiveAveraging() if rule is None else rule
     _check(loss, me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
     model, optimizer = _copies(model, optimizer, lr, device)
     engine = engine or InProcess(model, loss, me, peers, batch_size=batch_size, seed=seed)

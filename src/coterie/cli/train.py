@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class RuleName(StrEnum):
     """The rules that the command line offers."""
 
+    adaptive = "adaptive"
     alone = "alone"
     pooled = "pooled"
     wga = "wga"
@@ -41,9 +42,10 @@ def train(
     rule: Annotated[
         RuleName,
         typer.Option(
-            help="alone; pooled: everybody's rows alike; wga: averaging with --alpha; bc: bias correction."
+            help="adaptive: weights found from the data; alone; pooled: everybody's rows alike; wga: averaging "
+            "with --alpha; bc: bias correction with --alpha and --beta."
         ),
-    ] = RuleName.wga,
+    ] = RuleName.adaptive,
     alpha: Annotated[float, typer.Option(help="The peers' weight, for wga and bc, in [0, 1].")] = 0.5,
     beta: Annotated[float, typer.Option(help="How fast bc's estimate of the bias follows, in [0, 1].")] = 0.01,
     tau: Annotated[
@@ -113,8 +115,11 @@ def train(
 
 
 def _rule(name: RuleName, task: TableTask, alpha: float, beta: float, tau: dict[str, float] | None) -> Rule:
+    from coterie.adaptive import AdaptiveAveraging
     from coterie.rules import Alone, BiasCorrection, WeightedAveraging
 
+    if name is RuleName.adaptive:
+        return AdaptiveAveraging()
     if name is RuleName.alone:
         return Alone()
     if name is RuleName.pooled:
