@@ -53,9 +53,9 @@ def run(
             yield futures[future]
     except BaseException:
         # What is under way is not waited for: a cell is on disk whole or not at all.
-        pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()
+        pool.shutdown(cancel_futures=True)
         raise
     pool.shutdown()
 
