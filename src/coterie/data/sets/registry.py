@@ -107,8 +107,8 @@ def missing(name: str, data: Path | None) -> str | None:
         data: the folder of all data; None where there is none.
 
     Example:
-        >>> missing("vowels", Path("nowhere"))[:79]
-        'vowels needs nowhere/vowel_deterding/vowel-context.data, which is not there: get'
+        >>> missing("vowels", Path("nowhere")).partition(":")[0]
+        'vowels needs nowhere/vowel_deterding/vowel-context.data, which is not there'
     """
     if name not in SETS:
         raise KnobError(f"unknown set {name!r}; the sets are {', '.join(SETS)}")
