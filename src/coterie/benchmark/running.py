@@ -54,8 +54,11 @@ def run(
     except BaseException:
         # What is under way is not waited for: a cell is on disk whole or not at all.
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - others:
-            process.terminate()
+        ours = set(multiprocessing.active_children()) - others
+        for process in ours:
+            process.kill()
+        for process in ours:
+            process.join()
         raise
     pool.shutdown()
 
