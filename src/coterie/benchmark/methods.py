@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from coterie.adaptive import AdaptiveAveraging
 from coterie.data import Task
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 
@@ -84,9 +85,11 @@ METHODS: Mapping[str, tuple[Way, ...]] = {
     "fine-tuned": schedules(alone, start=POOLED[0])[:3],
     **{f"wga-{alpha:g}": (way,) for alpha, way in AVERAGING.items()},
     "wga": tuple(AVERAGING.values()),
+    "adaptive": (Way("weights found", lambda task: AdaptiveAveraging()),),
     "bc": tuple(correction(share, beta) for share in (1, 0.5) for beta in (0.01, 0.1)),
 }
 """By name, the ways to choose from by validation; those with one way only are parts of others, for reference.
 
 `alone`: the own examples only. `pooled`: everybody's examples alike; `fine-tuned`: then on alone. `wga-α`: weighted
-averaging with that α; `wga`: with the best of the four by validation. `bc`: bias correction."""
+averaging with that α; `wga`: with the best of the four by validation. `adaptive`: α and τ found from the own
+examples. `bc`: bias correction."""

@@ -54,8 +54,8 @@ def run(
     except BaseException:
         # What is under way is not waited for: a cell is on disk whole or not at all.
         for process in set(multiprocessing.active_children()) - others:
-            process.terminate()
-        pool.shutdown(cancel_futures=True)
+            process.kill()
+        pool.shutdown(cancel_futures=True)  # waits for the pool's own thread, which reaps them
         raise
     pool.shutdown()
 
