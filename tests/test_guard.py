@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.errors import GradientError, KnobError
-from coterie.guard import losses
+from coterie.evaluation import losses
 from coterie.users import InMemory
 
 N_HELD_OUT = 150
@@ -131,6 +131,16 @@ def test_errors(me: coterie.User) -> None:
         run(me, "honest", guard="maybe")
     with pytest.raises(KnobError, match="'me' has 0 validation examples"):
         run(coterie.User("me", *examples(12, 0)), "honest", guard="held-out")
+
+
+def test_losses_where_the_output_is_not_a_tensor() -> None:
+    class Twice(nn.Module):
+        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            return inputs, 2 * inputs
+
+    inputs, targets = examples(9, 3)
+    found = losses(Twice(), lambda output, _: (output[0] + output[1]).sum(), InMemory(inputs, targets), chunk=4)
+    torch.testing.assert_close(found, 3 * inputs.sum(1).double(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mappable", [True, False])

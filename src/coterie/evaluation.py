@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
 from coterie.users import Examples, Loss, seeded
 
@@ -105,6 +106,61 @@ def evaluate(
         whole, truth = torch.cat(outputs), torch.cat(targets)
         found = {"loss": float(loss(whole, truth))}
         return found | {name: float(metric(whole, truth)) for name, metric in metrics.items()}
+
+
+def losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024) -> Tensor:
+    """Return the loss of each example, as if it were a batch of its own, with the model in evaluation mode.
+
+    Example:
+        >>> from coterie.users import InMemory
+        >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]]))
+        >>> losses(nn.Identity(), nn.functional.mse_loss, data)
+        tensor([1., 4.], dtype=torch.float64)
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def single(output: Tensor, target: Tensor) -> Tensor:
+        return loss(output[None], target[None])
+
+    found = []
+    with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
+        for indices in torch.split(torch.arange(len(examples)), chunk):
+            inputs, targets = (tensor.to(device) for tensor in examples.take(indices))
+            output = model(inputs)
+            if not isinstance(output, Tensor) or len(output) != len(targets):  # cannot be cut by example
+                pairs = zip(torch.split(inputs, 1), torch.split(targets, 1), strict=True)
+                each = torch.stack([loss(model(i), t) for i, t in pairs])
+            else:
+                try:
+                    each = vmap(single)(output, targets)
+                except (RuntimeError, ValueError):  # a loss that cannot be mapped
+                    each = torch.stack([single(o, t) for o, t in zip(output, targets, strict=True)])
+            found.append(each.double().cpu())
+    return torch.cat(found)
+
+
+def errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> Tensor:
+    """Return what each example costs: 1 for a wrong class, or its squared error in the units of `scale`.
+
+    Args:
+        model: one output a class, or one number, for targets of that kind.
+        examples: the set.
+        scale: what a unit of the target stands for.
+
+    Example:
+        >>> from coterie.users import InMemory
+        >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]]))
+        >>> errors(nn.Identity(), data, scale=10.0)
+        tensor([100., 400.], dtype=torch.float64)
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    inputs, targets = examples.take(torch.arange(len(examples)))
+    with torch.no_grad(), evaluation_mode(model):
+        outputs: Tensor = model(inputs.to(device)).to(targets.device)
+    if targets.is_floating_point():
+        return (scale * (outputs.double() - targets.double())).square().flatten(1).mean(1)
+    wrong = (outputs.argmax(1) != targets).double()
+    return wrong.flatten(1).mean(1) if wrong.ndim > 1 else wrong
 
 
 @contextmanager

@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.func import vmap
+from torch import nn
 
-from coterie.evaluation import evaluation_mode
+from coterie.evaluation import losses
 from coterie.track import Track
-from coterie.users import Examples, Loss, seeded
+from coterie.users import Examples, Loss
 
 ENOUGH = 100
 """How many held-out examples a guard needs by default: with fewer it would mostly judge noise."""
@@ -86,30 +84,3 @@ class Guard:
         """Take up a state."""
         self.shadow.load_state_dict(state["shadow"])
         self.restarts = state["restarts"]
-
-
-def losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024) -> Tensor:
-    """Return the loss of each example, as if it were a batch of its own, with the model in evaluation mode.
-
-    Example:
-        >>> from coterie.users import InMemory
-        >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]]))
-        >>> losses(nn.Identity(), nn.functional.mse_loss, data)
-        tensor([1., 4.], dtype=torch.float64)
-    """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
-    def single(output: Tensor, target: Tensor) -> Tensor:
-        return loss(output[None], target[None])
-
-    found = []
-    with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
-        for indices in torch.split(torch.arange(len(examples)), chunk):
-            inputs, targets = (tensor.to(device) for tensor in examples.take(indices))
-            output = model(inputs)
-            try:
-                each = vmap(single)(output, targets)
-            except (RuntimeError, ValueError):  # a loss that cannot be mapped
-                each = torch.stack([single(o, t) for o, t in zip(output, targets, strict=True)])
-            found.append(each.double().cpu())
-    return torch.cat(found)

@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from coterie.engines.in_process import InProcess
 from coterie.engines.passes import mean_of_each
-from coterie.evaluation import evaluation_mode
+from coterie.evaluation import evaluation_mode, losses
 from coterie.parameters import Parameters
 from coterie.rules import WeightedAveraging
 from coterie.users import FromDataset, InMemory, Loss, User, draw, stream
@@ -310,16 +310,10 @@ class _One:
         return (lacking @ lacking.T).double().cpu()
 
     def held_out_losses(self) -> Tensor:
-        losses = torch.full((len(self.seen),), torch.nan, dtype=torch.float64)
-        if self.held_out is None:
-            return losses
-        with torch.no_grad(), evaluation_mode(self.model):
-            found = []
-            for i in range(len(self.held_out)):  # one at a time: a loss may be any function of a batch
-                inputs, targets = self.held_out.examples.take(torch.tensor([i], device=self.parameters.device))
-                found.append(float(self.loss(self.model(inputs), targets)))
-        losses[~self.seen] = torch.tensor(found, dtype=torch.float64)
-        return losses
+        found = torch.full((len(self.seen),), torch.nan, dtype=torch.float64)
+        if self.held_out is not None:
+            found[~self.seen] = losses(self.model, self.loss, self.held_out.examples)
+        return found
 
 
 class _Draws:
@@ -383,7 +377,7 @@ def _part(user: User, kept: Tensor) -> User:
     if isinstance(user.examples, FromDataset):
         part.examples = FromDataset(Subset(user.examples.dataset, indices.tolist()), user.examples.device)
     elif isinstance(user.examples, InMemory):
-        part.examples = InMemory(*user.examples.take(indices.to(user.examples.inputs.device)))
+        part.examples = InMemory(*user.examples.take(indices))
     return part
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from coterie import models
 from coterie.data import Preparation, TableTask
 from coterie.errors import DataError
-from coterie.evaluation import Metric, accuracy, evaluation_mode, rmse
+from coterie.evaluation import Metric, accuracy, errors, evaluation_mode, rmse
 from coterie.rules import Alone, Rule
 from coterie.run import Run
 from coterie.training import train
@@ -46,7 +46,10 @@ class Fitted:
 
     def difference(self) -> tuple[float, float]:
         """Return the test metric with peers less that of Alone, and its standard error, paired by example."""
-        ours, theirs = (_errors(run.model, self.task) for run in (self.run, self.alone))
+        if self.task.me.test is None:
+            raise DataError("a task from a table has a test set")
+        test, scale = self.task.me.test, self.task.preparation.scale
+        ours, theirs = (errors(run.model, test, scale) for run in (self.run, self.alone))
         if self.metric == "accuracy":
             change = theirs - ours
         else:  # the delta method: how each example moves either root of the mean
@@ -172,16 +175,3 @@ def _metrics(preparation: Preparation) -> Mapping[str, Metric]:
 
 def _scaled_rmse(scale: float, outputs: Tensor, targets: Tensor) -> float:
     return scale * rmse(outputs, targets)
-
-
-def _errors(model: nn.Module, task: TableTask) -> Tensor:
-    """Return what each test example adds: 1 for a wrong class, or the squared error in the target's units."""
-    if task.me.test is None:
-        raise DataError("a task from a table has a test set")
-    inputs, targets = task.me.test.take(torch.arange(len(task.me.test)))
-    device = next(model.parameters()).device
-    with torch.no_grad(), evaluation_mode(model):
-        outputs: Tensor = model(inputs.to(device)).cpu()
-    if task.preparation.kind == "classification":
-        return (outputs.argmax(1) != targets).double()
-    return (task.preparation.scale * (outputs - targets).double().flatten()).square()

@@ -46,6 +46,7 @@ class InMemory:
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets at these indices."""
+        indices = indices.to(self.inputs.device)
         return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
 
     def to(self, device: torch.device) -> InMemory:
@@ -220,7 +221,7 @@ class User:
         size = min(size, len(self))
         indices = draw([stream(seed, self.name)], [len(self)], size, [step])[0, 0]
         if isinstance(self.examples, InMemory):
-            return self.examples.take(indices.to(self.examples.inputs.device))
+            return self.examples.take(indices)
         with seeded(seed, self.name, step):
             return self.examples.take(indices)
 

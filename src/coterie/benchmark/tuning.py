@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -18,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from coterie.benchmark.methods import RATES, Way
 from coterie.data.sets import SetTask
 from coterie.errors import DataError, GradientError
-from coterie.evaluation import evaluate, evaluation_mode
+from coterie.evaluation import errors, evaluate
 from coterie.rules import Rule
 from coterie.run import Run, Step
 from coterie.training import train
@@ -98,12 +97,12 @@ class Tuning:
         starts = dict.fromkeys(way.start for way in ways if way.start is not None)
         trials = [self.trial(way, lr) for way in (*ways, *starts) for lr in RATES]
         test = _held_out(self.task.me.test)
-        errors = self._errors(best.model, test)
-        mean = float(errors.mean())
+        found = errors(best.model, test, 1 / self.task.spread)
+        mean = float(found.mean())
         return Outcome(
             metric="-rmse" if self.regression else "accuracy",
             score=-(mean**0.5) if self.regression else 1 - mean,
-            errors=errors.tolist(),
+            errors=found.tolist(),
             loss=evaluate(best.model, self.loss, test)["loss"],
             validation_loss=best.validation_loss,
             setting=f"{best.way.name}, lr {best.lr:g}",
@@ -158,17 +157,6 @@ class Tuning:
         tau = chosen or rule.weights([peer.name for peer in self.task.peers])
         share = sum(tau.get(name, 0.0) for name in self.task.wrong) / (sum(tau.values()) or 1.0)
         return float(run.state["weight"] * share)
-
-    def _errors(self, model: nn.Module, test: Examples) -> Tensor:
-        inputs, targets = test.take(torch.arange(len(test)))
-        with torch.no_grad(), evaluation_mode(model):
-            outputs = model(inputs)
-        errors: Tensor
-        if self.regression:
-            errors = ((outputs.double() - targets.double()) / self.task.spread).square()
-        else:
-            errors = (outputs.argmax(1) != targets).double()
-        return errors.flatten(1).mean(1) if errors.ndim > 1 else errors
 
 
 class _Tail:

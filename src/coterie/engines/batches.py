@@ -63,9 +63,9 @@ class Everyone:
         _check_alike(me, me.test, "the test set")
         for peer in peers:
             _check_alike(me, peer.examples, f"peer {peer.name!r}")
-        self.me = me.to(device)
         self.users = {user.name: user.to(device) for user in (me, *peers)}
-        self.batch_size, self.seed = batch_size, seed
+        self.me = self.users[me.name]
+        self.batch_size, self.seed, self.device = batch_size, seed, device
         self._pool: InMemory | None = None
         self._offsets: dict[str, int] = {}
         self._groups: dict[tuple[str, ...], list[_Group]] = {}
@@ -107,8 +107,8 @@ class Everyone:
             groups = self._groups[names]
             total = sum(group.size * len(group.users) for group in groups)
             steps = range(step, step + max(1, min(AHEAD, 2**18 // total)))
-            first, block = step, torch.cat([self._rows_of_pool(group, steps) for group in groups], dim=1)
-            block = block.to(self.me.examples.inputs.device)  # type: ignore[attr-defined]  # a pool is in memory
+            block = torch.cat([self._rows_of_pool(group, steps) for group in groups], dim=1).to(self.device)
+            first = step
             self._indices = {names: (first, block)}
         return block[step - first]
 
