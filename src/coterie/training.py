@@ -7,12 +7,11 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from coterie.adaptive import AdaptiveAveraging, Undecided
 from coterie.display import interruptible, progress_bar, tensorboard
@@ -20,7 +19,7 @@ from coterie.engines import Engine, InProcess
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import Metric, binary_accuracy, metrics_for
 from coterie.guard import ENOUGH, Guard
-from coterie.many import Problem
+from coterie.many import Problem, Scheduler
 from coterie.parameters import Parameters
 from coterie.record import describe
 from coterie.rules import Alone, Rule
@@ -30,7 +29,6 @@ from coterie.training_state import TrainingState, chosen_before
 from coterie.users import Examples, InMemory, Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
-Scheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
 def train(
@@ -104,54 +102,32 @@ def train(
     steps, batch_size, seed = int(steps), int(batch_size), int(seed)
     every = max(1, steps // 50) if evaluate_every is None else int(evaluate_every)
     keep = max(1, steps // 10) if checkpoint_every is None else int(checkpoint_every)
+    folder = None if out is None else Path(out)
     rule = AdaptiveAveraging() if rule is None else rule
     _check(loss, me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
     model, optimizer = _copies(model, optimizer, lr, device)
     engine = engine or InProcess(model, loss, me, peers, batch_size=batch_size, seed=seed)
     rule.weights(engine.names)  # an unknown name in `tau` is an error before anything is written
+    problem = Problem(model, loss, me, tuple(peers), optimizer, scheduler, steps, batch_size, seed)
     guarded, why = _guarded(guard, rule, me)
-    configuration = {
-        "rule": describe(rule),
-        "optimizer": f"{type(optimizer).__name__}(lr={_rates(optimizer)})",
-        "parameter_groups": [{k: str(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-        "scheduler": describe(scheduler),
-        "loss": describe(loss),
-        "model": describe(model),
-        "me": {
-            "name": me.name,
-            "examples": _count(me),
-            **{part: len(getattr(me, part) or ()) for part in ("validation", "test")},
-        },
-        "peers": {peer.name: _count(peer) for peer in peers},
-        "data": "" if out is None else " ".join(user.fingerprint() for user in (me, *peers)),
-        "batch_size": batch_size,
-        "seed": seed,
-        **engine.describe(),
-        "guard": why,
-        "steps": steps,
-        "evaluate_every": every,
-    }
+    configuration = _configuration(problem, rule) | engine.describe() | {"guard": why, "evaluate_every": every}
+    if folder is not None:
+        configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
     if isinstance(rule, Undecided):
-        problem = Problem(model, loss, me, tuple(peers), optimizer, scheduler, steps, batch_size, seed)
         if not isinstance(engine, InProcess):
             raise KnobError("`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`")
-        before = chosen_before(configuration, None if out is None else Path(out), resume)
+        before = chosen_before(configuration, folder, resume)
         configuration["choice"] = before or rule.settle(problem, progress)
         rule = rule.settled(configuration["choice"])
-    watch = None
-    if guarded:
-        shadow, its_optimizer = copy.deepcopy((model, optimizer))
-        at_home = InProcess(shadow, loss, me, batch_size=batch_size, seed=seed)
-        alone = Track(shadow, Alone(), at_home, its_optimizer, scheduler and scheduler(its_optimizer))
-        watch = Guard(alone, loss, cast("Examples", me.validation), every)
+    watch = _shadowed(problem, every) if guarded else None
     track = Track(model, rule, engine, optimizer, scheduler and scheduler(optimizer))
     training = TrainingState(track, loss, me, metrics, watch)
     stopped: str | None = None
     with contextlib.ExitStack() as stack:
         interrupted = stack.enter_context(interruptible())
-        training.open(configuration, None if out is None else Path(out), resume)
+        training.open(configuration, folder, resume)
         show = stack.enter_context(progress_bar(progress, type(rule).__name__, steps))
-        write = stack.enter_context(tensorboard(training.out and training.out / "tensorboard"))
+        write = stack.enter_context(tensorboard(folder and folder / "tensorboard"))
         while track.step < steps and not stopped:
             g = training.advance()
             point = training.evaluate() if track.step % every == 0 or track.step == steps else None
@@ -167,6 +143,34 @@ def train(
             if interrupted():
                 stopped = "Ctrl-C"
     return training.finish(stopped, time.monotonic() - began)
+
+
+def _configuration(problem: Problem, rule: Rule) -> dict[str, Any]:
+    """Return what the record and a resumed run should know of what was asked for."""
+    me, groups = problem.me, problem.optimizer.param_groups
+    rates = "/".join(dict.fromkeys(f"{group['lr']:g}" for group in groups))
+    held_out = {part: len(getattr(me, part) or ()) for part in ("validation", "test")}
+    return {
+        "rule": describe(rule),
+        "optimizer": f"{type(problem.optimizer).__name__}(lr={rates})",
+        "parameter_groups": [{k: str(v) for k, v in group.items() if k != "params"} for group in groups],
+        "scheduler": describe(problem.scheduler),
+        "loss": describe(problem.loss),
+        "model": describe(problem.model),
+        "me": {"name": me.name, "examples": _count(me), **held_out},
+        "peers": {peer.name: _count(peer) for peer in problem.peers},
+        "batch_size": problem.batch_size,
+        "seed": problem.seed,
+        "steps": problem.steps,
+    }
+
+
+def _shadowed(problem: Problem, every: int) -> Guard:
+    """Return a guard whose shadow starts where the model does, with an optimizer and batches like its own."""
+    model, optimizer = copy.deepcopy((problem.model, problem.optimizer))
+    engine = InProcess(model, problem.loss, problem.me, batch_size=problem.batch_size, seed=problem.seed)
+    shadow = Track(model, Alone(), engine, optimizer, problem.scheduler and problem.scheduler(optimizer))
+    return Guard(shadow, problem.loss, cast("Examples", problem.me.validation), every)
 
 
 def _guarded(guard: str, rule: Rule, me: User) -> tuple[bool, str]:
@@ -233,7 +237,3 @@ def _check(loss: Loss, me: User, peers: Sequence[User], numbers: Mapping[str, in
 
 def _count(user: User) -> int | str:
     return "a stream" if user.is_stream else len(user)
-
-
-def _rates(optimizer: Optimizer) -> str:
-    return "/".join(dict.fromkeys(f"{group['lr']:g}" for group in optimizer.param_groups))
