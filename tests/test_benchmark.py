@@ -24,9 +24,10 @@ from coterie.data.sets import CONDITIONS, SETS, Population, SetTask, candidates,
 from coterie.engines import InProcess
 from coterie.errors import DataError, KnobError
 from coterie.evaluation import evaluate
+from coterie.examples import Examples
 from coterie.rules import Alone
 from coterie.training import train
-from coterie.users import Examples, User
+from coterie.users import User
 
 RUNNER = CliRunner()
 

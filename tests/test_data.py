@@ -12,7 +12,7 @@ from torch import Tensor
 
 import coterie
 from coterie.errors import DataError
-from coterie.users import Examples
+from coterie.examples import Examples
 
 BOUNDS = (0, 130, 256, 386, 516, 646, 776, 915, 1029, 1157, 1287, 1415, 1545, 1667, 1797)
 

@@ -18,9 +18,9 @@ from torch.nn import functional as f
 from torch.utils.data import Dataset
 
 import coterie
+from coterie.draws import seeded
 from coterie.engines.passes import Passes
 from coterie.parameters import Parameters
-from coterie.users import seeded
 
 SEED, BATCH = 11, 8
 SIZES = (20, 16, 7, 33, 5)  # two peers with fewer examples than a batch: three sizes of batches

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import coterie
 from coterie.evaluation import accuracy, binary_accuracy, evaluate, metrics_for, rmse
-from coterie.users import InMemory
+from coterie.examples import InMemory
 
 
 def examples(size: int = 50) -> InMemory:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.errors import GradientError, KnobError
 from coterie.evaluation import losses
-from coterie.users import InMemory
+from coterie.examples import InMemory
 
 N_HELD_OUT = 150
 

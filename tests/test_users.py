@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import coterie
+from coterie.draws import draw, random_key, seeded
 from coterie.engines.batches import AHEAD, Everyone
 from coterie.errors import DataError
-from coterie.users import draw, seeded, stream
 
 
 def counting(name: str, size: int) -> coterie.User:
@@ -78,11 +78,11 @@ def test_batches_are_splitmix_of_a_hash() -> None:
         bits = mix((counter + 0x9E3779B97F4A7C15 * (position + 1)) % 2**64)
         return int((position + (bits >> 11) / 2**53) * (n / size))
 
-    keys, steps = [stream(7, "ward 3"), stream(7, "ward 4")], [0, 1, 1_000_000]
+    keys, steps = [random_key(7, "ward 3"), random_key(7, "ward 4")], [0, 1, 1_000_000]
     sizes = [(keys[0], 50), (keys[1], 13)]
     wanted = [[[index(key, n, 5, step, p) for p in range(5)] for key, n in sizes] for step in steps]
     assert draw(keys, [50, 13], 5, steps).tolist() == wanted
-    assert stream(0, "a") == 0x1F404C7F32E8BB7
+    assert random_key(0, "a") == 0x1F404C7F32E8BB7
     assert draw(keys[:1], [50], 5, [0, 1_000_000]).tolist() == [[[3, 11, 22, 32, 46]], [[7, 19, 29, 35, 43]]]
 
 

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.display import progress_bar
+from coterie.draws import random_key
+from coterie.examples import InMemory
 from coterie.many import Problem, Runs, side_by_side
-from coterie.users import InMemory, User, stream
+from coterie.users import User
 from coterie.weights import simplex_minimum
 
 Array: TypeAlias = NDArray[np.float64]
@@ -56,7 +58,7 @@ def split(me: User, folds: int, seed: int) -> Tensor:
         >>> sorted(split(user, 3, seed=0)[:3].tolist())
         [0, 1, 2]
     """
-    random = np.random.default_rng(stream(seed, f"{me.name}/folds"))
+    random = np.random.default_rng(random_key(seed, f"{me.name}/folds"))
     targets = np.zeros(len(me))
     if isinstance(me.examples, InMemory):  # of a target of several numbers, the first
         targets = me.examples.targets.cpu().reshape(len(me), -1)[:, 0].numpy()

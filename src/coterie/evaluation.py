@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from coterie.users import Examples, Loss, seeded
+from coterie.draws import seeded
+from coterie.examples import Examples
+from coterie.users import Loss
 
 Metric: TypeAlias = Callable[[Any, Tensor], float]
 """A number from a model's outputs on a whole set and the targets."""
@@ -85,7 +87,7 @@ def evaluate(
         chunk: how many examples go through the model at a time.
 
     Example:
-        >>> from coterie.users import InMemory
+        >>> from coterie.examples import InMemory
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = nn.init.ones_(model.weight)
         >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [4.0]]))
@@ -112,7 +114,7 @@ def losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 102
     """Return the loss of each example, as if it were a batch of its own, with the model in evaluation mode.
 
     Example:
-        >>> from coterie.users import InMemory
+        >>> from coterie.examples import InMemory
         >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]]))
         >>> losses(nn.Identity(), nn.functional.mse_loss, data)
         tensor([1., 4.], dtype=torch.float64)
@@ -148,7 +150,7 @@ def errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> Tensor:
         scale: what a unit of the target stands for.
 
     Example:
-        >>> from coterie.users import InMemory
+        >>> from coterie.examples import InMemory
         >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]]))
         >>> errors(nn.Identity(), data, scale=10.0)
         tensor([100., 400.], dtype=torch.float64)

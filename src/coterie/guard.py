@@ -17,8 +17,9 @@ from typing import Any
 from torch import nn
 
 from coterie.evaluation import losses
+from coterie.examples import Examples
 from coterie.track import Track
-from coterie.users import Examples, Loss
+from coterie.users import Loss
 
 ENOUGH = 100
 """How many held-out examples a guard needs by default: with fewer it would mostly judge noise."""

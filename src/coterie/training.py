@@ -18,6 +18,7 @@ from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import Metric, binary_accuracy, metrics_for
+from coterie.examples import Examples, InMemory
 from coterie.guard import ENOUGH, Guard
 from coterie.many import Problem, Scheduler
 from coterie.parameters import Parameters
@@ -26,7 +27,7 @@ from coterie.rules import Alone, Rule
 from coterie.run import Callback, Run, Step
 from coterie.track import Track
 from coterie.training_state import TrainingState, chosen_before
-from coterie.users import Examples, InMemory, Loss, User
+from coterie.users import Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
 

@@ -17,8 +17,8 @@ from coterie.benchmark.methods import METHODS
 from coterie.benchmark.models import MODELS
 from coterie.benchmark.tuning import Tuning
 from coterie.data.sets import SETS, load, task_of
+from coterie.draws import seeded
 from coterie.errors import KnobError
-from coterie.users import seeded
 
 
 def run(

@@ -18,10 +18,11 @@ from coterie.benchmark.methods import RATES, Way
 from coterie.data.sets import SetTask
 from coterie.errors import DataError, GradientError
 from coterie.evaluation import errors, evaluate
+from coterie.examples import Examples
 from coterie.rules import Rule
 from coterie.run import Run, Step
 from coterie.training import train
-from coterie.users import Examples, Loss
+from coterie.users import Loss
 
 
 @dataclass(frozen=True)

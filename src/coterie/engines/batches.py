@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coterie.draws import draw, random_key
 from coterie.errors import DataError
-from coterie.users import Examples, InMemory, User, draw, stream
+from coterie.examples import Examples, InMemory
+from coterie.users import User
 
 AHEAD = 64
 """How many steps' indices are computed at a time; what they are does not depend on it."""
@@ -113,7 +115,7 @@ class Everyone:
         return block[step - first]
 
     def _rows_of_pool(self, group: _Group, steps: range) -> Tensor:
-        streams = [stream(self.seed, user.name) for user in group.users]
+        streams = [random_key(self.seed, user.name) for user in group.users]
         found = draw(streams, [len(user) for user in group.users], group.size, steps)
         return (found + torch.tensor([self._offsets[user.name] for user in group.users])[:, None]).flatten(1)
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coterie.draws import seeded
 from coterie.engines.batches import Batches, Everyone
 from coterie.engines.passes import Passes, Weights
 from coterie.engines.probe import check_classes, probe
 from coterie.errors import DataError, KnobError
 from coterie.gradients import FiniteLater, Gradients, complete, is_finite, keep_finite, weighted_sum
-from coterie.users import Loss, User, seeded
+from coterie.users import Loss, User
 
 
 class InProcess:

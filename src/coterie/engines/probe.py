@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from coterie.engines.batches import Batches
 from coterie.engines.passes import Passes, Weights
 from coterie.errors import ModelError
-from coterie.users import InMemory, Loss, User
+from coterie.examples import InMemory
+from coterie.users import Loss, User
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.draws import random_key
 from coterie.errors import KnobError
 from coterie.gradients import Gradients, weighted_sum
 from coterie.linear_gaussian import FloatArray
-from coterie.users import stream
 
 if TYPE_CHECKING:
     from coterie.quadratic import NoisyQuadratic, Quadratic
@@ -125,5 +125,5 @@ class QuadraticEngine:
 
 def _normal(seed: int, name: str, key: int, size: int) -> FloatArray:
     """Draw standard normal numbers that depend on (seed, name, key) alone."""
-    keys = np.array([stream(seed, name) % 2**64, key], dtype=np.uint64)
+    keys = np.array([random_key(seed, name) % 2**64, key], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=keys)).standard_normal(size)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coterie.draws import random_key
 from coterie.linear_gaussian import FloatArray
 from coterie.quadratic import NoisyQuadratic
 from coterie.rules import Knob, Rule
-from coterie.users import stream
 
 TRIALS = 100
 
@@ -79,7 +79,7 @@ class Setting:
         """Return the exact curve and 100 sampled runs; their noise depends on the seed and the label."""
         law = self.problem.law(self.rule, self.lr, steps, average_from=self.average_from)
         exact = law.expected()
-        losses = self.problem.loss(law.paths(TRIALS, stream(seed, self.label) % 2**63))
+        losses = self.problem.loss(law.paths(TRIALS, random_key(seed, self.label) % 2**63))
         settles = self.average_from is None and not callable(self.lr)
         return Series(
             self.label,

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from coterie.draws import random_key
 from coterie.errors import KnobError
 from coterie.report import Section, write_page
 from coterie.reproduction.series import TRIALS, Series
 from coterie.reproduction.studies import STUDIES, Study
-from coterie.users import stream
 
 
 def reproduce(names: Sequence[str], out: Path, *, seed: int = 0) -> Iterator[str]:
@@ -34,7 +34,7 @@ def reproduce(names: Sequence[str], out: Path, *, seed: int = 0) -> Iterator[str
     sections = []
     for name in names or STUDIES:
         study = STUDIES[name]
-        series = study.series(stream(seed, name))
+        series = study.series(random_key(seed, name))
         figure = study.draw(series)
         figure.savefig(out / f"{name}.png")
         figure.set_layout_engine("none")  # the layout is found; the next two formats keep it

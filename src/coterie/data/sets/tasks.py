@@ -13,8 +13,9 @@ from coterie.data.preparation import Preparation
 from coterie.data.sets.conditions import CONDITIONS
 from coterie.data.sets.population import Numbers, Population
 from coterie.data.task import Task
+from coterie.draws import random_key
 from coterie.errors import DataError, KnobError
-from coterie.users import User, stream
+from coterie.users import User
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,7 +86,7 @@ def task_of(
         )
     # One generator a choice, so that peers and parts are the same in all conditions.
     choice, change, split = (
-        np.random.default_rng(stream(seed, f"{me}/{use}")) for use in ("peers", "data", "parts")
+        np.random.default_rng(random_key(seed, f"{me}/{use}")) for use in ("peers", "data", "parts")
     )
     others = [name for name in people.names if name != me and _can_learn(people, name, own_examples)]
     peers = [others[i] for i in sorted(choice.permutation(len(others))[:most_peers].tolist())]
