@@ -20,6 +20,7 @@ from coterie.evaluation import Metric, accuracy, errors, evaluation_mode, rmse
 from coterie.rules import Alone, Rule
 from coterie.run import Run
 from coterie.training import train
+from coterie.users import Loss
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,7 +100,7 @@ def fit(
     rule.weights([peer.name for peer in task.peers])  # an unknown name is an error before Alone is trained
     torch.manual_seed(seed)
     made = models.build(model, task.n_inputs, task.n_outputs)
-    loss = _loss(task.preparation)
+    loss = loss_of(task.preparation)
     runs = []
     for each, folder in ((Alone(), out / "alone"), (rule, out)):
         runs.append(
@@ -162,7 +163,15 @@ def _save(fitted: Fitted, model: str, out: Path) -> None:
     write_page(out / "index.html", f"A model for {task.me.name}", sections)
 
 
-def _loss(preparation: Preparation) -> Any:
+def loss_of(preparation: Preparation) -> Loss:
+    """Return the loss for a target of this kind.
+
+    Example:
+        >>> import pandas as pd
+        >>> rows = pd.DataFrame({"age": [1.0, 2.0], "ill": [0, 1]})
+        >>> loss_of(Preparation.fit(rows[["age"]], rows["ill"], rows["ill"], "classification", ())).__name__
+        'cross_entropy'
+    """
     f = nn.functional
     return f.cross_entropy if preparation.kind == "classification" else f.mse_loss
 

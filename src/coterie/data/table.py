@@ -52,6 +52,7 @@ def from_table(
     validation: float = 0.2,
     test: float = 0.2,
     seed: int = 0,
+    preparation: Preparation | None = None,
 ) -> TableTask:
     """Return user 0 and its peers from a table with one row an example.
 
@@ -73,6 +74,7 @@ def from_table(
         validation: the share of user 0's rows held out to choose the best model.
         test: the share held out to report on.
         seed: which rows those are.
+        preparation: one fitted before, which others hold too; fitted to user 0's training rows when None.
 
     Example:
         >>> import pandas as pd
@@ -96,16 +98,16 @@ def from_table(
     kind = _kind_of(frame[target]) if kind == "auto" else kind
     parts = _split(frame[names == str(me)], target, kind, (validation, test), own_examples=own_examples, seed=seed)
     columns = [c for c in (features or frame.columns) if c not in (user_column, target)]
-    preparation = Preparation.fit(parts[0][columns], parts[0][target], frame[target], kind, categorical)
+    prepare = preparation or Preparation.fit(parts[0][columns], parts[0][target], frame[target], kind, categorical)
 
     def examples(rows: pd.DataFrame) -> tuple[Tensor, Tensor]:
-        return preparation.inputs(rows), preparation.targets(rows[target])
+        return prepare.inputs(rows), prepare.targets(rows[target])
 
     training, held_out, tested = (examples(part) for part in parts)
     mine = User(str(me), *training, validation=held_out, test=tested)
     others = [name for name in dict.fromkeys(names) if name != str(me)]
     peers = tuple(User(name, *examples(frame[names == name])) for name in others)
-    return TableTask(mine, peers, preparation.n_inputs, preparation.n_outputs, preparation)
+    return TableTask(mine, peers, prepare.n_inputs, prepare.n_outputs, prepare)
 
 
 def read_table(data: pd.DataFrame | Path | str) -> pd.DataFrame:

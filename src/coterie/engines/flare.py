@@ -1,0 +1,229 @@
+"""Between organisations: peers are sites that NVFLARE reaches, each with its own data, over mutual TLS."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from coterie.engines.costs import Cost
+from coterie.engines.in_process import InProcess
+from coterie.errors import KnobError
+from coterie.gradients import Gradients, receive, weighted_sum
+from coterie.users import Loss, User
+
+logger = logging.getLogger(__name__)
+
+ROOM = 4096
+"""How many bytes a message may have beside the gradient."""
+
+
+class Replies(Protocol):
+    """What sites answer to one request, as it comes."""
+
+    def done(self) -> bool:
+        """Say whether every site has answered, failed or run out of time."""
+
+    def wait(self) -> Mapping[str, Any]:
+        """Wait until it is done, and return the answers by site; one that failed has none."""
+
+
+class Sites(Protocol):
+    """The sites that can be asked, whatever carries the messages."""
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
+        """Send a request to sites and return at once."""
+
+
+class Flare:
+    """Gradients of peers in other organisations, who may be late, gone, or wrong.
+
+    A site that does not answer within `timeout` is left out of that step, and its weight goes back to g_0. After
+    `misses` steps without an answer it is no longer waited for; a short question in the background, every
+    `probe_every` steps, finds out whether it is back. With fewer than `minimum` answers a step is taken alone.
+
+    Args:
+        model: any module, of the same parameters as at the sites.
+        loss: the mean loss of a batch from (output, target).
+        me: user 0, whose examples stay in this process.
+        sites: what carries the messages.
+        names: the sites that may take part.
+        batch_size: examples a user draws for one gradient.
+        seed: what batches are drawn from, with the user's name and the step.
+        timeout: seconds to wait for a site in one step.
+        misses: steps in a row without an answer after which a site is not waited for.
+        probe_every: steps from one question whether it is back to the next.
+        minimum: how many peers must answer for a step to use their gradients.
+    """
+
+    gives_rows: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        me: User,
+        peers: Sequence[User] = (),
+        *,
+        sites: Sites,
+        names: Sequence[str],
+        batch_size: int = 32,
+        seed: int = 0,
+        timeout: float = 10.0,
+        misses: int = 3,
+        probe_every: int = 10,
+        minimum: int = 1,
+    ) -> None:
+        for knob, value in {"misses": misses, "probe_every": probe_every, "minimum": minimum}.items():
+            if value < 1:
+                raise KnobError(f"`{knob}` must be at least 1, got {value}")
+        if not timeout > 0:
+            raise KnobError(f"`timeout` must be positive, got {timeout}")
+        if peers:
+            raise KnobError(f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites")
+        self.names = tuple(names)
+        if me.name in self.names:
+            raise KnobError(f"`names` must not hold user 0, got {me.name!r}; batches are drawn by name")
+        self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
+        self.sites, self.batch_size, self.seed = sites, batch_size, seed
+        self.timeout, self.misses, self.probe_every, self.minimum = timeout, misses, probe_every, minimum
+        self._costs = {name: Cost() for name in (me.name, *self.names)}
+        self._mine = self._costs[me.name]
+        self._missed = dict.fromkeys(self.names, 0)
+        self._probes: dict[str, tuple[int, Replies]] = {}
+        self._alone = False
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The sites that are not waited for."""
+        return tuple(name for name, missed in self._missed.items() if missed >= self.misses)
+
+    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+        """Return everybody's gradients at x; see `Engine.gradients`."""
+        self._take_back(step, weights)
+        dropped = self.dropped
+        asked = [name for name in weights if name not in dropped]
+        replies = self._ask(asked, x, step) if asked else None
+        began = time.perf_counter()
+        mine = self.own.gradients(x, step, {})
+        computed = time.perf_counter()
+        answers = self._answers(replies.wait() if replies else {}, asked, step, mine.own)
+        self._mine.computing += computed - began
+        self._mine.waiting += time.perf_counter() - computed
+        if not weights:
+            return mine
+        read = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+        found, names, left_out = receive(mine.own, read)
+        left_out |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+        left_out |= {name: "not waited for" for name in weights if name in dropped}
+        if len(names) < self.minimum:
+            left_out |= {name: f"fewer than {self.minimum} peers answered" for name in names}
+            found, names = found[:0], ()
+        self._say_alone(step, not names)
+        average, answered = weighted_sum(mine.own, found, [weights[name] for name in names])
+        asked_for: dict[str, Any] = {"rows": found, "names": names} if rows else {"peers": average}
+        own = {"own": mine.own, "own_loss": mine.own_loss, "x": x}
+        return Gradients(**own, **asked_for, answered=answered, left_out=left_out)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the record should say of how gradients are computed."""
+        return self.own.describe() | {
+            "engine": "NVFLARE",
+            "peers": dict.fromkeys(self.names, "at its site"),
+            "timeout": self.timeout,
+            "misses": self.misses,
+            "probe_every": self.probe_every,
+            "minimum": self.minimum,
+        }
+
+    def costs(self) -> Mapping[str, Cost]:
+        """Return what each user has spent so far; a site's waiting is not known here."""
+        return self._costs
+
+    def close(self) -> None:
+        """Do nothing: the sites are let go where the job ends."""
+
+    def _ask(self, names: Sequence[str], x: Tensor, step: int) -> Replies:
+        # A copy: a late site may still be sent to when x has moved on.
+        point = np.array(x.detach().cpu().to(_sendable(x.dtype)).numpy())
+        self._mine.sent += point.nbytes * len(names)
+        for name in names:
+            self._costs[name].received += point.nbytes
+        return self.sites.ask(
+            names, "gradient", self.timeout, x=point, step=step, seed=self.seed, batch_size=self.batch_size
+        )
+
+    def _answers(
+        self, answers: Mapping[str, Any], asked: Sequence[str], step: int, own: Tensor
+    ) -> dict[str, Tensor | str | None]:
+        """Return for each site asked its gradient, what is wrong with its answer, or None where there is none."""
+        read = {}
+        for name in asked:
+            answer = answers.get(name)
+            found = read[name] = _gradient(name, answer, step, own)
+            missed = found is None or (isinstance(found, str) and found.startswith("refused"))
+            self._missed[name] = self._missed[name] + 1 if missed else 0
+            if self._missed[name] == self.misses:
+                self._probes.pop(name, None)
+                logger.warning("step %d: %s gave nothing %d times, not waited for", step, name, self.misses)
+            if isinstance(found, Tensor):
+                self._mine.received += found.nbytes
+                self._costs[name].sent += found.nbytes
+                self._costs[name].computing += _seconds(answer.get("seconds"), self.timeout)
+        return read
+
+    def _take_back(self, step: int, weights: Iterable[str]) -> None:
+        """Take back the sites that have answered a question in the background, and put it to the others."""
+        dropped = self.dropped
+        for name in [name for name in weights if name in dropped]:
+            since, replies = self._probes.get(name, (step, None))
+            if replies is not None and replies.done() and replies.wait().get(name) == {"willing": True}:
+                del self._probes[name]
+                self._missed[name] = self.misses - 1  # one more miss, and it is dropped again
+                logger.warning("step %d: %s is back", step, name)
+            elif replies is None or replies.done() and step - since >= self.probe_every:
+                self._probes[name] = step, self.sites.ask([name], "ready", self.timeout)
+
+    def _say_alone(self, step: int, alone: bool) -> None:
+        if alone != self._alone:
+            self._alone = alone
+            logger.warning("step %d: %s", step, "going on alone" if alone else "no longer alone")
+
+
+def _gradient(name: str, answer: Any, step: int, own: Tensor) -> Tensor | str | None:
+    """Return the gradient in an answer, None where there is no answer, or what is wrong with it.
+
+    Shape and finiteness are left to `gradients.receive`.
+    """
+    if answer is None:
+        return None
+    if not isinstance(answer, dict):
+        return "not a message"
+    if isinstance(answer.get("refused"), str):
+        return "refused: " + answer["refused"][:100]
+    gradient = answer.get("gradient")
+    if not isinstance(gradient, np.ndarray):
+        return "not a gradient"
+    if answer.get("site") != name:
+        return "from another sender"
+    if answer.get("step") != step:
+        return "of another step"
+    if gradient.nbytes > own.numel() * 8 + ROOM:
+        return "too large"
+    if gradient.dtype not in (np.float16, np.float32, np.float64):
+        return "not of floating-point numbers"
+    return torch.from_numpy(np.array(gradient))
+
+
+def _seconds(reported: Any, most: float) -> float:
+    """Return the seconds that a site says it computed, as far as they can be true."""
+    return reported if isinstance(reported, float) and 0 <= reported <= most else 0.0
+
+
+def _sendable(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.bfloat16 else dtype  # NumPy has no bfloat16

@@ -1,0 +1,50 @@
+"""A site's side of a job: what NVFLARE makes there. The code is the site's own; the job only names it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nvflare.collab import collab
+
+from coterie.errors import CoterieError
+from coterie.federation.collaborator import Collaborator
+from coterie.federation.holding import collaborator
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+init: Callable[[F], F] = collab.init
+publish: Callable[[F], F] = collab.publish
+
+
+class Site:
+    """Answer user 0's requests, one at a time."""
+
+    def __init__(self) -> None:
+        self.peer: Collaborator | None = None
+        self.lock = threading.Lock()
+
+    @init
+    def start(self) -> None:
+        """Read the site's settings and its data; where that fails the site refuses, and the others go on."""
+        try:
+            self.peer = collaborator(Path(collab.workspace.get_root_dir()))
+        except (CoterieError, OSError):
+            logger.exception("this site gives no gradients, since its data or model cannot be read")
+
+    @publish
+    def ready(self) -> dict[str, bool]:
+        """Say whether there is a gradient to give."""
+        return {"willing": False} if self.peer is None else self.peer.ready()
+
+    @publish
+    def gradient(self, x: Any, step: Any, seed: Any, batch_size: Any) -> dict[str, Any]:
+        """Return the gradient at x, or why there is none; see `Collaborator.answer`."""
+        if self.peer is None:
+            return {"refused": "its data or model cannot be read"}
+        with self.lock:  # a request that came late may still be in work
+            return self.peer.answer(str(collab.caller), x, step=step, seed=seed, batch_size=batch_size)

@@ -1,0 +1,55 @@
+"""User 0's side of a job: what NVFLARE makes at the server, and how the sites are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nvflare.collab import collab
+
+from coterie.errors import PeerLost
+from coterie.federation.lead import lead
+
+F = TypeVar("F", bound=Callable[..., Any])
+main: Callable[[F], F] = collab.main
+
+
+class User0:
+    """Train at user 0's place."""
+
+    @main
+    def run(self) -> None:
+        """Train with user 0's settings and data, which lie beside the server's folder."""
+        lead(Path(collab.workspace.get_root_dir()).parent, CollabSites())
+
+
+class CollabSites:
+    """The sites of this job, asked through NVFLARE's Collab."""
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> CollabReplies:
+        """Send a request to sites and return at once; one that is not in this job does not answer."""
+        here = {client.name for client in collab.clients}
+        asked = [name for name in names if name in here]
+        if not asked:
+            return CollabReplies(None)
+        group = collab.get_clients(asked)(blocking=False, timeout=timeout)
+        return CollabReplies(getattr(group, method)(**arguments))
+
+
+class CollabReplies:
+    """What sites answer, as it comes; `queue` is Collab's, or None where nobody was asked."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue = queue
+
+    def done(self) -> bool:
+        """Say whether every site has answered, failed or run out of time."""
+        return self.queue is None or bool(self.queue.num_whole_items_received >= self.queue.limit)
+
+    def wait(self) -> Mapping[str, Any]:
+        """Wait until it is done, and return the answers by site."""
+        answers = {} if self.queue is None else dict(self.queue)
+        if collab.is_aborted:  # calls fail at once from now on
+            raise PeerLost("NVFLARE has ended the job")
+        return answers

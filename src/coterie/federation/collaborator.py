@@ -1,0 +1,139 @@
+"""A peer at its own place: it answers with gradients of its own examples, within its caps, and logs every request."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from coterie.draws import seeded
+from coterie.engines.passes import Passes
+from coterie.errors import KnobError
+from coterie.users import Loss, User
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a site gives at most.
+
+    Args:
+        gradients: how many gradients in all, over every run that its log knows of; no limit when None.
+        norm: the norm that a gradient is clipped to; not clipped when None.
+        examples: how many examples must be behind a gradient.
+
+    Example:
+        >>> Caps(gradients=1000, norm=1.0, examples=20)
+        Caps(gradients=1000, norm=1.0, examples=20)
+    """
+
+    gradients: int | None = None
+    norm: float | None = None
+    examples: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gradients is not None and self.gradients < 0:
+            raise KnobError(f"`gradients` must not be negative, got {self.gradients}")
+        if self.norm is not None and not self.norm > 0:
+            raise KnobError(f"`norm` must be positive, got {self.norm}")
+        if self.examples < 1:
+            raise KnobError(f"`examples` must be at least 1, got {self.examples}")
+
+
+class Collaborator:
+    """One peer: its examples and its model stay with it, gradients leave.
+
+    Args:
+        user: the examples, under the name that batches are drawn from.
+        model: of the same parameters as user 0's.
+        loss: the mean loss of a batch from (output, target).
+        caps: what it gives at most.
+        log: a file to which every request is added, one JSON object a line; it counts against `caps.gradients`.
+
+    Example:
+        >>> user = User("a", torch.eye(2), torch.ones(2, 1))
+        >>> peer = Collaborator(user, nn.Linear(2, 1), nn.functional.mse_loss, Caps(gradients=1))
+        >>> request = {"step": 0, "seed": 0, "batch_size": 2}
+        >>> peer.answer("user 0", np.zeros(3, np.float32), **request)["gradient"]
+        array([-1., -1., -2.], dtype=float32)
+        >>> peer.answer("user 0", np.zeros(3, np.float32), **request)
+        {'refused': 'it has given all the gradients it gives, 1'}
+    """
+
+    def __init__(
+        self, user: User, model: nn.Module, loss: Loss, caps: Caps | None = None, log: Path | None = None
+    ) -> None:
+        self.user, self.passes = user, Passes(model, loss)
+        self.caps, self.log = caps or Caps(), log
+        self.given = _count_given(log)
+
+    def ready(self) -> dict[str, bool]:
+        """Say whether there is a gradient left to give."""
+        return {"willing": self.caps.gradients is None or self.given < self.caps.gradients}
+
+    def answer(self, caller: str, x: Any, *, step: Any, seed: Any, batch_size: Any) -> dict[str, Any]:
+        """Return the gradient at x on the batch of (seed, user, step), or why there is none.
+
+        Nothing of an error but its kind leaves the site: a message may hold what is in the data.
+        """
+        began = time.perf_counter()
+        try:
+            reply = self._reply(x, step, seed, batch_size)
+        except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
+            self._note(caller, step, failed=f"{type(error).__name__}: {error}")
+            return {"refused": f"it failed with {type(error).__name__}"}
+        if "refused" in reply:
+            self._note(caller, step, refused=reply["refused"])
+            return reply
+        self.given += 1
+        seconds = time.perf_counter() - began
+        self._note(caller, step, examples=min(batch_size, len(self.user)), norm=reply.pop("norm"))
+        return reply | {"site": self.user.name, "step": step, "seconds": seconds}
+
+    def _reply(self, x: Any, step: Any, seed: Any, batch_size: Any) -> dict[str, Any]:
+        parameters = self.passes.parameters
+        if not isinstance(x, np.ndarray) or x.shape != (parameters.size,) or x.dtype.kind != "f":
+            return {"refused": f"the point must be {parameters.size} floating-point numbers"}
+        if not all(isinstance(number, int) for number in (step, seed, batch_size)) or step < 0 or batch_size < 1:
+            return {"refused": "step, seed and batch size must be whole numbers"}
+        if not np.isfinite(x).all():
+            return {"refused": "the point is not finite"}
+        if min(batch_size, len(self.user)) < self.caps.examples:
+            return {"refused": f"it gives no gradient of fewer than {self.caps.examples} examples"}
+        if not self.ready()["willing"]:
+            return {"refused": f"it has given all the gradients it gives, {self.caps.gradients}"}
+        point = torch.from_numpy(np.array(x)).to(parameters.device, parameters.dtype)
+        batch = self.user.batch(batch_size, seed=seed, step=step)
+        with seeded(seed, self.user.name, step):
+            gradient = self.passes.single(point, *batch, self.passes.buffers())[0]
+        gradient, norm = _clipped(gradient, self.caps.norm)
+        sent = gradient.float() if gradient.dtype == torch.bfloat16 else gradient
+        return {"gradient": sent.cpu().numpy(), "norm": norm}
+
+    def _note(self, caller: str, step: Any, **what: Any) -> None:
+        if self.log is None:
+            return
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": now, "caller": caller, "step": repr(step), **what}) + "\n")
+
+
+def _clipped(gradient: Tensor, most: float | None) -> tuple[Tensor, float]:
+    """Return a gradient of at most this norm, and the norm it had."""
+    norm = float(gradient.norm())
+    if most is None or not math.isfinite(norm) or norm <= most:
+        return gradient, norm
+    return gradient * (most / norm), norm
+
+
+def _count_given(log: Path | None) -> int:
+    if log is None or not log.exists():
+        return 0
+    with log.open(encoding="utf-8") as lines:
+        return sum('"norm":' in line for line in lines)

@@ -1,0 +1,122 @@
+"""What a participant holds: its examples, its model and the loss, from its settings and its own code."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from coterie import models
+from coterie.data import Preparation, from_table, read_table
+from coterie.data.table import TableTask
+from coterie.errors import DataError, KnobError
+from coterie.federation.collaborator import Collaborator
+from coterie.federation.settings import Data, LeadSettings, Model, SiteSettings, site_settings
+from coterie.tabular import loss_of
+from coterie.users import Loss, User
+
+LOG = "requests.jsonl"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a participant holds.
+
+    Args:
+        user: its examples.
+        model: its model.
+        loss: the mean loss of a batch from (output, target).
+        preparation: how rows become inputs, where the examples are a table's.
+    """
+
+    user: User
+    model: nn.Module
+    loss: Loss
+    preparation: Preparation | None = None
+
+
+def collaborator(folder: Path) -> Collaborator:
+    """Return a site's peer, from the settings in its folder.
+
+    Args:
+        folder: the site's folder, with `coterie.toml` and the preparation that user 0 gave out.
+    """
+    settings = site_settings(folder)
+    torch.set_num_threads(settings.threads)
+    held = of_site(folder, settings)
+    return Collaborator(held.user, held.model, held.loss, settings.caps, folder / LOG)
+
+
+def of_site(folder: Path, settings: SiteSettings) -> Holding:
+    """Return what a site holds; rows of classes that user 0 does not know are left out."""
+    if settings.data.loader:
+        return _loaded(folder, settings.data, settings.model)
+    preparation = Preparation.load(folder)
+    rows = _rows(folder, settings.data)
+    if preparation.classes:
+        rows = rows[rows[settings.data.target].isin(preparation.classes)]
+    if rows.empty:
+        raise DataError(f"no row of {settings.data.table} has a class that user 0 knows: {preparation.classes}")
+    user = User(settings.name, preparation.inputs(rows), preparation.targets(rows[settings.data.target]))
+    return Holding(user, *_model(settings.model, preparation), preparation)
+
+
+def of_lead(folder: Path, settings: LeadSettings) -> tuple[Holding, TableTask | None]:
+    """Return what user 0 holds, and its task where the examples are a table's."""
+    torch.manual_seed(settings.training.seed)
+    if settings.data.loader:
+        return _loaded(folder, settings.data, settings.model), None
+    task = lead_task(_rows(folder, settings.data), settings, Preparation.load(folder))
+    return Holding(task.me, *_model(settings.model, task.preparation), task.preparation), task
+
+
+def lead_task(rows: Any, settings: LeadSettings, preparation: Preparation | None = None, **options: Any) -> TableTask:
+    """Return user 0's rows as a task without peers, split into training, validation and test."""
+    column = "coterie: user"
+    return from_table(
+        rows.assign(**{column: settings.me}),
+        user_column=column,
+        target=settings.data.target,
+        me=settings.me,
+        own_examples=settings.data.own_examples,
+        seed=settings.training.seed,
+        preparation=preparation,
+        **options,
+    )
+
+
+def _rows(folder: Path, data: Data) -> Any:
+    rows = read_table(folder / data.table)
+    rows = rows.rename(columns={theirs: ours for ours, theirs in data.columns.items()})
+    if data.target not in rows.columns:
+        raise DataError(f"{data.table} has no column {data.target!r}; name yours in [data.columns]")
+    return rows[rows[data.target].notna()]
+
+
+def _model(model: Model, preparation: Preparation) -> tuple[nn.Module, Loss]:
+    made = models.build(model.name, preparation.n_inputs, preparation.n_outputs)
+    return made, _found(model.loss) if model.loss else loss_of(preparation)
+
+
+def _loaded(folder: Path, data: Data, model: Model) -> Holding:
+    user = _found(data.loader)(folder)
+    if not isinstance(user, User):
+        raise DataError(f"{data.loader} must return a coterie.User, got {type(user).__name__}")
+    if model.n_inputs is None or model.n_outputs is None or not model.loss:
+        raise KnobError("with a loader, [model] must have `n_inputs`, `n_outputs` and `loss`")
+    return Holding(user, models.build(model.name, model.n_inputs, model.n_outputs), _found(model.loss))
+
+
+def _found(path: str) -> Any:
+    """Return what "module.path:name" names."""
+    module, colon, name = path.partition(":")
+    if not colon:
+        raise KnobError(f"{path!r} must be module.path:function")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise KnobError(f"{path!r} cannot be found: {error}; put its module on PYTHONPATH") from error

@@ -1,0 +1,99 @@
+"""User 0's run: the ordinary training, with sites for peers."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from coterie import tabular
+from coterie.engines.flare import Flare, Sites
+from coterie.errors import KnobError
+from coterie.federation.holding import of_lead
+from coterie.federation.settings import LeadSettings, lead_settings
+from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.streams import StreamAveraging
+from coterie.training import train
+
+RUN, NEWS = "run", "news.log"
+logger = logging.getLogger(__name__)
+
+
+def lead(folder: Path, sites: Sites) -> None:
+    """Train, or go on training, with the settings in user 0's folder; all results go to `run` in it.
+
+    Args:
+        folder: user 0's, with `coterie.toml`.
+        sites: what carries the messages.
+    """
+    settings, out = lead_settings(folder), folder / RUN
+    torch.set_num_threads(settings.threads)
+    out.mkdir(exist_ok=True)
+    with _only_one(out), _news(out / NEWS):
+        held, task = of_lead(folder, settings)
+        rule, knobs = rule_of(settings), settings.training
+        engine = functools.partial(
+            Flare,
+            sites=sites,
+            names=settings.sites,
+            timeout=knobs.timeout,
+            misses=knobs.misses,
+            probe_every=knobs.probe_every,
+            minimum=knobs.minimum,
+        )
+        options = {"steps": knobs.steps, "lr": knobs.lr, "batch_size": knobs.batch_size, "seed": knobs.seed}
+        if task is not None:
+            fitted = tabular.fit(
+                task, rule, settings.model.name, out, resume=True, engine=engine, progress=False, **options
+            )
+            said = "stopped" if fitted is None else f"{fitted.run.summary()}\n{fitted.sentence()}"
+        else:
+            run = train(
+                held.model, held.loss, held.user, (), rule, out=out, resume=True, engine=engine, progress=False, **options
+            )
+            torch.save(run.model.state_dict(), out / "model.pt")
+            said = run.summary()
+        for line in said.splitlines():
+            logger.warning(line)
+
+
+def rule_of(settings: LeadSettings) -> Rule:
+    """Return the rule that the settings name."""
+    knobs = settings.training
+    rules = {
+        "alone": lambda: Alone(),
+        "wga": lambda: WeightedAveraging(knobs.alpha),
+        "bc": lambda: BiasCorrection(knobs.alpha, knobs.beta),
+        "stream": lambda: StreamAveraging(knobs.steps),
+    }
+    if knobs.rule not in rules:
+        raise KnobError(f"`rule` must be one of {', '.join(rules)}, got {knobs.rule!r}")
+    made: Rule = rules[knobs.rule]()
+    return made
+
+
+@contextmanager
+def _only_one(out: Path) -> Iterator[None]:
+    """Wait until no other process trains here: one whose server was killed may need a moment to end."""
+    with (out / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _news(path: Path) -> Iterator[None]:
+    """Write what coterie has to say to a file, which `coterie federate run` shows."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    root = logging.getLogger("coterie")
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

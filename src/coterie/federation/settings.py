@@ -1,0 +1,132 @@
+"""What a participant sets: a `coterie.toml` in user 0's folder, and one in each site's."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coterie.errors import KnobError
+from coterie.federation.collaborator import Caps
+
+FILE = "coterie.toml"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where a participant's examples are.
+
+    Args:
+        table: a CSV or Parquet file with one example a row, beside the settings or an absolute path.
+        loader: instead of a table, "module.path:function": a function of the participant's folder that returns a
+            `coterie.User`.
+        target: the column to predict.
+        columns: how columns are called in this table, where their names differ from user 0's.
+        own_examples: user 0 only: how many rows to train on, at most.
+    """
+
+    table: str = ""
+    loader: str = ""
+    target: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    own_examples: int | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model, which everybody builds from code of its own.
+
+    Args:
+        name: "linear", "mlp", or "module.path:factory(n_inputs, n_outputs)".
+        loss: "module.path:function" of (output, target); by the kind of target when empty.
+        n_inputs: with a loader: the number of inputs.
+        n_outputs: with a loader: the number of outputs.
+    """
+
+    name: str = "linear"
+    loss: str = ""
+    n_inputs: int | None = None
+    n_outputs: int | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """How user 0 trains: the options of `coterie train`, and how long it waits for a site."""
+
+    rule: str = "wga"
+    alpha: float = 0.5
+    beta: float = 0.01
+    steps: int = 1000
+    lr: float = 0.01
+    batch_size: int = 32
+    seed: int = 0
+    timeout: float = 10.0
+    misses: int = 3
+    probe_every: int = 10
+    minimum: int = 1
+
+
+@dataclass(frozen=True)
+class SiteSettings:
+    """A site's settings; see the parts."""
+
+    name: str
+    data: Data
+    model: Model
+    caps: Caps
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class LeadSettings:
+    """User 0's settings; see the parts."""
+
+    me: str
+    sites: tuple[str, ...]
+    data: Data
+    model: Model
+    training: Training
+    threads: int = 1
+
+
+def site_settings(folder: Path) -> SiteSettings:
+    """Read a site's settings."""
+    found = _read(folder / FILE, {"name", "threads", "data", "model", "caps"})
+    parts = _parts(found, data=Data, model=Model, caps=Caps)
+    return SiteSettings(name=str(found["name"]), threads=int(found.get("threads", 1)), **parts)
+
+
+def lead_settings(folder: Path) -> LeadSettings:
+    """Read user 0's settings."""
+    found = _read(folder / FILE, {"me", "sites", "threads", "data", "model", "training"})
+    parts = _parts(found, data=Data, model=Model, training=Training)
+    sites = tuple(found["sites"])
+    return LeadSettings(me=str(found["me"]), sites=sites, threads=int(found.get("threads", 1)), **parts)
+
+
+def _read(path: Path, known: set[str]) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise KnobError(f"there is no {path}; `coterie federate init` writes it") from error
+    except tomllib.TOMLDecodeError as error:
+        raise KnobError(f"{path} cannot be read: {error}") from error
+    stray = set(found) - known
+    if stray:
+        raise KnobError(f"{path} has {sorted(stray)[0]!r}, which is not a setting; it may have {sorted(known)}")
+    return found
+
+
+def _parts(found: Mapping[str, Any], **kinds: type[Any]) -> dict[str, Any]:
+    return {name: _part(kind, name, found.get(name, {})) for name, kind in kinds.items()}
+
+
+def _part(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]  # they are dataclasses
+    stray = set(values) - set(known)
+    if stray:
+        raise KnobError(f"[{name}] has {sorted(stray)[0]!r}, which is not a setting; it may have {known}")
+    return kind(**values)
