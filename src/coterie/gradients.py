@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +76,27 @@ def weighted_sum(own: Tensor, rows: Tensor, weights: Sequence[float]) -> tuple[T
         (tensor([6.]), 0.5)
     """
     return complete(own, own.new_tensor(weights) @ rows, sum(weights))
+
+
+def add_up(
+    own: Tensor, found: Iterable[tuple[str, Tensor]], weights: Mapping[str, float]
+) -> tuple[Tensor, float, dict[str, str]]:
+    """Return Σ τ_k g_k added up in the order of arrival, the weight present, and who was left out and why.
+
+    One gradient is held at a time; the same order gives the same bits, wherever the gradients come from.
+
+    Example:
+        >>> add_up(torch.zeros(1), [("a", torch.tensor([4.0])), ("b", torch.tensor([8.0]))], {"a": 0.25, "b": 0.75})
+        (tensor([7.]), 1.0, {})
+    """
+    total, answered, left_out = torch.zeros_like(own), 0.0, {}
+    for name, gradient in found:
+        if is_finite(gradient):
+            total.add_(gradient, alpha=weights[name])
+            answered += weights[name]
+        else:
+            left_out[name] = "not finite"
+    return *complete(own, total, answered), left_out
 
 
 def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float]:

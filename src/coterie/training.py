@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from coterie.adaptive import AdaptiveAveraging, Undecided
 from coterie.display import interruptible, progress_bar, tensorboard
-from coterie.engines import Engine, InProcess
+from coterie.engines import Engine, InProcess, MakeEngine
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import Metric, binary_accuracy, metrics_for
 from coterie.examples import Examples, InMemory
@@ -54,7 +54,7 @@ def train(
     resume: bool = False,
     progress: bool | None = None,
     guard: Literal["auto", "held-out", "off"] = "auto",
-    engine: Engine | None = None,
+    engine: Engine | MakeEngine = InProcess,
 ) -> Run:
     """Train a personal model for user 0 with its peers' gradients.
 
@@ -88,7 +88,8 @@ def train(
         guard: "held-out" keeps a model trained alone beside, compares the two on the validation set at every
             evaluation, restarts from it where the peers do harm, and gives the better of the two; "off" does
             not; "auto" does where there are 100 validation examples.
-        engine: where the gradients come from; `InProcess` over these users when None.
+        engine: where the users are: `InProcess`, another function that makes an engine over this run's model
+            and users, which is closed at the end, or an engine.
 
     Example:
         >>> import coterie
@@ -107,16 +108,14 @@ def train(
     rule = AdaptiveAveraging() if rule is None else rule
     _check(loss, me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
     model, optimizer = _copies(model, optimizer, lr, device)
-    engine = engine or InProcess(model, loss, me, peers, batch_size=batch_size, seed=seed)
-    rule.weights(engine.names)  # an unknown name in `tau` is an error before anything is written
     problem = Problem(model, loss, me, tuple(peers), optimizer, scheduler, steps, batch_size, seed)
     guarded, why = _guarded(guard, rule, me)
-    configuration = _configuration(problem, rule) | engine.describe() | {"guard": why, "evaluate_every": every}
+    made, engine = callable(engine), _opened(engine, problem, rule)
+    configuration = _configuration(problem, rule)
     if folder is not None:
         configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
+    configuration |= engine.describe() | {"guard": why, "evaluate_every": every}
     if isinstance(rule, Undecided):
-        if not isinstance(engine, InProcess):
-            raise KnobError("`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`")
         before = chosen_before(configuration, folder, resume)
         configuration["choice"] = before or rule.settle(problem, progress)
         rule = rule.settled(configuration["choice"])
@@ -125,6 +124,8 @@ def train(
     training = TrainingState(track, loss, me, metrics, watch)
     stopped: str | None = None
     with contextlib.ExitStack() as stack:
+        if made:
+            stack.callback(engine.close)
         interrupted = stack.enter_context(interruptible())
         training.open(configuration, folder, resume)
         show = stack.enter_context(progress_bar(progress, type(rule).__name__, steps))
@@ -144,6 +145,36 @@ def train(
             if interrupted():
                 stopped = "Ctrl-C"
     return training.finish(stopped, time.monotonic() - began)
+
+
+def _opened(engine: Engine | MakeEngine, problem: Problem, rule: Rule) -> Engine:
+    """Return the engine, made where it is a function, once it can give what the rule needs."""
+    p = problem
+    made = callable(engine)
+    if callable(engine):
+        engine = engine(p.model, p.loss, p.me, p.peers, batch_size=p.batch_size, seed=p.seed)
+    try:
+        _check_rule(rule, engine)
+    except KnobError:
+        if made:
+            engine.close()
+        raise
+    return engine
+
+
+def _check_rule(rule: Rule, engine: Engine) -> None:
+    """Say before anything is written what the rule cannot have from this engine."""
+    rule.weights(engine.names)  # an unknown name in `tau`
+    if isinstance(rule, Undecided) and not isinstance(engine, InProcess):
+        raise KnobError(
+            "`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`, or a rule with its "
+            "weights set, such as `WeightedAveraging`"
+        )
+    if rule.needs_rows and not engine.gives_rows:
+        raise KnobError(
+            f"`{type(rule).__name__}` needs every peer's gradient, but this engine gives their weighted sum alone; "
+            "use `WeightedAveraging` or `BiasCorrection`, or let the peers give rows"
+        )
 
 
 def _configuration(problem: Problem, rule: Rule) -> dict[str, Any]:
