@@ -7,6 +7,7 @@ from typer.core import TyperGroup
 
 from coterie.cli.bench import bench
 from coterie.cli.demo import demo
+from coterie.cli.federate import federate
 from coterie.cli.plan import plan
 from coterie.cli.predict import predict
 from coterie.cli.reproduce import reproduce
@@ -42,3 +43,4 @@ def main() -> None:
 
 for command in (demo, train, predict, plan, reproduce, bench):
     app.command()(command)
+app.add_typer(federate)

@@ -1,0 +1,115 @@
+"""`coterie federate`: train with sites of other organisations, over NVFLARE."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coterie.errors import KnobError
+
+federate = typer.Typer(
+    name="federate", no_args_is_help=True, help="Train with other organisations, over NVFLARE (coterie[flare])."
+)
+
+Folder = Annotated[Path, typer.Argument(help="User 0's folder.")]
+
+
+@federate.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Folder to write: user 0's, with one for each site in it.")],
+    data: Annotated[Path, typer.Option(help="User 0's table, a CSV or Parquet file with one example a row.")],
+    target: Annotated[str, typer.Option(help="The column to predict.")],
+    site: Annotated[list[str], typer.Option(help="The name of a site; repeat it.")],
+    server: Annotated[str, typer.Option(help="The host name by which sites reach user 0.")],
+    me: Annotated[str, typer.Option(help="The name of user 0.")] = "user0",
+    name: Annotated[str, typer.Option(help="The name of the consortium.")] = "coterie",
+    port: Annotated[int, typer.Option(help="The server's port for sites.")] = 8002,
+    admin_port: Annotated[int, typer.Option(help="The server's port for user 0's own commands.")] = 8003,
+    model: Annotated[str, typer.Option(help="linear, mlp, or module.path:factory, installed everywhere.")] = "linear",
+    kind: Annotated[str, typer.Option(help="auto, classification or regression.")] = "auto",
+    categorical: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
+    ] = None,
+    own_examples: Annotated[int | None, typer.Option(help="Train on at most so many rows of user 0.")] = None,
+    rule: Annotated[str, typer.Option(help="wga, bc, stream or alone.")] = "wga",
+    alpha: Annotated[float, typer.Option(help="The peers' weight, for wga and bc, in [0, 1].")] = 0.5,
+    beta: Annotated[float, typer.Option(help="How fast bc's estimate of the bias follows, in [0, 1].")] = 0.01,
+    steps: Annotated[int, typer.Option(help="Steps to take.")] = 1000,
+    lr: Annotated[float, typer.Option(help="Adam's step size.")] = 0.01,
+    batch_size: Annotated[int, typer.Option(help="Rows each user draws for a gradient.")] = 32,
+    seed: Annotated[int, typer.Option(help="What splits, initial weights and batches depend on.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a site in one step.")] = 10.0,
+    misses: Annotated[int, typer.Option(help="Steps without an answer until a site is not waited for.")] = 3,
+    probe_every: Annotated[int, typer.Option(help="Steps from one look whether it is back to the next.")] = 10,
+    minimum: Annotated[int, typer.Option(help="Answers without which a step is taken alone.")] = 1,
+    examples: Annotated[int, typer.Option(help="Rows behind a gradient, unless a site sets otherwise.")] = 1,
+) -> None:
+    """Write certificates and settings: user 0's folder, and in sites/ one folder to hand to each site.
+
+    Example: coterie federate init trial --data mine.csv --target ill --server ml.example.org --site basel --site bern
+    """
+    from coterie.federation.folders import set_up
+    from coterie.federation.project import Consortium
+    from coterie.federation.settings import Data, LeadSettings, Model, Training
+
+    training = Training(
+        rule, alpha, beta, steps, lr, batch_size, seed, timeout, misses, probe_every, minimum
+    )
+    own = Data(table=str(data.absolute()), target=target, own_examples=own_examples)
+    settings = LeadSettings(me, tuple(site), own, Model(model), training)
+    consortium = Consortium(name, server, tuple(site), port, admin_port)
+    set_up(folder, consortium, settings, categorical=tuple(categorical or ()), kind=kind, examples=examples)
+    typer.echo(f"{folder}/coterie.toml   what user 0 trains")
+    for each in site:
+        typer.echo(f"{folder}/sites/{each}   for {each}, over a safe way: it holds a private key")
+    typer.echo(f"next: coterie federate server {folder}; when sites are connected: coterie federate run {folder}")
+
+
+@federate.command()
+def server(folder: Folder) -> None:
+    """Start user 0's server, and stay with it until Ctrl-C."""
+    _start(folder / "server")
+
+
+@federate.command()
+def site(folder: Annotated[Path, typer.Argument(help="The site's folder.")] = Path()) -> None:
+    """Check a site's settings, connect to user 0, and answer until Ctrl-C."""
+    check(folder)
+    _start(folder)
+
+
+@federate.command()
+def check(folder: Annotated[Path, typer.Argument(help="The site's folder.")] = Path()) -> None:
+    """Say what a site would give. Nothing is sent."""
+    from coterie.federation.holding import collaborator
+
+    peer = collaborator(folder)
+    size = peer.passes.parameters.size
+    typer.echo(f"{peer.user}: gradients of {size} numbers, {peer.given} given before, {peer.caps}")
+
+
+@federate.command()
+def run(
+    folder: Folder,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is there.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the server and the sites.")] = 60.0,
+) -> None:
+    """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run."""
+    from coterie.federation.following import follow
+
+    record = follow(folder, resume=resume, wait=wait, tell=typer.echo)
+    typer.echo(f"Model, record and a page (index.html): {folder / 'run'}; test: {record.end['test']}")
+    typer.echo(f"To apply it: coterie predict {folder / 'run'} FILE")
+
+
+def _start(kit: Path) -> None:
+    """Become NVFLARE's process, with this Python for its `python3`."""
+    script = kit.absolute() / "startup" / "sub_start.sh"
+    if not script.exists():
+        raise KnobError(f"there is no {script}; `coterie federate init` writes it")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    os.execve(script, [str(script), "--once"], os.environ | {"PATH": path})  # noqa: S606  # no shell

@@ -1,0 +1,148 @@
+"""User 0's command: submit the job, show how it goes, and go on with what is left where NVFLARE ends it early."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from coterie.display import progress_bar
+from coterie.errors import CoterieError, KnobError
+from coterie.federation.job import write_job
+from coterie.federation.lead import NEWS, RUN, lead, rule_of
+from coterie.federation.project import LEAD
+from coterie.federation.settings import lead_settings
+from coterie.record import Record
+
+PAUSE = 0.5
+"""Seconds from one look at the run to the next."""
+
+
+def follow(
+    folder: Path,
+    *,
+    resume: bool = False,
+    wait: float = 60.0,
+    attempts: int = 5,
+    tell: Callable[[str], None] = print,
+    progress: bool | None = None,
+) -> Record:
+    """Submit the job, follow it to its end, and return the record.
+
+    NVFLARE ends a whole job when one site's worker dies. What is left is then submitted again, from the last
+    checkpoint, to the sites that are still there; with none left, user 0 goes on alone.
+
+    Args:
+        folder: user 0's.
+        resume: go on with the run that is there.
+        wait: seconds to wait for the server and for the sites to connect.
+        attempts: how often to submit.
+        tell: shows a line of text.
+        progress: show a progress bar; None: when standard error is a terminal.
+    """
+    settings = lead_settings(folder)
+    out = folder / RUN
+    if (out / "record.jsonl").exists() and not resume:
+        raise KnobError(f"{out} already holds a run; go on with it (`--resume`), or move it away")
+    job = write_job(folder.absolute() / "job")
+    show_news = _News(out / NEWS, tell)
+    with progress_bar(progress, type(rule_of(settings)).__name__, settings.training.steps) as show:
+        for attempt in range(attempts):
+            with _session(folder / "lead", wait) as session:
+                if not _connected(session, len(settings.sites), wait):
+                    tell("no site is connected")
+                    break
+                status = _watch(session, session.submit_job(str(job)), out, show, show_news)
+            show_news()
+            record = _finished(out)
+            if record is not None:
+                return record
+            tell(f"NVFLARE ended job {attempt + 1}: {status}; going on from the last checkpoint")
+    tell("going on alone")
+    lead(folder, Nobody())
+    show_news()
+    return Record.load(out / "record.jsonl")
+
+
+class Nobody:
+    """No site to ask."""
+
+    def ask(self, names: Any, method: str, timeout: float, **arguments: Any) -> Nobody:
+        """Ask nobody."""
+        return self
+
+    def done(self) -> bool:
+        """Say that nothing more will come."""
+        return True
+
+    def wait(self) -> Mapping[str, Any]:
+        """Return no answers."""
+        return {}
+
+
+class _News:
+    """Show the lines of a file that have not been shown."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        self.path, self.tell = path, tell
+        self.shown = path.stat().st_size if path.exists() else 0
+
+    def __call__(self) -> None:
+        if self.path.exists():
+            with self.path.open(encoding="utf-8") as file:
+                file.seek(self.shown)
+                for line in file.read().splitlines():
+                    self.tell(line)
+                self.shown = file.tell()
+
+
+@contextmanager
+def _session(kit: Path, wait: float) -> Iterator[Any]:
+    try:
+        from nvflare.fuel.flare_api.flare_api import new_secure_session
+    except ImportError as error:
+        raise CoterieError(f"NVFLARE is not installed ({error}); `pip install coterie[flare]`") from error
+    try:
+        session = new_secure_session(LEAD, str(kit.absolute()), timeout=wait)
+    except Exception as error:  # NVFLARE raises several kinds
+        raise CoterieError(
+            f"the server does not answer: {error}; start it with `coterie federate server {kit.parent}`"
+        ) from error
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def _connected(session: Any, wanted: int, wait: float) -> int:
+    """Wait until all sites are connected, or the time is over, and return how many are."""
+    until = time.monotonic() + wait
+    while True:
+        found = len(session.get_system_info().client_info)
+        if found >= wanted or time.monotonic() > until:
+            return found
+        time.sleep(PAUSE)
+
+
+def _watch(session: Any, job: str, out: Path, show: Callable[..., None], show_news: Callable[[], None]) -> str:
+    """Show the run until NVFLARE says that the job has ended, and return how."""
+    while True:
+        show_news()
+        points = Record.load(out / "record.jsonl").points if (out / "record.jsonl").exists() else []
+        if points:
+            best = min((p["validation_loss"] for p in points if "validation_loss" in p), default=None)
+            show(points[-1]["step"], points[-1].get("own_loss", float("nan")), points[-1]["weight"], best)
+        status = str(session.get_job_meta(job).get("status"))
+        if status.startswith("FINISHED"):
+            return status
+        time.sleep(PAUSE)
+
+
+def _finished(out: Path) -> Record | None:
+    """Return the record if the run has ended as it should."""
+    if not (out / "record.jsonl").exists():
+        return None
+    record = Record.load(out / "record.jsonl")
+    return record if record.end and record.end.get("stopped") is None and (out / "model.pt").exists() else None

@@ -1,0 +1,49 @@
+"""The job that NVFLARE runs: it names classes that everybody has installed, and carries no code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CONTROLLER = "nvflare.collab.runtime.controller.CollabController"
+EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
+AT_USER0 = "coterie.federation.at_user0.User0"
+AT_SITE = "coterie.federation.at_site.Site"
+
+# Arrays travel in the message itself: as references, to be fetched one by one, they take several times as long.
+_INLINE = {"np_download_chunk_size": 0}
+
+
+def write_job(folder: Path, name: str = "coterie") -> Path:
+    """Write the job to a folder, and return its path.
+
+    Example:
+        >>> import tempfile
+        >>> sorted(p.name for p in write_job(Path(tempfile.mkdtemp())).rglob("*.json"))
+        ['config_fed_client.json', 'config_fed_server.json', 'meta.json']
+    """
+    server: dict[str, Any] = {
+        "format_version": 2,
+        "workflows": [{"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server", "props": {}}}],
+        "components": [{"id": "_server", "path": AT_USER0, "args": {}}],
+        **_INLINE,
+    }
+    executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client", "props": {}}}
+    client: dict[str, Any] = {
+        "format_version": 2,
+        "executors": [{"tasks": ["*"], "executor": executor}],
+        "components": [{"id": "_client", "path": AT_SITE, "args": {}}],
+        **_INLINE,
+    }
+    meta = {"name": name, "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["@ALL"]}}
+    job = folder / name
+    files = {
+        "meta.json": meta,
+        "app/config/config_fed_server.json": server,
+        "app/config/config_fed_client.json": client,
+    }
+    for path, content in files.items():
+        (job / path).parent.mkdir(parents=True, exist_ok=True)
+        (job / path).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    return job
