@@ -29,7 +29,9 @@ def init(
     name: Annotated[str, typer.Option(help="The name of the consortium.")] = "coterie",
     port: Annotated[int, typer.Option(help="The server's port for sites.")] = 8002,
     admin_port: Annotated[int, typer.Option(help="The server's port for user 0's own commands.")] = 8003,
-    model: Annotated[str, typer.Option(help="linear, mlp, or module.path:factory, installed everywhere.")] = "linear",
+    model: Annotated[
+        str, typer.Option(help="linear, mlp, or module.path:factory, installed everywhere.")
+    ] = "linear",
     kind: Annotated[str, typer.Option(help="auto, classification or regression.")] = "auto",
     categorical: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
@@ -50,15 +52,13 @@ def init(
 ) -> None:
     """Write certificates and settings: user 0's folder, and in sites/ one folder to hand to each site.
 
-    Example: coterie federate init trial --data mine.csv --target ill --server ml.example.org --site basel --site bern
+    Example: coterie federate init trial --data mine.csv --target ill --server ml.example.org --site basel
     """
     from coterie.federation.folders import set_up
     from coterie.federation.project import Consortium
     from coterie.federation.settings import Data, LeadSettings, Model, Training
 
-    training = Training(
-        rule, alpha, beta, steps, lr, batch_size, seed, timeout, misses, probe_every, minimum
-    )
+    training = Training(rule, alpha, beta, steps, lr, batch_size, seed, timeout, misses, probe_every, minimum)
     own = Data(table=str(data.absolute()), target=target, own_examples=own_examples)
     settings = LeadSettings(me, tuple(site), own, Model(model), training)
     consortium = Consortium(name, server, tuple(site), port, admin_port)

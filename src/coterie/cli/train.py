@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -98,7 +98,7 @@ def train(
         seed=seed,
     )
     chosen = _rule(rule, task, alpha, beta, _weights(tau or []))
-    settings = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
+    settings: dict[str, Any] = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
     try:
         fitted = tabular.fit(task, chosen, model, out, seed=seed, resume=resume, **settings)
     except KeyboardInterrupt:  # between the two runs, or pressed twice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -44,8 +45,9 @@ class Flare:
     """Gradients of peers in other organisations, who may be late, gone, or wrong.
 
     A site that does not answer within `timeout` is left out of that step, and its weight goes back to g_0. After
-    `misses` steps without an answer it is no longer waited for; a short question in the background, every
-    `probe_every` steps, finds out whether it is back. With fewer than `minimum` answers a step is taken alone.
+    `misses` steps in a row without an answer it is no longer waited for; a short question in the background, every
+    `probe_every` steps, finds out whether it is back. One that says so and again gives nothing is dropped at once,
+    for twice as long each time. With fewer than `minimum` answers a step is taken alone.
 
     Args:
         model: any module, of the same parameters as at the sites.
@@ -94,14 +96,13 @@ class Flare:
         self.timeout, self.misses, self.probe_every, self.minimum = timeout, misses, probe_every, minimum
         self._costs = {name: Cost() for name in (me.name, *self.names)}
         self._mine = self._costs[me.name]
-        self._missed = dict.fromkeys(self.names, 0)
-        self._probes: dict[str, tuple[int, Replies]] = {}
+        self._standing = {name: _Standing(probe_every) for name in self.names}
         self._alone = False
 
     @property
     def dropped(self) -> tuple[str, ...]:
         """The sites that are not waited for."""
-        return tuple(name for name, missed in self._missed.items() if missed >= self.misses)
+        return tuple(name for name, site in self._standing.items() if site.missed >= self.misses)
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
@@ -122,13 +123,12 @@ class Flare:
         left_out |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
         left_out |= {name: "not waited for" for name in weights if name in dropped}
         if len(names) < self.minimum:
-            left_out |= {name: f"fewer than {self.minimum} peers answered" for name in names}
+            left_out |= dict.fromkeys(names, f"fewer than {self.minimum} peers answered")
             found, names = found[:0], ()
         self._say_alone(step, not names)
         average, answered = weighted_sum(mine.own, found, [weights[name] for name in names])
         asked_for: dict[str, Any] = {"rows": found, "names": names} if rows else {"peers": average}
-        own = {"own": mine.own, "own_loss": mine.own_loss, "x": x}
-        return Gradients(**own, **asked_for, answered=answered, left_out=left_out)
+        return replace(mine, **asked_for, answered=answered, left_out=left_out)
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
@@ -166,33 +166,59 @@ class Flare:
         for name in asked:
             answer = answers.get(name)
             found = read[name] = _gradient(name, answer, step, own)
-            missed = found is None or (isinstance(found, str) and found.startswith("refused"))
-            self._missed[name] = self._missed[name] + 1 if missed else 0
-            if self._missed[name] == self.misses:
-                self._probes.pop(name, None)
-                logger.warning("step %d: %s gave nothing %d times, not waited for", step, name, self.misses)
-            if isinstance(found, Tensor):
+            if found is None or (isinstance(found, str) and found.startswith("refused")):
+                self._miss(name, step)
+            else:
+                self._standing[name] = _Standing(self.probe_every)
+            if isinstance(found, Tensor) and isinstance(answer, dict):
                 self._mine.received += found.nbytes
                 self._costs[name].sent += found.nbytes
                 self._costs[name].computing += _seconds(answer.get("seconds"), self.timeout)
         return read
 
+    def _miss(self, name: str, step: int) -> None:
+        site = self._standing[name]
+        site.missed += 1
+        if site.missed >= self.misses:
+            site.since = step
+            logger.warning("step %d: %s gave nothing %d times, not waited for", step, name, self.misses)
+
     def _take_back(self, step: int, weights: Iterable[str]) -> None:
         """Take back the sites that have answered a question in the background, and put it to the others."""
         dropped = self.dropped
         for name in [name for name in weights if name in dropped]:
-            since, replies = self._probes.get(name, (step, None))
-            if replies is not None and replies.done() and replies.wait().get(name) == {"willing": True}:
-                del self._probes[name]
-                self._missed[name] = self.misses - 1  # one more miss, and it is dropped again
-                logger.warning("step %d: %s is back", step, name)
-            elif replies is None or replies.done() and step - since >= self.probe_every:
-                self._probes[name] = step, self.sites.ask([name], "ready", self.timeout)
+            site = self._standing[name]
+            if site.probe is not None and site.probe.done():
+                answer = site.probe.wait().get(name)
+                willing = isinstance(answer, dict) and answer.get("willing") is True
+                site.probe, site.since = None, step
+                if willing:  # one more miss and it is dropped again, for twice as long
+                    site.missed, site.pause = self.misses - 1, 2 * site.pause
+                    logger.warning("step %d: %s is back", step, name)
+            elif site.probe is None and step - site.since >= site.pause:
+                site.probe = self.sites.ask([name], "ready", self.timeout)
 
     def _say_alone(self, step: int, alone: bool) -> None:
         if alone != self._alone:
             self._alone = alone
             logger.warning("step %d: %s", step, "going on alone" if alone else "no longer alone")
+
+
+@dataclass
+class _Standing:
+    """How a site stands.
+
+    Args:
+        pause: steps to let pass before it is asked whether it is back.
+        missed: steps in a row without an answer.
+        since: the step that the pause is counted from.
+        probe: the question whether it is back, where one is on its way.
+    """
+
+    pause: int
+    missed: int = 0
+    since: int = 0
+    probe: Replies | None = None
 
 
 def _gradient(name: str, answer: Any, step: int, own: Tensor) -> Tensor | str | None:
@@ -202,22 +228,21 @@ def _gradient(name: str, answer: Any, step: int, own: Tensor) -> Tensor | str | 
     """
     if answer is None:
         return None
-    if not isinstance(answer, dict):
-        return "not a message"
-    if isinstance(answer.get("refused"), str):
-        return "refused: " + answer["refused"][:100]
-    gradient = answer.get("gradient")
+    fields = answer if isinstance(answer, dict) else {}
+    gradient, refused = fields.get("gradient"), fields.get("refused")
+    if isinstance(refused, str):
+        return "refused: " + refused[:100]
     if not isinstance(gradient, np.ndarray):
         return "not a gradient"
-    if answer.get("site") != name:
-        return "from another sender"
-    if answer.get("step") != step:
-        return "of another step"
-    if gradient.nbytes > own.numel() * 8 + ROOM:
-        return "too large"
-    if gradient.dtype not in (np.float16, np.float32, np.float64):
-        return "not of floating-point numbers"
-    return torch.from_numpy(np.array(gradient))
+    of_step = fields.get("step")
+    wrong = {
+        "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
+        "of another step": not isinstance(of_step, int) or of_step != step,
+        "too large": gradient.nbytes > own.numel() * 8 + ROOM,
+        "not of floating-point numbers": gradient.dtype not in (np.float16, np.float32, np.float64),
+    }
+    reasons = [reason for reason, is_so in wrong.items() if is_so]
+    return reasons[0] if reasons else torch.from_numpy(np.array(gradient))
 
 
 def _seconds(reported: Any, most: float) -> float:

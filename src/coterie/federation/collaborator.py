@@ -1,10 +1,11 @@
-"""A peer at its own place: it answers with gradients of its own examples, within its caps, and logs every request."""
+"""A peer at its own place: it gives gradients of its own examples, within its caps, and logs every request."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,43 @@ class Collaborator:
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": now, "caller": caller, "step": repr(step), **what}) + "\n")
+
+
+class Collaborators:
+    """Sites in this process: the peers of a consortium with no network between, or nobody.
+
+    Args:
+        peers: by name.
+
+    Example:
+        >>> Collaborators({}).ask(["a"], "ready", timeout=1.0).wait()
+        {}
+    """
+
+    def __init__(self, peers: Mapping[str, Collaborator]) -> None:
+        self.peers = peers
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Answers:
+        """Ask those who are here."""
+        here = {name: self.peers[name] for name in names if name in self.peers}
+        if method == "ready":
+            return Answers({name: peer.ready() for name, peer in here.items()})
+        return Answers({name: peer.answer("user 0", **arguments) for name, peer in here.items()})
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers that are all there."""
+
+    answers: Mapping[str, Any]
+
+    def done(self) -> bool:
+        """Say that nothing more will come."""
+        return True
+
+    def wait(self) -> Mapping[str, Any]:
+        """Return the answers."""
+        return self.answers
 
 
 def _clipped(gradient: Tensor, most: float | None) -> tuple[Tensor, float]:

@@ -32,11 +32,12 @@ What you give, and how to give less (`[caps]` in `{file}`):
 | `norm` | a gradient is clipped to this norm |
 | `examples` | no gradient of fewer rows than this is given |
 
-A gradient of few rows can give away what is in them. With `examples` at the size of a batch and `norm` set it tells
-less; it never tells nothing. Every request is logged in `requests.jsonl`: when, which step, how many rows, the norm.
+A gradient of few rows can give away what is in them. With `examples` at the size of a batch and `norm` set it
+tells less; it never tells nothing. Every request is logged in `requests.jsonl`: when, which step, how many rows,
+the norm.
 
-`preparation.json` and `preparation.skops` hold the medians, means, spreads and categories of {me}'s rows, with which
-your rows are made into numbers. `startup` holds your certificate and key: whoever has them is you. Keep them.
+`preparation.json` and `preparation.skops` hold the medians, means, spreads and categories of {me}'s rows, with
+which your rows are made into numbers. `startup` holds your certificate and key: whoever has them is you. Keep them.
 """
 
 SITE = """name = {name}
@@ -88,7 +89,12 @@ def set_up(
         kit = folder / "sites" / site
         preparation.save(kit)
         page = README.format(
-            site=site, name=consortium.name, me=settings.me, file=FILE, server=consortium.server, port=consortium.port
+            site=site,
+            name=consortium.name,
+            me=settings.me,
+            file=FILE,
+            server=consortium.server,
+            port=consortium.port,
         )
         (kit / "README.md").write_text(page, encoding="utf-8")
         columns = "\n".join(f"# {_toml(c)} = {_toml(c)}" for c in (*preparation.numeric, *preparation.categorical))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from coterie.display import progress_bar
 from coterie.errors import CoterieError, KnobError
+from coterie.federation.collaborator import Collaborators
 from coterie.federation.job import write_job
 from coterie.federation.lead import NEWS, RUN, lead, rule_of
 from coterie.federation.project import LEAD
@@ -61,25 +62,9 @@ def follow(
                 return record
             tell(f"NVFLARE ended job {attempt + 1}: {status}; going on from the last checkpoint")
     tell("going on alone")
-    lead(folder, Nobody())
+    lead(folder, Collaborators({}))
     show_news()
     return Record.load(out / "record.jsonl")
-
-
-class Nobody:
-    """No site to ask."""
-
-    def ask(self, names: Any, method: str, timeout: float, **arguments: Any) -> Nobody:
-        """Ask nobody."""
-        return self
-
-    def done(self) -> bool:
-        """Say that nothing more will come."""
-        return True
-
-    def wait(self) -> Mapping[str, Any]:
-        """Return no answers."""
-        return {}
 
 
 class _News:
@@ -135,7 +120,7 @@ def _watch(session: Any, job: str, out: Path, show: Callable[..., None], show_ne
             best = min((p["validation_loss"] for p in points if "validation_loss" in p), default=None)
             show(points[-1]["step"], points[-1].get("own_loss", float("nan")), points[-1]["weight"], best)
         status = str(session.get_job_meta(job).get("status"))
-        if status.startswith("FINISHED"):
+        if status.startswith("FINISHED") or _finished(out):  # NVFLARE takes some seconds more to clear up
             return status
         time.sleep(PAUSE)
 

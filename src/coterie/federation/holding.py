@@ -74,7 +74,9 @@ def of_lead(folder: Path, settings: LeadSettings) -> tuple[Holding, TableTask | 
     return Holding(task.me, *_model(settings.model, task.preparation), task.preparation), task
 
 
-def lead_task(rows: Any, settings: LeadSettings, preparation: Preparation | None = None, **options: Any) -> TableTask:
+def lead_task(
+    rows: Any, settings: LeadSettings, preparation: Preparation | None = None, **options: Any
+) -> TableTask:
     """Return user 0's rows as a task without peers, split into training, validation and test."""
     column = "coterie: user"
     return from_table(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,16 +47,13 @@ def lead(folder: Path, sites: Sites) -> None:
             probe_every=knobs.probe_every,
             minimum=knobs.minimum,
         )
-        options = {"steps": knobs.steps, "lr": knobs.lr, "batch_size": knobs.batch_size, "seed": knobs.seed}
+        options: dict[str, Any] = {name: getattr(knobs, name) for name in ("steps", "lr", "batch_size", "seed")}
+        options |= {"engine": engine, "resume": True, "progress": False}
         if task is not None:
-            fitted = tabular.fit(
-                task, rule, settings.model.name, out, resume=True, engine=engine, progress=False, **options
-            )
+            fitted = tabular.fit(task, rule, settings.model.name, out, **options)
             said = "stopped" if fitted is None else f"{fitted.run.summary()}\n{fitted.sentence()}"
         else:
-            run = train(
-                held.model, held.loss, held.user, (), rule, out=out, resume=True, engine=engine, progress=False, **options
-            )
+            run = train(held.model, held.loss, held.user, (), rule, out=out, **options)
             torch.save(run.model.state_dict(), out / "model.pt")
             said = run.summary()
         for line in said.splitlines():
@@ -65,16 +63,15 @@ def lead(folder: Path, sites: Sites) -> None:
 def rule_of(settings: LeadSettings) -> Rule:
     """Return the rule that the settings name."""
     knobs = settings.training
-    rules = {
-        "alone": lambda: Alone(),
+    rules: dict[str, Callable[[], Rule]] = {
+        "alone": Alone,
         "wga": lambda: WeightedAveraging(knobs.alpha),
         "bc": lambda: BiasCorrection(knobs.alpha, knobs.beta),
         "stream": lambda: StreamAveraging(knobs.steps),
     }
     if knobs.rule not in rules:
         raise KnobError(f"`rule` must be one of {', '.join(rules)}, got {knobs.rule!r}")
-    made: Rule = rules[knobs.rule]()
-    return made
+    return rules[knobs.rule]()
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def _pin(kit: Path, classes: Sequence[str]) -> None:
     resources |= {"class_allow_list": list(classes), "class_list_enforcement_mode": "enforce"}
     resources["allow_log_streaming"] = False
     resources["components"] = [c for c in resources["components"] if "log" not in c["id"]]
-    rights = {right: "none" for right in ("clone_job", "operate", "shell_commands", "byoc")}
+    rights = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none")
     rights |= {"submit_job": "any", "manage_job": "n:submitter", "download_job": "n:submitter", "view": "any"}
     logs = json.loads((local / "log_config.json.default").read_text(encoding="utf-8"))
     logs["loggers"]["nvflare.collab"] = {"level": "WARNING"}  # else several lines for every gradient
