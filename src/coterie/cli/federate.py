@@ -101,8 +101,8 @@ def run(
     """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run."""
     from coterie.federation.following import follow
 
-    record = follow(folder, resume=resume, wait=wait, tell=typer.echo)
-    typer.echo(f"Model, record and a page (index.html): {folder / 'run'}; test: {record.end['test']}")
+    typer.echo(follow(folder, resume=resume, wait=wait, tell=typer.echo))
+    typer.echo(f"Model, record and a page (index.html): {folder / 'run'}")
     typer.echo(f"To apply it: coterie predict {folder / 'run'} FILE")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,21 +28,29 @@ class User0:
 class CollabSites:
     """The sites of this job, asked through NVFLARE's Collab."""
 
+    def __init__(self) -> None:
+        self.server = os.getppid()
+
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> CollabReplies:
         """Send a request to sites and return at once; one that is not in this job does not answer."""
         here = {client.name for client in collab.clients}
         asked = [name for name in names if name in here]
         if not asked:
-            return CollabReplies(None)
+            return CollabReplies(None, self.server)
         group = collab.get_clients(asked)(blocking=False, timeout=timeout)
-        return CollabReplies(getattr(group, method)(**arguments))
+        return CollabReplies(getattr(group, method)(**arguments), self.server)
 
 
 class CollabReplies:
-    """What sites answer, as it comes; `queue` is Collab's, or None where nobody was asked."""
+    """What sites answer, as it comes.
 
-    def __init__(self, queue: Any) -> None:
-        self.queue = queue
+    Args:
+        queue: Collab's, or None where nobody was asked.
+        server: the process that this one was started by, without which no site can be reached.
+    """
+
+    def __init__(self, queue: Any, server: int) -> None:
+        self.queue, self.server = queue, server
 
     def done(self) -> bool:
         """Say whether every site has answered, failed or run out of time."""
@@ -52,4 +61,6 @@ class CollabReplies:
         answers = {} if self.queue is None else dict(self.queue)
         if collab.is_aborted:  # calls fail at once from now on
             raise PeerLost("NVFLARE has ended the job")
+        if os.getppid() != self.server:
+            raise PeerLost("user 0's server is gone")
         return answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from coterie.display import progress_bar
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.collaborator import Collaborators
 from coterie.federation.job import write_job
-from coterie.federation.lead import NEWS, RUN, lead, rule_of
+from coterie.federation.lead import NEWS, RUN, SUMMARY, lead, rule_of
 from coterie.federation.project import LEAD
 from coterie.federation.settings import lead_settings
 from coterie.record import Record
@@ -29,8 +30,8 @@ def follow(
     attempts: int = 5,
     tell: Callable[[str], None] = print,
     progress: bool | None = None,
-) -> Record:
-    """Submit the job, follow it to its end, and return the record.
+) -> str:
+    """Submit the job, follow it to its end, and return the result in a few lines.
 
     NVFLARE ends a whole job when one site's worker dies. What is left is then submitted again, from the last
     checkpoint, to the sites that are still there; with none left, user 0 goes on alone.
@@ -47,24 +48,25 @@ def follow(
     out = folder / RUN
     if (out / "record.jsonl").exists() and not resume:
         raise KnobError(f"{out} already holds a run; go on with it (`--resume`), or move it away")
+    (out / SUMMARY).unlink(missing_ok=True)
     job = write_job(folder.absolute() / "job")
     show_news = _News(out / NEWS, tell)
     with progress_bar(progress, type(rule_of(settings)).__name__, settings.training.steps) as show:
         for attempt in range(attempts):
             with _session(folder / "lead", wait) as session:
                 if not _connected(session, len(settings.sites), wait):
-                    tell("no site is connected")
+                    if not attempt:
+                        raise CoterieError(f"no site is connected after {wait:g} s; they start with `federate site`")
                     break
                 status = _watch(session, session.submit_job(str(job)), out, show, show_news)
             show_news()
-            record = _finished(out)
-            if record is not None:
-                return record
-            tell(f"NVFLARE ended job {attempt + 1}: {status}; going on from the last checkpoint")
-    tell("going on alone")
+            if (out / SUMMARY).exists():
+                return (out / SUMMARY).read_text(encoding="utf-8")
+            tell(f"job {attempt + 1} has ended early ({status}); going on from the last checkpoint")
+    tell("no site is left; going on alone")
     lead(folder, Collaborators({}))
     show_news()
-    return Record.load(out / "record.jsonl")
+    return (out / SUMMARY).read_text(encoding="utf-8")
 
 
 class _News:
@@ -89,11 +91,13 @@ def _session(kit: Path, wait: float) -> Iterator[Any]:
         from nvflare.fuel.flare_api.flare_api import new_secure_session
     except ImportError as error:
         raise CoterieError(f"NVFLARE is not installed ({error}); `pip install coterie[flare]`") from error
+    logging.getLogger("nvflare").setLevel(logging.CRITICAL)  # what it has to say is raised as well
     try:
         session = new_secure_session(LEAD, str(kit.absolute()), timeout=wait)
     except Exception as error:  # NVFLARE raises several kinds
         raise CoterieError(
-            f"the server does not answer: {error}; start it with `coterie federate server {kit.parent}`"
+            f"the server does not answer: {error}; start it (`coterie federate server {kit.parent}`), then go on with "
+            "`coterie federate run --resume`"
         ) from error
     try:
         yield session
@@ -119,15 +123,10 @@ def _watch(session: Any, job: str, out: Path, show: Callable[..., None], show_ne
         if points:
             best = min((p["validation_loss"] for p in points if "validation_loss" in p), default=None)
             show(points[-1]["step"], points[-1].get("own_loss", float("nan")), points[-1]["weight"], best)
-        status = str(session.get_job_meta(job).get("status"))
-        if status.startswith("FINISHED") or _finished(out):  # NVFLARE takes some seconds more to clear up
+        try:
+            status = str(session.get_job_meta(job).get("status"))
+        except Exception as error:  # NVFLARE raises several kinds
+            return f"the server does not answer, {type(error).__name__}"
+        if status.startswith("FINISHED") or (out / SUMMARY).exists():  # NVFLARE takes some seconds more to clear up
             return status
         time.sleep(PAUSE)
-
-
-def _finished(out: Path) -> Record | None:
-    """Return the record if the run has ended as it should."""
-    if not (out / "record.jsonl").exists():
-        return None
-    record = Record.load(out / "record.jsonl")
-    return record if record.end and record.end.get("stopped") is None and (out / "model.pt").exists() else None

@@ -21,8 +21,11 @@ from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.streams import StreamAveraging
 from coterie.training import train
 
-RUN, NEWS = "run", "news.log"
-logger = logging.getLogger(__name__)
+RUN = "run"
+NEWS = "news.log"
+"""What happened on the way: sites that were dropped or taken back."""
+SUMMARY = "summary.txt"
+"""The result in a few lines; written last, so that what has one has ended."""
 
 
 def lead(folder: Path, sites: Sites) -> None:
@@ -35,6 +38,7 @@ def lead(folder: Path, sites: Sites) -> None:
     settings, out = lead_settings(folder), folder / RUN
     torch.set_num_threads(settings.threads)
     out.mkdir(exist_ok=True)
+    (out / SUMMARY).unlink(missing_ok=True)
     with _only_one(out), _news(out / NEWS):
         held, task = of_lead(folder, settings)
         rule, knobs = rule_of(settings), settings.training
@@ -56,8 +60,7 @@ def lead(folder: Path, sites: Sites) -> None:
             run = train(held.model, held.loss, held.user, (), rule, out=out, **options)
             torch.save(run.model.state_dict(), out / "model.pt")
             said = run.summary()
-        for line in said.splitlines():
-            logger.warning(line)
+        (out / SUMMARY).write_text(said + "\n", encoding="utf-8")
 
 
 def rule_of(settings: LeadSettings) -> Rule:
