@@ -106,11 +106,21 @@ def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float
         >>> complete(torch.tensor([8.0]), torch.tensor([0.0]), 0.0)
         (tensor([8.]), 0.0)
     """
+    answered = present([answered])
     if not answered:
         return own.clone(), 0.0
-    if 1 - answered < 1e-12:  # weights that sum to 1 but for rounding
-        return peers, 1.0
-    return peers.add(own, alpha=1 - answered), answered
+    return (peers, 1.0) if answered == 1 else (peers.add(own, alpha=1 - answered), answered)
+
+
+def present(weights: Iterable[float]) -> float:
+    """Return the share of the peers' weight that answered; 1 where the weights sum to it but for rounding.
+
+    Example:
+        >>> present([0.1] * 10), present([0.1] * 5)
+        (1.0, 0.5)
+    """
+    answered = sum(weights)
+    return 1.0 if 1 - answered < 1e-12 else answered
 
 
 def is_finite(vector: Tensor) -> bool:
