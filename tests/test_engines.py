@@ -23,8 +23,10 @@ from torch.utils.data import Dataset
 import coterie
 from coterie.draws import seeded
 from coterie.engines import MakeEngine
+from coterie.engines.flare import Flare
 from coterie.engines.passes import Passes
 from coterie.errors import KnobError
+from coterie.federation.collaborator import Collaborator, Collaborators
 from coterie.parameters import Parameters
 from coterie.streams import StreamAveraging
 
@@ -33,9 +35,29 @@ SIZES = (20, 16, 7, 33, 5)  # two peers with fewer examples than a batch: three 
 TAU = {"peer 1": 0.4, "peer 2": 0.3, "peer 3": 0.1, "peer 4": 0.2}
 
 
+def _flare(
+    model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], *, batch_size: int, seed: int
+) -> Flare:
+    """Return the engine with sites whose models are at other parameters and have other buffers."""
+    held = {peer.name: Collaborator(peer, _elsewhere(model), loss) for peer in peers}
+    made: Flare = Flare(
+        model, loss, me, sites=Collaborators(held), names=list(held), batch_size=batch_size, seed=seed
+    )
+    return made
+
+
+def _elsewhere(model: nn.Module) -> nn.Module:
+    there = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in (*Parameters(there).named.values(), *there.buffers()):
+            tensor.zero_()
+    return there
+
+
 ENGINES: dict[str, Callable[[], AbstractContextManager[MakeEngine]]] = {
     "in process": lambda: nullcontext(coterie.InProcess),
     "in process, one by one": lambda: nullcontext(partial(coterie.InProcess, one_by_one=True)),
+    "NVFLARE's, over sites in this process": lambda: nullcontext(_flare),
 }
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import coterie
 from coterie.engines.flare import Flare
-from coterie.errors import KnobError, PeerLost
+from coterie.errors import CoterieError, KnobError, PeerLost
 from coterie.federation.collaborator import Answers, Caps, Collaborator, Collaborators
 
 LOSS = nn.functional.cross_entropy
@@ -44,7 +44,9 @@ class Sites(Collaborators):
         self.asked.append((method, tuple(names)))
         answers: Mapping[str, Any] = super().ask(names, method, timeout, **arguments).wait()
         if method == "gradient":
-            answers = {name: self.change(name, arguments["step"], answer) for name, answer in answers.items()}
+            answers = {
+                name: self.change(name, arguments["request"]["step"], answer) for name, answer in answers.items()
+            }
         return Answers({n: a for n, a in answers.items() if a is not None and n not in self.silent})
 
 
@@ -248,7 +250,7 @@ def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(make_users: User
 
     class Ended(Sites):
         def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Answers:
-            if arguments.get("step") == 7:
+            if arguments.get("request", {}).get("step") == 7:
                 raise PeerLost("NVFLARE has ended the job")
             return super().ask(names, method, timeout, **arguments)
 
@@ -271,13 +273,15 @@ def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(make_users: User
         ({"misses": 0}, "`misses` must be at least 1"),
         ({"minimum": 0}, "`minimum` must be at least 1"),
         ({"probe_every": 0}, "`probe_every` must be at least 1"),
-        ({"names": ["me"]}, "must not hold user 0"),
+        ({"names": ["me"]}, "must have different names"),
+        ({"names": ["a", "a"]}, "must have different names"),
+        ({"peers": [coterie.User("a", [[1.0], [2.0]], [0, 1])]}, "the peers' examples are at their sites"),
     ],
 )
 def test_knobs_are_checked(knobs: dict[str, Any], message: str, make_users: Users) -> None:
     users = make_users()
     options: dict[str, Any] = {"sites": Sites([]), "names": list(TAU)} | knobs
-    with pytest.raises(KnobError, match=message):
+    with pytest.raises(CoterieError, match=message):
         Flare(model(), LOSS, users[0], **options)
 
 
@@ -289,12 +293,12 @@ def peer(make_users: Users) -> coterie.User:
     return make_users()[1]
 
 
-REQUEST = {"step": 2, "seed": 5, "batch_size": 4}
 POINT = np.linspace(-1, 1, 12)
+REQUEST = {"x": POINT, "step": 2, "seed": 5, "batch_size": 4}
 
 
 def test_a_site_gives_the_gradient_of_its_batch(peer: coterie.User) -> None:
-    answer = Collaborator(peer, model(), LOSS).answer("server", POINT, **REQUEST)
+    answer = Collaborator(peer, model(), LOSS).answer("server", REQUEST)
     weight = torch.from_numpy(POINT[:9].reshape(3, 3)).requires_grad_()
     bias = torch.from_numpy(POINT[9:]).requires_grad_()
     inputs, targets = peer.batch(4, seed=5, step=2)
@@ -305,17 +309,17 @@ def test_a_site_gives_the_gradient_of_its_batch(peer: coterie.User) -> None:
 
 def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
-    free = Collaborator(peer, model(), LOSS).answer("server", POINT, **REQUEST)["gradient"]
+    free = Collaborator(peer, model(), LOSS).answer("server", REQUEST)["gradient"]
     most = float(np.linalg.norm(free)) / 3
     capped = Collaborator(peer, model(), LOSS, Caps(gradients=2, norm=most, examples=4), log)
-    np.testing.assert_allclose(capped.answer("server", POINT, **REQUEST)["gradient"], free / 3)
-    assert capped.answer("server", POINT, **REQUEST | {"batch_size": 3}) == {
+    np.testing.assert_allclose(capped.answer("server", REQUEST)["gradient"], free / 3)
+    assert capped.answer("server", REQUEST | {"batch_size": 3}) == {
         "refused": "it gives no gradient of fewer than 4 examples"
     }
-    assert "gradient" in capped.answer("server", POINT, **REQUEST)
+    assert "gradient" in capped.answer("server", REQUEST)
     assert capped.ready() == {"willing": False}
     again = Collaborator(peer, model(), LOSS, Caps(gradients=2), log)  # started anew
-    assert again.answer("server", POINT, **REQUEST) == {"refused": "it has given all the gradients it gives, 2"}
+    assert again.answer("server", REQUEST) == {"refused": "it has given all the gradients it gives, 2"}
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [("norm" in line, "refused" in line) for line in lines] == [
         (True, False),
@@ -338,13 +342,14 @@ def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path:
         {"step": 1.5},
         {"batch_size": 0},
         {"seed": "0"},
+        {"buffers": {"running": np.zeros(3)}},
+        {"frozen": "another model"},
     ],
     ids=str,
 )
 def test_a_strange_request_is_refused(request_: dict[str, Any], peer: coterie.User) -> None:
-    assert set(Collaborator(peer, model(), LOSS).answer("server", **{"x": POINT, **REQUEST} | request_)) == {
-        "refused"
-    }
+    assert set(Collaborator(peer, model(), LOSS).answer("server", REQUEST | request_)) == {"refused"}
+    assert set(Collaborator(peer, model(), LOSS).answer("server", list(request_))) == {"refused"}
 
 
 def test_an_error_at_a_site_stays_there(peer: coterie.User, tmp_path: Path) -> None:
@@ -352,7 +357,7 @@ def test_an_error_at_a_site_stays_there(peer: coterie.User, tmp_path: Path) -> N
         raise ValueError("patient 7 is ill")
 
     log = tmp_path / "requests.jsonl"
-    answer = Collaborator(peer, model(), secret, log=log).answer("server", POINT, **REQUEST)
+    answer = Collaborator(peer, model(), secret, log=log).answer("server", REQUEST)
     assert answer == {"refused": "it failed with ValueError"}
     assert "patient 7" in log.read_text()
 

@@ -78,7 +78,7 @@ class Run:
         lines.append(self._verdict())
         if end.get("left_out"):
             counts = (f"{name} in {sum(why.values())} steps" for name, why in end["left_out"].items())
-            lines.append("left out for bad gradients: " + ", ".join(counts))
+            lines.append("left out: " + ", ".join(counts))
         return "\n".join(lines)
 
     def _verdict(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from coterie.engines.costs import Cost
 from coterie.engines.in_process import InProcess
-from coterie.errors import KnobError
+from coterie.errors import DataError, KnobError
 from coterie.gradients import Gradients, receive, weighted_sum
 from coterie.users import Loss, User
 
@@ -89,8 +90,8 @@ class Flare:
         if peers:
             raise KnobError(f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites")
         self.names = tuple(names)
-        if me.name in self.names:
-            raise KnobError(f"`names` must not hold user 0, got {me.name!r}; batches are drawn by name")
+        if len({me.name, *names}) <= len(names):
+            raise DataError("users must have different names: weights and batches go by them")
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
         self.sites, self.batch_size, self.seed = sites, batch_size, seed
         self.timeout, self.misses, self.probe_every, self.minimum = timeout, misses, probe_every, minimum
@@ -98,6 +99,7 @@ class Flare:
         self._mine = self._costs[me.name]
         self._standing = {name: _Standing(probe_every) for name in self.names}
         self._alone = False
+        self._frozen = frozen_digest(model)
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -150,13 +152,21 @@ class Flare:
 
     def _ask(self, names: Sequence[str], x: Tensor, step: int) -> Replies:
         # A copy: a late site may still be sent to when x has moved on.
-        point = np.array(x.detach().cpu().to(_sendable(x.dtype)).numpy())
-        self._mine.sent += point.nbytes * len(names)
+        point = array_of(x)
+        buffers = {name: array_of(buffer) for name, buffer in self.own.passes.model.named_buffers()}
+        size = point.nbytes + sum(buffer.nbytes for buffer in buffers.values())
+        self._mine.sent += size * len(names)
         for name in names:
-            self._costs[name].received += point.nbytes
-        return self.sites.ask(
-            names, "gradient", self.timeout, x=point, step=step, seed=self.seed, batch_size=self.batch_size
-        )
+            self._costs[name].received += size
+        request = {
+            "x": point,
+            "step": step,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "buffers": buffers,
+            "frozen": self._frozen,
+        }
+        return self.sites.ask(names, "gradient", self.timeout, request=request)
 
     def _answers(
         self, answers: Mapping[str, Any], asked: Sequence[str], step: int, own: Tensor
@@ -250,5 +260,26 @@ def _seconds(reported: Any, most: float) -> float:
     return reported if isinstance(reported, float) and 0 <= reported <= most else 0.0
 
 
-def _sendable(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.bfloat16 else dtype  # NumPy has no bfloat16
+def frozen_digest(model: nn.Module) -> str:
+    """Return a digest of the parameters that are not trained, which do not travel and must be the same everywhere.
+
+    Example:
+        >>> frozen_digest(nn.Linear(2, 1)) == frozen_digest(nn.Linear(2, 1))  # nothing is frozen
+        True
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            digest.update(name.encode() + array_of(parameter).tobytes())
+    return digest.hexdigest()
+
+
+def array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return a copy of a tensor as an array that can be sent.
+
+    Example:
+        >>> array_of(torch.ones(2, dtype=torch.bfloat16))
+        array([1., 1.], dtype=float32)
+    """
+    plain = tensor.detach().cpu()
+    return np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())  # NumPy has no bfloat16

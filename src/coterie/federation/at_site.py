@@ -42,9 +42,9 @@ class Site:
         return {"willing": False} if self.peer is None else self.peer.ready()
 
     @publish
-    def gradient(self, x: Any, step: Any, seed: Any, batch_size: Any) -> dict[str, Any]:
-        """Return the gradient at x, or why there is none; see `Collaborator.answer`."""
+    def gradient(self, request: Any) -> dict[str, Any]:
+        """Return the gradient asked for, or why there is none; see `Collaborator.answer`."""
         if self.peer is None:
             return {"refused": "its data or model cannot be read"}
         with self.lock:  # a request that came late may still be in work
-            return self.peer.answer(str(collab.caller), x, step=step, seed=seed, batch_size=batch_size)
+            return self.peer.answer(str(collab.caller), request)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.draws import seeded
+from coterie.engines.flare import array_of, frozen_digest
 from coterie.engines.passes import Passes
 from coterie.errors import KnobError
 from coterie.users import Loss, User
@@ -60,10 +61,10 @@ class Collaborator:
     Example:
         >>> user = User("a", torch.eye(2), torch.ones(2, 1))
         >>> peer = Collaborator(user, nn.Linear(2, 1), nn.functional.mse_loss, Caps(gradients=1))
-        >>> request = {"step": 0, "seed": 0, "batch_size": 2}
-        >>> peer.answer("user 0", np.zeros(3, np.float32), **request)["gradient"]
+        >>> request = {"x": np.zeros(3, np.float32), "step": 0, "seed": 0, "batch_size": 2}
+        >>> peer.answer("user 0", request)["gradient"]
         array([-1., -1., -2.], dtype=float32)
-        >>> peer.answer("user 0", np.zeros(3, np.float32), **request)
+        >>> peer.answer("user 0", request)
         {'refused': 'it has given all the gradients it gives, 1'}
     """
 
@@ -73,49 +74,76 @@ class Collaborator:
         self.user, self.passes = user, Passes(model, loss)
         self.caps, self.log = caps or Caps(), log
         self.given = _count_given(log)
+        self.frozen = frozen_digest(model)
 
     def ready(self) -> dict[str, bool]:
         """Say whether there is a gradient left to give."""
         return {"willing": self.caps.gradients is None or self.given < self.caps.gradients}
 
-    def answer(self, caller: str, x: Any, *, step: Any, seed: Any, batch_size: Any) -> dict[str, Any]:
+    def answer(self, caller: str, request: Any) -> dict[str, Any]:
         """Return the gradient at x on the batch of (seed, user, step), or why there is none.
 
         Nothing of an error but its kind leaves the site: a message may hold what is in the data.
+
+        Args:
+            caller: who asks, for the log.
+            request: `x`, `step`, `seed`, `batch_size`; where the model has them, user 0's `buffers` by name and
+                the digest of its `frozen` parameters.
         """
         began = time.perf_counter()
+        step = request.get("step") if isinstance(request, dict) else None
         try:
-            reply = self._reply(x, step, seed, batch_size)
+            refused = self._malformed(request) or self._unwilling(request)
+            reply = {"refused": refused} if refused else self._gradient(request)
         except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
             self._note(caller, step, failed=f"{type(error).__name__}: {error}")
             return {"refused": f"it failed with {type(error).__name__}"}
-        if "refused" in reply:
-            self._note(caller, step, refused=reply["refused"])
+        if refused:
+            self._note(caller, step, refused=refused)
             return reply
         self.given += 1
-        seconds = time.perf_counter() - began
-        self._note(caller, step, examples=min(batch_size, len(self.user)), norm=reply.pop("norm"))
-        return reply | {"site": self.user.name, "step": step, "seconds": seconds}
+        self._note(caller, step, examples=self._examples(request), norm=reply.pop("norm"))
+        return reply | {"site": self.user.name, "step": step, "seconds": time.perf_counter() - began}
 
-    def _reply(self, x: Any, step: Any, seed: Any, batch_size: Any) -> dict[str, Any]:
-        parameters = self.passes.parameters
-        if not isinstance(x, np.ndarray) or x.shape != (parameters.size,) or x.dtype.kind != "f":
-            return {"refused": f"the point must be {parameters.size} floating-point numbers"}
-        if not all(isinstance(number, int) for number in (step, seed, batch_size)) or step < 0 or batch_size < 1:
-            return {"refused": "step, seed and batch size must be whole numbers"}
-        if not np.isfinite(x).all():
-            return {"refused": "the point is not finite"}
-        if min(batch_size, len(self.user)) < self.caps.examples:
-            return {"refused": f"it gives no gradient of fewer than {self.caps.examples} examples"}
+    def _examples(self, request: Mapping[str, Any]) -> int:
+        return int(min(request["batch_size"], len(self.user)))
+
+    def _malformed(self, request: Any) -> str | None:
+        """Say what is wrong with a request, if anything is."""
+        if not isinstance(request, dict):
+            return "a request must have fields"
+        x, size = request.get("x"), self.passes.parameters.size
+        if not isinstance(x, np.ndarray) or x.shape != (size,) or x.dtype.kind != "f" or not np.isfinite(x).all():
+            return f"the point must be {size} finite floating-point numbers"
+        least = {"step": 0, "seed": -(2**63), "batch_size": 1}
+        if any(not isinstance(request.get(name), int) or request[name] < low for name, low in least.items()):
+            return "step, seed and batch size must be whole numbers"
+        return None
+
+    def _unwilling(self, request: Mapping[str, Any]) -> str | None:
+        """Say why no gradient is given, where none is."""
+        ours, sent = dict(self.passes.model.named_buffers()), request.get("buffers", {})
+        if any(name not in ours or ours[name].shape != buffer.shape for name, buffer in sent.items()):
+            return "its model has other buffers"
+        if request.get("frozen", self.frozen) != self.frozen:
+            return "its model has other frozen parameters"
+        if self._examples(request) < self.caps.examples:
+            return f"it gives no gradient of fewer than {self.caps.examples} examples"
         if not self.ready()["willing"]:
-            return {"refused": f"it has given all the gradients it gives, {self.caps.gradients}"}
-        point = torch.from_numpy(np.array(x)).to(parameters.device, parameters.dtype)
-        batch = self.user.batch(batch_size, seed=seed, step=step)
+            return f"it has given all the gradients it gives, {self.caps.gradients}"
+        return None
+
+    def _gradient(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        parameters, buffers = self.passes.parameters, self.passes.buffers()
+        for name, buffer in request.get("buffers", {}).items():
+            buffers[name] = torch.from_numpy(np.array(buffer)).to(buffers[name])
+        x = torch.from_numpy(np.array(request["x"])).to(parameters.device, parameters.dtype)
+        seed, step = request["seed"], request["step"]
+        batch = self.user.batch(request["batch_size"], seed=seed, step=step)
         with seeded(seed, self.user.name, step):
-            gradient = self.passes.single(point, *batch, self.passes.buffers())[0]
+            gradient = self.passes.single(x, *batch, buffers)[0]
         gradient, norm = _clipped(gradient, self.caps.norm)
-        sent = gradient.float() if gradient.dtype == torch.bfloat16 else gradient
-        return {"gradient": sent.cpu().numpy(), "norm": norm}
+        return {"gradient": array_of(gradient), "norm": norm}
 
     def _note(self, caller: str, step: Any, **what: Any) -> None:
         if self.log is None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coterie import models
 from coterie.data import read_table
 from coterie.federation.holding import lead_task
 from coterie.federation.project import Consortium, provision
@@ -82,7 +83,8 @@ def set_up(
     rows = read_table(settings.data.table)
     task = lead_task(rows, settings, categorical=categorical, kind=kind)
     preparation = task.preparation
-    provision(consortium, folder)
+    model = models.build(settings.model.name, task.n_inputs, task.n_outputs)
+    provision(consortium, folder, sum(tensor.numel() for tensor in model.state_dict().values()))
     preparation.save(folder)
     (folder / FILE).write_text(_lead_file(settings), encoding="utf-8")
     for site in consortium.sites:

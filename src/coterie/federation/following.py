@@ -56,7 +56,9 @@ def follow(
             with _session(folder / "lead", wait) as session:
                 if not _connected(session, len(settings.sites), wait):
                     if not attempt:
-                        raise CoterieError(f"no site is connected after {wait:g} s; they start with `federate site`")
+                        raise CoterieError(
+                            f"no site is connected after {wait:g} s; they start with `federate site`"
+                        )
                     break
                 status = _watch(session, session.submit_job(str(job)), out, show, show_news)
             show_news()
@@ -96,8 +98,8 @@ def _session(kit: Path, wait: float) -> Iterator[Any]:
         session = new_secure_session(LEAD, str(kit.absolute()), timeout=wait)
     except Exception as error:  # NVFLARE raises several kinds
         raise CoterieError(
-            f"the server does not answer: {error}; start it (`coterie federate server {kit.parent}`), then go on with "
-            "`coterie federate run --resume`"
+            f"the server does not answer: {error}; start it (`coterie federate server {kit.parent}`); a run that was "
+            "on its way goes on with `coterie federate run --resume`"
         ) from error
     try:
         yield session

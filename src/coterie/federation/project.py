@@ -13,8 +13,8 @@ from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import AT_SITE, AT_USER0, CONTROLLER, EXECUTOR
 
 LEAD = "lead@coterie.org"
-MOST_BYTES = 256 * 2**20
-"""What a participant takes in one message; a larger one is refused before it is held in memory."""
+ROOM = 16 * 2**20
+"""How many bytes a message may have beside the numbers of the model."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,13 @@ class Consortium:
         )
 
 
-def provision(consortium: Consortium, folder: Path) -> None:
+def provision(consortium: Consortium, folder: Path, size: int) -> None:
     """Write `project.yml`, make the certificates, and lay out `server`, `lead` and `sites/NAME`.
 
     Args:
         consortium: who takes part.
         folder: user 0's; `authority` in it holds the key that all certificates are signed with.
+        size: how many numbers the model has; a message far larger is refused before it is held in memory.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "project.yml").exists():
@@ -89,8 +90,8 @@ def provision(consortium: Consortium, folder: Path) -> None:
     shutil.move(kits / LEAD, folder / "lead")
     for site in consortium.sites:
         shutil.move(kits / site, folder / "sites" / site)
-        _pin(folder / "sites" / site, (EXECUTOR, AT_SITE))
-    _pin(folder / "server", (CONTROLLER, AT_USER0))
+        _pin(folder / "sites" / site, (EXECUTOR, AT_SITE), ROOM + 16 * size)
+    _pin(folder / "server", (CONTROLLER, AT_USER0), ROOM + 16 * size)
     _keep_jobs_here(folder / "server")
     authority.chmod(0o700)
 
@@ -108,7 +109,7 @@ def _nvflare_provision(project: Path, workspace: Path) -> None:
         raise CoterieError(f"NVFLARE could not provision {project}: {done.stdout}{done.stderr}")
 
 
-def _pin(kit: Path, classes: Sequence[str]) -> None:
+def _pin(kit: Path, classes: Sequence[str], most_bytes: int) -> None:
     """Let a participant make these classes only, take no code, no shell command and no huge message."""
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text(encoding="utf-8"))
@@ -122,7 +123,7 @@ def _pin(kit: Path, classes: Sequence[str]) -> None:
     _write(local / "resources.json", resources)
     _write(local / "authorization.json", {"format_version": "1.0", "permissions": {"lead": rights}})
     _write(local / "log_config.json", logs)
-    _write(local / "comm_config.json", {"streaming_max_blob_size": MOST_BYTES})
+    _write(local / "comm_config.json", {"streaming_max_blob_size": most_bytes})
 
 
 def _keep_jobs_here(server: Path) -> None:
