@@ -66,7 +66,7 @@ class TorchDistributed:
         timeout: float = 120.0,
         group: Group | None = None,
     ) -> None:
-        self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
+        self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
         self.group = group or join(timeout)
         self.me, self.gather, self.compress = me.name, gather, compress
         device = self.own.passes.parameters.device
@@ -238,8 +238,8 @@ def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: S
         theirs, ours = (hello["size"], hello["dtype"]), (wire.size, str(wire.dtype))
         if theirs != ours:
             raise ModelError(
-                f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of {theirs[1]}, user 0 one of "
-                f"{ours[0]} of {ours[1]}; build the same model in every process"
+                f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of {theirs[1]}, user 0 one "
+                f"of {ours[0]} of {ours[1]}; build the same model in every process"
             )
     if len({me, *names}) <= len(names):
         raise DataError(
