@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import signal
 import sys
@@ -23,14 +23,6 @@ from coterie.engines.torch_distributed import TorchDistributed, serve
 
 PATIENCE = 30.0
 """Seconds after which what should have happened has not."""
-
-
-def launched(size: int) -> tuple[Any, list[dict[str, str]]]:
-    """Return a place for notes, as torchrun keeps it, and the variables that torchrun sets for each rank."""
-    notes = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(notes.port), "WORLD_SIZE": str(size)}
-    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    return notes, [shared | {"RANK": str(rank)} for rank in range(size)]
 
 
 def forked(work: Callable[[], object], quiet: bool = True) -> int:
@@ -66,48 +58,86 @@ def ended(child: int, patience: float = PATIENCE) -> int:
     raise AssertionError(f"process {child} did not end within {patience:g} s")
 
 
+class Started:
+    """A process for each rank from `first` on, and one that keeps their notes, as torchrun does.
+
+    Nothing with a thread is left in this process, since threads do not survive the next fork.
+
+    Args:
+        works: what each rank does.
+        first: the rank of the first of them.
+    """
+
+    def __init__(self, works: Sequence[Callable[[], object]], first: int = 0) -> None:
+        parent, (read, write) = os.getpid(), os.pipe()
+
+        def keep_notes() -> None:
+            notes = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(write, str(notes.port).encode())
+            while os.getppid() == parent:
+                time.sleep(0.2)
+
+        self.notes = forked(keep_notes)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(read, 9).decode()}
+        shared |= {"WORLD_SIZE": str(first + len(works)), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.close(read)
+        os.close(write)
+        self.variables = shared | {"RANK": "0"}
+        self.children: list[int] = []
+        for rank, work in enumerate(works, first):
+
+            def child(work: Callable[[], object] = work, rank: int = rank) -> None:
+                os.environ.update(shared | {"RANK": str(rank)})
+                work()
+
+            self.children.append(forked(child))
+
+    def end(self, patience: float = PATIENCE) -> list[int]:
+        """Wait for all, and return how each ended."""
+        try:
+            return [ended(child, patience) for child in self.children]
+        finally:
+            os.kill(self.notes, signal.SIGKILL)
+            os.waitpid(self.notes, 0)
+
+    def kill(self) -> None:
+        """Kill all."""
+        for child in self.children:
+            os.kill(child, signal.SIGKILL)
+
+
 @contextmanager
-def torch_distributed(**settings: Any) -> Iterator[MakeEngine]:
-    """Give a function that makes `TorchDistributed` engines whose peers are forked from this process."""
-    children: list[int] = []
+def torch_distributed(serving: Sequence[Callable[..., object]] = (), **settings: Any) -> Iterator[MakeEngine]:
+    """Give a function that makes `TorchDistributed` engines whose peers are forked from this process.
+
+    Args:
+        serving: for each peer, what it does with (model, loss, peer) instead of `serve`.
+        settings: the engine's.
+    """
     engines: list[TorchDistributed] = []
-    kept: list[Any] = []
+    running: list[Started] = []
 
     def stop() -> None:
         while engines:
             engines.pop().close()
-        while children:
-            ended(children.pop())
+        while running:
+            running.pop().end()
         torch_group._stores.clear()
-        kept.clear()
 
     def make(
         model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], *, batch_size: int, seed: int
     ) -> coterie.Engine:
         stop()
-        pipes = []
-        for peer in peers:
-            read, write = os.pipe()
-
-            def work(peer: coterie.User = peer, read: int = read) -> None:
-                os.environ.update(json.loads(os.read(read, 10_000)))
-                serve(model, loss, peer, timeout=PATIENCE)
-
-            children.append(forked(work))
-            os.close(read)
-            pipes.append(write)
-        place, (mine, *theirs) = launched(1 + len(peers))  # only now: its thread would not survive a fork
-        kept.append(place)
-        for pipe, variables in zip(pipes, theirs, strict=True):
-            os.write(pipe, json.dumps(variables).encode())
-            os.close(pipe)
-        with mock.patch.dict(os.environ, mine):
+        timeout = settings.get("timeout", PATIENCE)
+        serves = serving or [functools.partial(serve, timeout=timeout)] * len(peers)
+        works = [functools.partial(do, model, loss, peer) for do, peer in zip(serves, peers, strict=True)]
+        running.append(Started(works, first=1))
+        with mock.patch.dict(os.environ, running[-1].variables):
             try:
-                keywords = {"batch_size": batch_size, "seed": seed, "timeout": PATIENCE} | settings
+                keywords = {"batch_size": batch_size, "seed": seed, "timeout": timeout} | settings
                 engines.append(TorchDistributed(model, loss, me, peers, **keywords))
             except BaseException:
-                for child in children:
-                    os.kill(child, signal.SIGKILL)
+                running[-1].kill()
                 raise
         return engines[-1]
 
