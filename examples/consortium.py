@@ -91,7 +91,7 @@ def free_ports(n: int) -> list[int]:
 
 @contextmanager
 def started(*commands: list[str]) -> Iterator[list[psutil.Process]]:
-    """Start commands, what each says going to a file in the folder it names, and end them with all their children."""
+    """Start commands, what each says going to a file in its folder, and end them with all their children."""
     processes: list[psutil.Process] = []
     try:
         for command in commands:

@@ -133,9 +133,7 @@ def test_a_run_outlives_whatever_befalls_a_site(
         return lambda: news.exists() and text in news.read_text(encoding="utf-8")
 
     with (
-        example.started(
-            *example.commands(folder, sites), [*example.COTERIE, "site", str(intruder)]
-        ) as processes,
+        example.started(*example.commands(folder, sites), [*example.COTERIE, "site", str(intruder)]) as processes,
         example.started([*example.COTERIE, "run", str(folder)]) as (run,),
     ):
         _, _, hangs, dies, _ = processes
@@ -169,9 +167,10 @@ def answers_without_certificate(port: int) -> bool:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with socket.create_connection(("localhost", port), timeout=10) as plain:
-            with context.wrap_socket(plain) as secure:
-                secure.settimeout(10)
-                return bool(secure.recv(1))
+        with (
+            socket.create_connection(("localhost", port), timeout=10) as plain,
+            context.wrap_socket(plain) as secure,
+        ):
+            return bool(secure.recv(1))
     except (ssl.SSLError, ConnectionError):
         return False

@@ -21,6 +21,7 @@ from torch.nn import functional as f
 from torch.utils.data import Dataset
 
 import coterie
+import processes
 from coterie.draws import seeded
 from coterie.engines import MakeEngine
 from coterie.engines.flare import Flare
@@ -57,6 +58,7 @@ def _elsewhere(model: nn.Module) -> nn.Module:
 ENGINES: dict[str, Callable[[], AbstractContextManager[MakeEngine]]] = {
     "in process": lambda: nullcontext(coterie.InProcess),
     "in process, one by one": lambda: nullcontext(partial(coterie.InProcess, one_by_one=True)),
+    "torch.distributed": processes.torch_distributed,
     "NVFLARE's, over sites in this process": lambda: nullcontext(_flare),
 }
 
@@ -557,7 +559,7 @@ def test_costs_are_for_everybody_or_nobody(make_engine: MakeEngine) -> None:
     costs = trained(make_engine, CASES["mlp"], RULES["averaging"]).record.end["costs"]
     assert not costs or set(costs) == {"me", *TAU}
     for name in costs:
-        assert set(costs[name]) == {"sent", "received", "waiting", "computing"}
+        assert set(costs[name]) == {"sent", "received", "waiting", "computing", "rounding"}
         assert min(costs[name].values()) >= 0
         assert costs[name]["sent"] > 0
         assert costs[name]["received"] > 0

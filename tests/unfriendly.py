@@ -22,7 +22,7 @@ def load(folder: Path) -> User:
     def answer(self: Collaborator, caller: str, request: Any) -> Any:
         reply = honest(self, caller, request)
         size, step = len(request["x"]), request["step"]
-        lies = {
+        lies: dict[int, dict[str, Any]] = {
             0: {"gradient": np.full(size, np.nan, np.float32)},
             1: {"gradient": np.ones(size + 1, np.float32)},
             2: {"gradient": np.ones(size, np.int64)},

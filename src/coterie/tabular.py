@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from coterie import models
 from coterie.data import Preparation, TableTask
-from coterie.engines import InProcess, MakeEngine
+from coterie.engines import Engine, InProcess, MakeEngine
 from coterie.errors import DataError
 from coterie.evaluation import Metric, accuracy, errors, evaluation_mode, rmse
 from coterie.rules import Alone, Rule
@@ -92,7 +92,7 @@ def fit(
     *,
     seed: int = 0,
     resume: bool = False,
-    engine: MakeEngine = InProcess,
+    engine: Engine | MakeEngine = InProcess,
     **settings: Any,
 ) -> Fitted | None:
     """Train by a rule and alone, and write model, preparation, records and a page; None after Ctrl-C.
@@ -104,16 +104,14 @@ def fit(
         out: the folder to write.
         seed: what the initial weights and the batches depend on.
         resume: go on with the runs that are in `out`.
-        engine: where the peers are, who are elsewhere where the task has none.
+        engine: where the peers are; Alone is trained in this process.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, …
     """
-    if task.peers:
-        rule.weights([peer.name for peer in task.peers])  # an unknown name is an error before Alone is trained
     torch.manual_seed(seed)
     made = models.build(model, task.n_inputs, task.n_outputs)
     loss = loss_of(task.preparation)
     runs = []
-    for each, folder, where in ((Alone(), out / "alone", InProcess), (rule, out, engine)):
+    for each, folder, where in ((rule, out, engine), (Alone(), out / "alone", InProcess)):  # peers need not wait
         runs.append(
             train(
                 made,
@@ -131,7 +129,7 @@ def fit(
         )
         if runs[-1].stopped == "Ctrl-C":
             return None
-    fitted = Fitted(task, runs[1], runs[0])
+    fitted = Fitted(task, *runs)
     _save(fitted, model, out)
     return fitted
 
@@ -171,7 +169,7 @@ def _save(fitted: Fitted, model: str, out: Path) -> None:
         Section(
             "Learning curves", ["Loss on user 0's validation rows."], figures=[learning_curves(curves, "loss")]
         ),
-        Section("Peers", [], [[{"peer": name, "rows": n} for name, n in peers.items()]]),
+        Section("Peers", [], [[{"peer": name, "rows": rows} for name, rows in peers.items()]]),
     ]
     write_page(out / "index.html", f"A model for {task.me.name}", sections)
 

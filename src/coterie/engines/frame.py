@@ -49,7 +49,7 @@ class Frame:
     def fill(self, ask: Ask, step: int, weights: Sequence[float], x: Tensor, buffers: Mapping[str, Tensor]) -> None:
         """Write a message; NaN is the weight of a peer that is not asked."""
         self.ask(ask, step)
-        self.weights.copy_(torch.tensor(weights))
+        self.weights.copy_(torch.tensor(weights, dtype=torch.float64))
         self.x.copy_(x)
         for name, buffer in self.buffers.items():
             buffer.copy_(buffers[name])

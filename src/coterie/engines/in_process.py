@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -70,9 +69,7 @@ class InProcess:
         self.everyone = Everyone(me, peers, batch_size=batch_size, seed=seed, device=device)
         with seeded(seed, me.name, 0, device):
             x, batch = self.passes.parameters.vector(), self.everyone.one(me.name, 0)
-            output, self.allowed = probe(self.passes, x, batch, [me, *peers])
-        if one_by_one and not self.allowed.one_by_one:
-            self.allowed = replace(self.allowed, one_by_one="as asked", loop="as asked")
+            output, self.allowed = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
         self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
         check_classes(loss, output, [me, *peers])
 

@@ -21,7 +21,7 @@ from coterie.engines.in_process import InProcess
 from coterie.engines.torch_group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_peer import serve
 from coterie.engines.torch_wire import Compress, Wire, relative_error
-from coterie.errors import CoterieError, DataError, ModelError, PeerLost
+from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost
 from coterie.gradients import Gradients, add_up, complete, is_finite, keep_finite, present
 from coterie.users import Loss, User
 
@@ -66,8 +66,12 @@ class TorchDistributed:
         timeout: float = 120.0,
         group: Group | None = None,
     ) -> None:
-        self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
+        self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
         self.group = group or join(timeout)
+        if self.group.rank:
+            raise KnobError(
+                f"this process is rank {self.group.rank}; user 0 is rank 0, and every other must `serve`"
+            )
         self.me, self.gather, self.compress = me.name, gather, compress
         device = self.own.passes.parameters.device
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -104,6 +108,7 @@ class TorchDistributed:
             sending.wait()
             collecting.wait()
         except RuntimeError as error:
+            del sending, collecting  # they would keep the connections open
             for name, buffer in before.items():  # the step is not taken, and so moves nothing
                 self.own.passes.model.get_buffer(name).copy_(buffer)
             raise self._lost(str(error)) from error
@@ -147,6 +152,8 @@ class TorchDistributed:
         hellos = [self.group.told(f"hello/{rank}", f"rank {rank}") for rank in self.group.others]
         try:
             _check(self.me, self.wire, hellos, expected)
+            if self.gather and any(hello["sums_only"] for hello in hellos):
+                raise KnobError("`gather` collects every peer's gradient, but a peer gives sums only; leave it out")
         except CoterieError as error:
             self.group.tell("go", {"refused": str(error)})
             raise
@@ -238,8 +245,8 @@ def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: S
         theirs, ours = (hello["size"], hello["dtype"]), (wire.size, str(wire.dtype))
         if theirs != ours:
             raise ModelError(
-                f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of {theirs[1]}, user 0 one of "
-                f"{ours[0]} of {ours[1]}; build the same model in every process"
+                f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of {theirs[1]}, user 0 one "
+                f"of {ours[0]} of {ours[1]}; build the same model in every process"
             )
     if len({me, *names}) <= len(names):
         raise DataError(

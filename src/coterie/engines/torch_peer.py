@@ -130,7 +130,7 @@ class _Peer:
         """Introduce this user, and return what computes its gradients once user 0 has agreed."""
         rank = self.group.rank
         try:
-            engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"])
+            engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
         except CoterieError as error:
             self.group.tell(f"hello/{rank}", hello | {"refused": str(error)})
             raise

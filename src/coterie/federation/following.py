@@ -98,8 +98,8 @@ def _session(kit: Path, wait: float) -> Iterator[Any]:
         session = new_secure_session(LEAD, str(kit.absolute()), timeout=wait)
     except Exception as error:  # NVFLARE raises several kinds
         raise CoterieError(
-            f"the server does not answer: {error}; start it (`coterie federate server {kit.parent}`); a run that was "
-            "on its way goes on with `coterie federate run --resume`"
+            f"the server does not answer: {error}; start it (`coterie federate server {kit.parent}`); a run that "
+            "was on its way goes on with `coterie federate run --resume`"
         ) from error
     try:
         yield session
