@@ -76,6 +76,7 @@ class Run:
             lines.append(f"test: {_numbers(self.test)} ({config['me']['test']} examples)")
         lines.append(f"weight on peers in the last step: {self.state['weight']:.3g}")
         lines.append(self._verdict())
+        lines += _traffic(config["me"]["name"], end.get("costs", {}))
         if end.get("left_out"):
             counts = (f"{name} in {sum(why.values())} steps" for name, why in end["left_out"].items())
             lines.append("left out: " + ", ".join(counts))
@@ -100,6 +101,18 @@ class Run:
         if self.record.end.get("served") == "alone":
             return {"loss": best["alone_validation_loss"]}
         return {k.removeprefix("validation_"): v for k, v in best.items() if k.startswith("validation_")}
+
+
+def _traffic(me: str, costs: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Say what travelled, where something did."""
+    if not costs:
+        return []
+    own, rounding = costs[me], max(cost["rounding"] for cost in costs.values())
+    rounded = f"; rounded on the way by {rounding:.2g} at most" if rounding else ""
+    return [
+        f"sent {own['sent'] / 1e6:.3g} MB and received {own['received'] / 1e6:.3g} MB; computed for "
+        f"{own['computing']:.3g} s, waited for the peers for {own['waiting']:.3g} s{rounded}"
+    ]
 
 
 def _numbers(values: Mapping[str, float]) -> str:

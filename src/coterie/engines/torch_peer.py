@@ -108,10 +108,9 @@ class _Peer:
         weight, gradient = float(frame.weights[self.position]), None
         if not math.isnan(weight):
             gradient = self._gradient(step)
-            gradient = gradient.mul_(weight) if ask is Ask.SUM else gradient
             self.answered += 1
         ended = time.perf_counter()
-        sent = self.wire.answer(ask, self.position, gradient, (ended - began, began - self.since))
+        sent = self.wire.answer(ask, self.position, gradient, weight, (ended - began, began - self.since))
         self._over(lambda: self.wire.collect(ask, sent)[0].wait())  # noqa: PLW0108  # to begin may fail too
         self.since = ended
         return True

@@ -62,6 +62,7 @@ class Wire:
         self.device = torch.device("cpu") if backend == "gloo" else parameters.device
         point = torch.empty(self.size, dtype=self.sent_as)
         self.frame = Frame(n_peers, point, dict(model.named_buffers()) if moves_buffers else {}, self.device)
+        self._answers: dict[Ask, Tensor] = {}
 
     def send_frame(self) -> dist.Work:
         """Begin to send user 0's message to everybody, or to receive it."""
@@ -88,31 +89,44 @@ class Wire:
         places = NOTES * (self.n_peers if ask is Ask.SUM else 1)
         return torch.zeros(self.size + places, dtype=self.sent_as, device=self.device)
 
-    def answer(self, ask: Ask, position: int, gradient: Tensor | None, seconds: tuple[float, float]) -> Tensor:
-        """Return a peer's answer.
+    def answer(
+        self, ask: Ask, position: int, gradient: Tensor | None, weight: float, seconds: tuple[float, float]
+    ) -> Tensor:
+        """Return a peer's answer, in a tensor that the next answer overwrites.
 
         Args:
             ask: what was asked.
             position: the peer's place among the peers.
-            gradient: its gradient, weighted where the sum was asked for; None where it was not asked.
+            gradient: its gradient; None where it was not asked.
+            weight: its weight, by which it is multiplied where the sum was asked for.
             seconds: of computing and waiting.
         """
-        answer = self.empty_answer(ask)
+        if ask not in self._answers:
+            self._answers[ask] = self.empty_answer(ask)
+        answer = self._answers[ask]
+        sent, notes = answer[: self.size], answer[self.size :].zero_()
         answered = rounding = 0.0
         if gradient is not None:
-            sent = answer[: self.size].copy_(gradient)
-            if is_finite(sent):
-                answered, rounding = 1.0, relative_error(gradient, sent)
-            else:
-                sent.zero_()
-        start = self.size + NOTES * (position if ask is Ask.SUM else 0)
-        answer[start : start + NOTES] = torch.tensor([answered, rounding, *seconds])
+            rounding = self._put(gradient, weight if ask is Ask.SUM else 1.0, sent)
+            answered = float(is_finite(sent))
+        if not answered:
+            sent.zero_()
+        start = NOTES * (position if ask is Ask.SUM else 0)
+        notes[start : start + NOTES] = torch.tensor([answered, rounding * answered, *seconds])
         return answer
 
     def notes(self, ask: Ask, answers: Tensor) -> list[Notes]:
         """Return all peers' notes from what was collected."""
         found = answers[self.size :].view(-1, NOTES) if ask is Ask.SUM else answers[1:, self.size :]
         return [Notes.of(numbers) for numbers in found]
+
+    def _put(self, gradient: Tensor, weight: float, sent: Tensor) -> float:
+        """Write a weighted gradient into a message, and return the relative error of that."""
+        if (gradient.dtype, gradient.device) == (sent.dtype, sent.device):
+            torch.mul(gradient, weight, out=sent)
+            return 0.0
+        exact = gradient * weight
+        return relative_error(exact, sent.copy_(exact))
 
     def share_what_stays(self) -> None:
         """Give the peers user 0's frozen parameters and buffers, once, so that all have the same model."""
