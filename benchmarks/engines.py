@@ -9,6 +9,9 @@ Every side takes its turn in the same processes. For torch.distributed (gloo):
 - bare: the same with every rank's gradient by plain autograd between them, as a script without coterie would do;
 - ours: `TorchDistributed.gradients`, with the weights, the notes and the checks; and with `gather`.
 
+For NVFLARE, over mutual TLS, in one job (`engines_flare.py`): a bare Collab call that sends x and gets as much
+back; the same with gradients by plain autograd; `Flare.gradients`.
+
 The model has d parameters and next to no arithmetic, so that what is compared is the exchange. Another engine joins
 by a function in `ENGINES` that measures it beside its own bare call.
 """
@@ -143,7 +146,14 @@ def torch_distributed(d: int, seconds: float) -> dict[str, float]:
     return found
 
 
-ENGINES: dict[str, Callable[[int, float], dict[str, float]]] = {"torch": torch_distributed}
+def nvflare(d: int, seconds: float) -> dict[str, float]:
+    """Return the median milliseconds of each side; see `engines_flare.py`."""
+    from engines_flare import flare  # noqa: PLC0415  # NVFLARE need not be installed for the others
+
+    return flare(d, seconds)
+
+
+ENGINES: dict[str, Callable[[int, float], dict[str, float]]] = {"torch": torch_distributed, "nvflare": nvflare}
 
 
 def main() -> None:

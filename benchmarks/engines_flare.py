@@ -1,0 +1,195 @@
+"""The NVFLARE part of `engines.py`: a provisioned server and sites on this machine, over mutual TLS.
+
+One job measures all sides in turns:
+
+- calls: a bare Collab call that sends x and gets an array of its size back, nothing else;
+- bare: the same with a gradient by plain autograd at each site and then at user 0, as a script without coterie;
+- ours: `Flare.gradients`, with the weights, the caps, the log of requests and the checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import torch
+from engines import PEERS, ROUNDS, Flat, timed, user
+from nvflare.collab import collab
+from nvflare.fuel.flare_api.flare_api import new_secure_session
+from torch.nn.functional import mse_loss
+
+from coterie.engines.flare import Flare
+from coterie.federation.at_user0 import CollabSites
+from coterie.federation.collaborator import Collaborator
+from coterie.federation.job import AT_SITE, AT_USER0, write_job
+from coterie.federation.project import LEAD, Consortium, provision
+from coterie.parameters import Parameters
+
+F = TypeVar("F", bound=Callable[..., Any])
+main: Callable[[F], F] = collab.main
+publish: Callable[[F], F] = collab.publish
+NAMES = tuple(f"site-{k}" for k in range(1, 1 + PEERS))
+RESULT = "times.json"
+
+
+def plain_gradient(model: Flat, rank: int, x: Any) -> Any:
+    """Return a gradient at x as a script without coterie would."""
+    with torch.no_grad():
+        model.w.copy_(torch.from_numpy(np.array(x)))
+    inputs, targets = user(rank).batch(4, seed=0, step=0)
+    return torch.autograd.grad(mse_loss(model(inputs), targets), [model.w])[0].numpy()
+
+
+class Site:
+    """A site that answers bare calls and coterie's."""
+
+    def __init__(self, d: int) -> None:
+        torch.set_num_threads(1)
+        self.model = Flat(d)
+        self.peer: Collaborator | None = None
+
+    @publish
+    def echo(self, x: Any) -> Any:
+        """Return x."""
+        return x
+
+    @publish
+    def plain(self, x: Any) -> Any:
+        """Return a gradient."""
+        return plain_gradient(self.model, 1, x)
+
+    @publish
+    def gradient(self, request: Any) -> Any:
+        """Answer as coterie's sites do."""
+        if self.peer is None:
+            mine = user(1)
+            mine.name = str(collab.site_name)
+            log = Path(collab.workspace.get_root_dir()) / "requests.jsonl"
+            self.peer = Collaborator(mine, self.model, mse_loss, log=log)
+        return self.peer.answer("server", request)
+
+
+class User0:
+    """User 0, who takes the time of each side in turns."""
+
+    def __init__(self, d: int, seconds: float) -> None:
+        self.d, self.seconds = d, seconds
+
+    @main
+    def run(self) -> None:
+        """Measure, and write the medians in milliseconds."""
+        torch.set_num_threads(1)
+        model, plain = Flat(self.d), Flat(self.d)
+        engine = Flare(model, mse_loss, user(0), sites=CollabSites(), names=NAMES, batch_size=4, timeout=60)
+        x = Parameters(model).share()
+        weights = dict.fromkeys(NAMES, 1 / PEERS)
+
+        def bare() -> None:
+            point = x.detach().numpy()
+            answers = [torch.from_numpy(g) for _, g in collab.clients(timeout=60).plain(point)]
+            (torch.from_numpy(plain_gradient(plain, 0, point)) + sum(answers) / PEERS).norm()
+
+        def ours() -> None:
+            found = engine.gradients(x, 0, weights)
+            assert not found.left_out, found.left_out
+
+        sides: dict[str, Callable[[], object]] = {
+            "calls": lambda: list(collab.clients(timeout=60).echo(x.detach().numpy())),
+            "bare": bare,
+            "ours": ours,
+        }
+        steps = max(10, int(self.seconds / ROUNDS / len(sides) / (30e-3 if self.d < 100_000 else 250e-3)))
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(ROUNDS):
+            for name, side in sides.items():
+                times[name] += timed(side, steps)
+        found = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+        fresh = Path(collab.workspace.get_root_dir()).parent / "times.new"
+        fresh.write_text(json.dumps(found), encoding="utf-8")
+        fresh.rename(fresh.with_name(RESULT))
+
+
+def flare(d: int, seconds: float) -> dict[str, float]:
+    """Return the median milliseconds of each side."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        ports = _free_ports()
+        provision(Consortium("benchmark", "localhost", NAMES, *ports), folder, size=d)
+        for kit in (folder / "server", *(folder / "sites" / name for name in NAMES)):
+            _allow(kit / "local" / "resources.json")
+        job = _job(folder, d, seconds)
+        bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        here = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        surroundings = os.environ | {"PATH": bin_first, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+        kits = [folder / "server", *(folder / "sites" / name for name in NAMES)]
+        processes = [
+            psutil.Popen(
+                [str(kit / "startup" / "sub_start.sh"), "--once"], env=surroundings, stdout=subprocess.DEVNULL
+            )
+            for kit in kits
+        ]
+        try:
+            return _result(folder, job, limit=120 + 20 * seconds)
+        finally:
+            family = [child for process in processes for child in process.children(recursive=True)]
+            for process in (*processes, *family):
+                process.kill()
+            psutil.wait_procs([*processes, *family], timeout=10)
+
+
+def _job(folder: Path, d: int, seconds: float) -> Path:
+    job = write_job(folder / "job")
+    for side, ours, kind, args in (
+        ("server", AT_USER0, User0, {"d": d, "seconds": seconds}),
+        ("client", AT_SITE, Site, {"d": d}),
+    ):
+        path = job / "app" / "config" / f"config_fed_{side}.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        assert config["components"][0]["path"] == ours
+        config["components"][0] |= {"path": f"engines_flare.{kind.__name__}", "args": args}
+        path.write_text(json.dumps(config), encoding="utf-8")
+    return job
+
+
+def _allow(path: Path) -> None:
+    resources = json.loads(path.read_text(encoding="utf-8"))
+    resources["class_allow_list"] += ["engines_flare.User0", "engines_flare.Site"]
+    path.write_text(json.dumps(resources), encoding="utf-8")
+
+
+def _result(folder: Path, job: Path, limit: float) -> dict[str, float]:
+    until = time.monotonic() + limit
+    session = new_secure_session(LEAD, str(folder / "lead"), timeout=60)
+    try:
+        while len(session.get_system_info().client_info) < PEERS and time.monotonic() < until:
+            time.sleep(0.5)
+        session.submit_job(str(job))
+        while not (folder / RESULT).exists():
+            if time.monotonic() > until:
+                raise TimeoutError(f"no result in {limit} s")
+            time.sleep(0.5)
+    finally:
+        session.close()
+    found: dict[str, float] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    return found
+
+
+def _free_ports() -> list[int]:
+    sockets = [socket.socket() for _ in range(2)]
+    for each in sockets:
+        each.bind(("localhost", 0))
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
