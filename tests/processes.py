@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -25,7 +24,11 @@ PATIENCE = 30.0
 """Seconds after which what should have happened has not."""
 
 
-def forked(work: Callable[[], object], quiet: bool = True) -> int:
+class Failed(Exception):  # noqa: N818  # it says what happened
+    """What should make a child end with 1, without a word."""
+
+
+def forked(work: Callable[[], object]) -> int:
     """Do some work in a child, and return its id; the child ends with 0, or with 1 after an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads, which Python warns of, are not used there
@@ -36,11 +39,9 @@ def forked(work: Callable[[], object], quiet: bool = True) -> int:
     try:
         work()
         status = 0
-    except coterie.errors.CoterieError as error:
-        if not quiet:
-            print(error, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        if not isinstance(error, Failed | coterie.errors.CoterieError):
+            traceback.print_exc()
     finally:
         os._exit(status)  # whatever happened: no child runs the parent's code
 

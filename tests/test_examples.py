@@ -24,7 +24,14 @@ def run(path: Path, folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+SLOW = {"cluster"}  # has a test of its own
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in SLOW],
+    ids=lambda path: path.stem,
+)
 def test_example(path: Path, tmp_path: Path) -> None:
     assert run(path, tmp_path)
 

@@ -6,6 +6,7 @@ its training rows) and the model; from each peer its name, its number of rows an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +53,16 @@ def lead(
     return task, {offer["name"]: offer["rows"] for offer in offers}
 
 
-def follow(group: Group, rows: Callable[[], tuple[str, pd.DataFrame]], model: str | None, **settings: Any) -> int:
+def follow(
+    group: Group, rows: Callable[[], tuple[str, pd.DataFrame]], model: str | None, device: str, **settings: Any
+) -> int:
     """Answer user 0's requests with gradients of this peer's rows, until the run ends; return how many.
 
     Args:
         group: the processes; this one is a peer's.
         rows: reads this peer's name and rows.
         model: as user 0's; None takes "linear" and "mlp" as user 0 says.
+        device: where to compute.
         settings: passed on to `serve`.
     """
     table = group.told("table", "user 0")
@@ -78,7 +82,12 @@ def follow(group: Group, rows: Callable[[], tuple[str, pd.DataFrame]], model: st
     preparation = Preparation.unpacked(agreed["preparation"])
     user = User(name, preparation.inputs(frame), preparation.targets(frame[table["target"]]))
     made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
-    return serve(made, tabular.loss_of(preparation), user, group=group, **settings)
+    return serve(made.to(here(device)), tabular.loss_of(preparation), user, group=group, **settings)
+
+
+def here(device: str) -> str:
+    """Return this process's own GPU where torchrun started several on one machine, and `device` elsewhere."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" and "LOCAL_RANK" in os.environ else device
 
 
 def part_of(

@@ -127,8 +127,9 @@ def train(
         group = join(timeout)
         if group.rank:
             part = functools.partial(cluster.part_of, group, str(data), user_column, me, leave_out or [])
-            cluster.follow(group, part, model)
+            cluster.follow(group, part, model, device)
             return
+        settings["device"] = cluster.here(device)
         task, peers = cluster.lead(group, str(data), model=model, **columns)
         wire: dict[str, Any] = {"gather": gather, "compress": compress and compress.value, "group": group}
         where: Any = functools.partial(TorchDistributed, **wire)

@@ -21,6 +21,7 @@ def worker(
     sums_only: Annotated[
         bool, typer.Option("--sums-only", help="Give gradients as part of a sum only, never on their own.")
     ] = False,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …; as user 0's.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; more help large models only.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds after which a silent user 0 is lost.")] = 120.0,
 ) -> None:
@@ -42,5 +43,5 @@ def worker(
     def rows() -> tuple[str, Any]:
         return name, read_rows(data, user_column, name)
 
-    answered = cluster.follow(join(timeout), rows, model, sums_only=sums_only)
+    answered = cluster.follow(join(timeout), rows, model, device, sums_only=sums_only)
     typer.echo(f"{name} gave {answered} gradients", err=True)

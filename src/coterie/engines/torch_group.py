@@ -65,6 +65,8 @@ class Group:
     def connect(self, backend: str) -> None:
         """Open the connections among all processes."""
         waiting = timedelta(seconds=self.timeout)
+        if backend == "nccl":  # else a lost process ends this one without a word
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         store = PrefixStore("connections", self.store)
         try:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=waiting)
