@@ -162,6 +162,57 @@ def test_a_run_outlives_whatever_befalls_a_site(
     assert end["left_out"]["switzerland"]["not waited for"] > 0
 
 
+@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+@pytest.mark.parametrize("moment", ["before the job", "while it starts", 10, 150, 290])
+def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example: ModuleType) -> None:
+    folder, misses = tmp_path / "trial", 3
+    options = ["--own-examples", "40", "--steps", "300", "--timeout", "5", "--misses", str(misses)]
+    sites = example.set_up(folder, example.hospitals(None), "va", options)
+    with example.started(*example.commands(folder, sites)) as processes:
+        registered = [folder / "sites" / site / "said.txt" for site in sites]
+        until(lambda: all("Successfully registered" in path.read_text() for path in registered), "connecting")
+        if moment == "before the job":
+            example.end([processes[1]])
+        with example.started([*example.COTERIE, "run", str(folder)]) as (run,):
+            if moment == "while it starts":
+                until(lambda: bool(processes[1].children()), "the job's start")
+                example.end([processes[1]])
+            elif isinstance(moment, int):
+                until(lambda: steps_done(folder) >= moment, f"step {moment}")
+                example.end([processes[1]])
+            assert run.wait(timeout=400) == 0
+    end = end_of(folder)
+    assert (end["step"], end["stopped"]) == (300, None)
+    assert (folder / "run" / "model.pt").exists()
+    assert end["left_out"].get(sites[0], {}).get("no answer", 0) <= misses
+    assert end["costs"]["va"]["waiting"] < 300 + misses * 5
+
+
+@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+@pytest.mark.parametrize("whose", ["a site's worker", "user 0's worker", "the server"])
+def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, example: ModuleType) -> None:
+    """NVFLARE ends the job; the run goes on in another, from its last state."""
+    folder = tmp_path / "trial"
+    sites = example.set_up(folder, example.hospitals(None), "va", ["--own-examples", "40", "--steps", "300"])
+    with (
+        example.started(*example.commands(folder, sites)) as (server, site, *_),
+        example.started([*example.COTERIE, "run", str(folder)]) as (run,),
+    ):
+        until(lambda: steps_done(folder) >= 100, "step 100", 240)
+        if whose == "the server":
+            server.send_signal(signal.SIGKILL)
+            server.wait()
+            with example.started([*example.COTERIE, "server", str(folder)]):
+                assert run.wait(timeout=400) == 0
+        else:
+            (site if whose == "a site's worker" else server).children()[0].send_signal(signal.SIGKILL)
+            assert run.wait(timeout=400) == 0
+    end = end_of(folder)
+    assert (end["step"], end["stopped"]) == (300, None)
+    lines = (folder / "sites" / sites[1] / "requests.jsonl").read_text().splitlines()
+    assert len(lines) <= 300 + 30 + 2, "no more is done again than the steps since the last checkpoint"
+
+
 def answers_without_certificate(port: int) -> bool:
     """Say whether the server goes on with somebody who shows no certificate."""
     context = ssl.create_default_context()

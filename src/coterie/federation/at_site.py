@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from nvflare.collab import collab
 
-from coterie.errors import CoterieError
 from coterie.federation.collaborator import Collaborator
 from coterie.federation.holding import collaborator
 
@@ -33,7 +32,7 @@ class Site:
         """Read the site's settings and its data; where that fails the site refuses, and the others go on."""
         try:
             self.peer = collaborator(Path(collab.workspace.get_root_dir()))
-        except (CoterieError, OSError):
+        except Exception:  # a loader of the site's own may raise anything
             logger.exception("this site gives no gradients, since its data or model cannot be read")
 
     @publish

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,27 +94,30 @@ class LeadSettings:
 
 def site_settings(folder: Path) -> SiteSettings:
     """Read a site's settings."""
-    found = _read(folder / FILE, {"name", "threads", "data", "model", "caps"})
+    found = _read(folder / FILE, ("name",), {"threads", "data", "model", "caps"})
     parts = _parts(found, data=Data, model=Model, caps=Caps)
     return SiteSettings(name=str(found["name"]), threads=int(found.get("threads", 1)), **parts)
 
 
 def lead_settings(folder: Path) -> LeadSettings:
     """Read user 0's settings."""
-    found = _read(folder / FILE, {"me", "sites", "threads", "data", "model", "training"})
+    found = _read(folder / FILE, ("me", "sites"), {"threads", "data", "model", "training"})
     parts = _parts(found, data=Data, model=Model, training=Training)
     sites = tuple(found["sites"])
     return LeadSettings(me=str(found["me"]), sites=sites, threads=int(found.get("threads", 1)), **parts)
 
 
-def _read(path: Path, known: set[str]) -> dict[str, Any]:
+def _read(path: Path, needed: Sequence[str], optional: set[str]) -> dict[str, Any]:
+    known = {*needed, *optional}
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise KnobError(f"there is no {path}; `coterie federate init` writes it") from error
     except tomllib.TOMLDecodeError as error:
         raise KnobError(f"{path} cannot be read: {error}") from error
-    stray = set(found) - known
+    missing, stray = [name for name in needed if name not in found], set(found) - known
+    if missing:
+        raise KnobError(f"{path} must have {missing[0]!r}")
     if stray:
         raise KnobError(f"{path} has {sorted(stray)[0]!r}, which is not a setting; it may have {sorted(known)}")
     return found
