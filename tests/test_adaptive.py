@@ -286,7 +286,7 @@ def test_wrong_uses_are_named() -> None:
         def gradients(self, *_: object) -> coterie.Gradients:
             raise AssertionError
 
-        def costs(self) -> dict[str, coterie.engines.Cost]:
+        def traffic(self) -> dict[str, coterie.engines.Traffic]:
             return {}
 
         def close(self) -> None:

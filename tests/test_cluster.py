@@ -84,7 +84,7 @@ def test_a_table_in_parts_gives_the_model_of_the_whole_table(visits: pd.DataFram
         lines = (tmp_path / way / "record.jsonl").read_text(encoding="utf-8").splitlines()
         first, last = json.loads(lines[0]), json.loads(lines[-1])
         assert first["configuration"]["peers"] == dict.fromkeys(peers, 60)
-        assert set(last["end"]["costs"]) == set(USERS)
+        assert set(last["end"]["traffic"]) == set(USERS)
     assert "gave 30 gradients" in logs[1]
     about = json.loads((tmp_path / "workers" / "preparation.json").read_text(encoding="utf-8"))
     assert about["classes"] == ["no", "perhaps", "yes"]  # one of them only Bern knows

@@ -80,7 +80,7 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     for site in SITES:
         lines = (folder / "sites" / site / "requests.jsonl").read_text().splitlines()
         assert [int(json.loads(line)["step"]) for line in lines] == list(range(knobs.steps))
-        assert end["costs"][site]["sent"] == knobs.steps * 4 * sum(v.numel() for v in found.values())
+        assert end["traffic"][site]["sent"] == knobs.steps * 4 * sum(v.numel() for v in found.values())
 
 
 def unfriendly(kit: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example:
     assert (end["step"], end["stopped"]) == (300, None)
     assert (folder / "run" / "model.pt").exists()
     assert end["left_out"].get(sites[0], {}).get("no answer", 0) <= misses
-    assert end["costs"]["va"]["waiting"] < 300 + misses * 5
+    assert end["traffic"]["va"]["waiting"] < 300 + misses * 5
 
 
 @pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")

@@ -556,7 +556,7 @@ def test_an_engine_that_is_passed_in_stays_open() -> None:
 
 
 def test_costs_are_for_everybody_or_nobody(make_engine: MakeEngine) -> None:
-    costs = trained(make_engine, CASES["mlp"], RULES["averaging"]).record.end["costs"]
+    costs = trained(make_engine, CASES["mlp"], RULES["averaging"]).record.end["traffic"]
     assert not costs or set(costs) == {"me", *TAU}
     for name in costs:
         assert set(costs[name]) == {"sent", "received", "waiting", "computing", "rounding"}

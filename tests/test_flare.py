@@ -118,19 +118,19 @@ def test_the_site_cannot_claim_more_time_than_it_was_given(make_users: Users) ->
         users = make_users()
         made = engine(users, Sites(users[1:], spoiled(seconds=claimed)))
         made.gradients(torch.zeros(12, dtype=torch.float64), 0, TAU)
-        assert made.costs()["peer 1"].computing == 0
-        assert 0 < made.costs()["peer 2"].computing < made.timeout
+        assert made.traffic()["peer 1"].computing == 0
+        assert 0 < made.traffic()["peer 2"].computing < made.timeout
 
 
-def test_costs_count_what_was_sent(make_users: Users) -> None:
+def test_traffic_is_what_was_sent(make_users: Users) -> None:
     users = make_users()
     made = engine(users, Sites(users[1:], answers(None)))
     for step in range(2):
         made.gradients(torch.zeros(12, dtype=torch.float64), step, TAU)
-    costs = made.costs()
-    assert (costs["me"].sent, costs["me"].received) == (2 * 3 * 12 * 8, 2 * 2 * 12 * 8)
-    assert (costs["peer 1"].sent, costs["peer 1"].received) == (0, 2 * 12 * 8)
-    assert (costs["peer 2"].sent, costs["peer 2"].received) == (2 * 12 * 8, 2 * 12 * 8)
+    traffic = made.traffic()
+    assert (traffic["me"].sent, traffic["me"].received) == (2 * 3 * 12 * 8, 2 * 2 * 12 * 8)
+    assert (traffic["peer 1"].sent, traffic["peer 1"].received) == (0, 2 * 12 * 8)
+    assert (traffic["peer 2"].sent, traffic["peer 2"].received) == (2 * 12 * 8, 2 * 12 * 8)
 
 
 def test_a_silent_site_is_dropped_and_taken_back(make_users: Users, caplog: pytest.LogCaptureFixture) -> None:

@@ -117,7 +117,7 @@ def test_bytes_are_counted() -> None:
     d, n = sum(p.numel() for p in plain().parameters()), len(PEERS)
     with processes.torch_distributed() as engine:
         run = trained(engine, plain(), RULES[0])
-    costs = run.record.end["costs"]
+    costs = run.record.end["traffic"]
     for name in PEERS:
         assert costs[name]["sent"] == 25 * 4 * (d + 4 * n)
         assert 25 * (4 * d + 8 * n) < costs[name]["received"] < 25 * (4 * d + 8 * n + 3 * 64)
@@ -125,7 +125,7 @@ def test_bytes_are_counted() -> None:
     assert costs["me"]["sent"] == costs[PEERS[0]]["received"]
     assert run.record.configuration["peers"] == {"peer 1": 20, "peer 2": 7, "peer 3": 11}
     with processes.torch_distributed(gather=True) as engine:
-        costs = trained(engine, plain(), RULES[0]).record.end["costs"]
+        costs = trained(engine, plain(), RULES[0]).record.end["traffic"]
     assert [costs[name]["sent"] for name in PEERS] == [25 * 4 * (d + 4)] * n
     assert costs["me"]["received"] == 25 * 4 * (d + 4) * n
 
@@ -138,7 +138,7 @@ def test_compression_halves_the_bytes_and_shows_its_error(compress: str, unit: f
         me, *peers = users()
         made = engine(plain(), cross_entropy, me, peers, batch_size=6, seed=0)
         x = torch.cat([p.detach().flatten() for p in plain().parameters()])
-        g, costs = made.gradients(x, 0, TAU), made.costs()
+        g, costs = made.gradients(x, 0, TAU), made.traffic()
     assert torch.equal(g.own, asked(functools.partial(coterie.InProcess, one_by_one=True), plain()).own)
     assert g.peers is not None
     assert exact.peers is not None
@@ -305,7 +305,7 @@ class Cluster:
             raise
         digest = [value.hex() for value in bits(run)] + [json.dumps(run.record.points), json.dumps(run.test)]
         (self.out / "digest").write_text(json.dumps(digest), encoding="utf-8")
-        assert sorted(run.record.end["costs"]) == ["me", *PEERS]
+        assert sorted(run.record.end["traffic"]) == ["me", *PEERS]
 
     def reach(self, step: int) -> None:
         while os.read(self.read, 1)[0] < step:

@@ -329,7 +329,7 @@ class Engine:
         peers, answered = weighted_sum(g.own, kept, [weights[name] for name in names])
         return dataclasses.replace(g, peers=peers, rows=None, names=(), answered=answered, left_out=left_out)
 
-    def costs(self) -> dict[str, coterie.engines.Cost]:
+    def traffic(self) -> dict[str, coterie.engines.Traffic]:
         return {}
 
     def close(self) -> None:

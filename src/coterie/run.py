@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -49,6 +49,7 @@ class Run:
         best_step: the step that `model` is of.
         test: loss and metrics on user 0's test set, looked at once, when the run has ended; else empty.
         stopped: what ended the run early ("Ctrl-C", "a callback", "a non-finite gradient"), or None.
+        models: the last personal model of every user, by name, where a method makes them for all.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class Run:
     best_step: int
     test: Mapping[str, float]
     stopped: str | None = None
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def summary(self) -> str:
         """Return the run in a few lines of text."""
@@ -74,9 +76,10 @@ class Run:
             lines.append("nothing held out for validation: the model is the last one")
         if self.test:
             lines.append(f"test: {_numbers(self.test)} ({config['me']['test']} examples)")
-        lines.append(f"weight on peers in the last step: {self.state['weight']:.3g}")
+        if "weight" in self.state:
+            lines.append(f"weight on peers in the last step: {self.state['weight']:.3g}")
         lines.append(self._verdict())
-        lines += _traffic(config["me"]["name"], end.get("costs", {}))
+        lines += _traffic(config["me"]["name"], end.get("traffic", {}))
         if end.get("left_out"):
             counts = (f"{name} in {sum(why.values())} steps" for name, why in end["left_out"].items())
             lines.append("left out: " + ", ".join(counts))
@@ -103,11 +106,11 @@ class Run:
         return {k.removeprefix("validation_"): v for k, v in best.items() if k.startswith("validation_")}
 
 
-def _traffic(me: str, costs: Mapping[str, Mapping[str, float]]) -> list[str]:
+def _traffic(me: str, traffic: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Say what travelled, where something did."""
-    if not costs:
+    if not traffic:
         return []
-    own, rounding = costs[me], max(cost["rounding"] for cost in costs.values())
+    own, rounding = traffic[me], max(each["rounding"] for each in traffic.values())
     rounded = f"; rounded on the way by {rounding:.2g} at most" if rounding else ""
     return [
         f"sent {own['sent'] / 1e6:.3g} MB and received {own['received'] / 1e6:.3g} MB; computed for "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie import checkpoint
-from coterie.engines.costs import total
+from coterie.engines.traffic import total
 from coterie.errors import CheckpointError, GradientError, KnobError, PeerLost
 from coterie.evaluation import Metric, evaluate
 from coterie.gradients import Gradients, is_finite
@@ -45,7 +46,7 @@ class TrainingState:
         self.track, self.guard = track, guard
         self.loss, self.me, self.metrics = loss, me, metrics
         self.left_out: dict[str, dict[str, int]] = {}
-        self.spent: dict[str, dict[str, float]] = {}  # by each user before this session
+        self.travelled: dict[str, dict[str, float]] = {}  # before this session
         self.losses: list[float] = []
         self.out: Path | None = None
         self.saved_at: int | None = None
@@ -75,7 +76,9 @@ class TrainingState:
 
     def evaluate(self) -> dict[str, Any]:
         """Record a point, keep the model if it is the best by validation loss so far, and ask the guard."""
-        point: dict[str, Any] = {"step": self.track.step, "weight": self.track.state["weight"]}
+        point: dict[str, Any] = {"step": self.track.step}
+        if not math.isnan(self.track.weight):
+            point["weight"] = self.track.weight
         if self.losses:
             point["own_loss"] = sum(self.losses) / len(self.losses)
             self.losses = []
@@ -140,11 +143,14 @@ class TrainingState:
             "test": test,
             **compared,
             "left_out": self.left_out,
-            "costs": total(self.spent, self.track.engine.costs()),
+            "costs": self.track.costs.of,
+            "traffic": total(self.travelled, self.track.engine.traffic()),
             "seconds": round(seconds, 3),
         }
         self.record.finish(end)
-        return Run(model, self.record, self.track.state, self.track.step, end["best_step"], test, stopped)
+        models = self.track.models()
+        state, step = self.track.state, self.track.step
+        return Run(model, self.record, state, step, end["best_step"], test, stopped, models)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
@@ -153,8 +159,9 @@ class TrainingState:
             "track": self.track.state_dict(),
             "guard": self.guard and self.guard.state_dict(),
             "left_out": self.left_out,
-            "costs": total(self.spent, self.track.engine.costs()),
+            "traffic": total(self.travelled, self.track.engine.traffic()),
             "losses": self.losses,
+            "costs": self.track.costs.of,
         }
 
     def load_state_dict(self, state: dict[str, Any], configuration: dict[str, Any], path: Path) -> None:
@@ -175,7 +182,8 @@ class TrainingState:
                 f"the checkpoint {path} is of another model: {error}; resume with the same model, or name another "
                 "folder"
             ) from error
-        self.left_out, self.losses, self.spent = state["left_out"], state["losses"], state["costs"]
+        self.left_out, self.losses, self.travelled = state["left_out"], state["losses"], state["traffic"]
+        self.track.costs.of.update(state["costs"])
 
     def _served(self) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Return the model to serve, what it was the best of, and how collaboration compares with Alone."""

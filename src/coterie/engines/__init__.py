@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from coterie.engines.costs import Cost
 from coterie.engines.in_process import InProcess
+from coterie.engines.traffic import Traffic
 from coterie.gradients import Gradients
 from coterie.users import Loss, User
 
-__all__ = ["Cost", "Engine", "InProcess", "MakeEngine"]
+__all__ = ["Engine", "InProcess", "MakeEngine", "Traffic"]
 
 
 class Engine(Protocol):
@@ -43,8 +43,8 @@ class Engine(Protocol):
         are elsewhere also says who they are (`peers`: their names and numbers of examples).
         """
 
-    def costs(self) -> Mapping[str, Cost]:
-        """Return what each user has spent so far; empty where nothing travels."""
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return what has travelled so far, and the time it took, by user; empty where nothing travels."""
 
     def close(self) -> None:
         """Let the peers go: no more gradients will be asked for."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.engines.costs import Cost
 from coterie.engines.in_process import InProcess
+from coterie.engines.traffic import Traffic
 from coterie.errors import DataError, KnobError
 from coterie.gradients import Gradients, receive, weighted_sum
 from coterie.users import Loss, User
@@ -95,8 +95,8 @@ class Flare:
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
         self.sites, self.batch_size, self.seed = sites, batch_size, seed
         self.timeout, self.misses, self.probe_every, self.minimum = timeout, misses, probe_every, minimum
-        self._costs = {name: Cost() for name in (me.name, *self.names)}
-        self._mine = self._costs[me.name]
+        self._traffic = {name: Traffic() for name in (me.name, *self.names)}
+        self._mine = self._traffic[me.name]
         self._standing = {name: _Standing(probe_every) for name in self.names}
         self._alone = False
         self._frozen = frozen_digest(model)
@@ -143,9 +143,9 @@ class Flare:
             "minimum": self.minimum,
         }
 
-    def costs(self) -> Mapping[str, Cost]:
-        """Return what each user has spent so far; a site's waiting is not known here."""
-        return self._costs
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return what has travelled so far, by user; a site's waiting is not known here."""
+        return self._traffic
 
     def close(self) -> None:
         """Do nothing: the sites are let go where the job ends."""
@@ -157,7 +157,7 @@ class Flare:
         size = point.nbytes + sum(buffer.nbytes for buffer in buffers.values())
         self._mine.sent += size * len(names)
         for name in names:
-            self._costs[name].received += size
+            self._traffic[name].received += size
         request = {
             "x": point,
             "step": step,
@@ -182,8 +182,8 @@ class Flare:
                 self._standing[name] = _Standing(self.probe_every)
             if isinstance(found, Tensor) and isinstance(answer, dict):
                 self._mine.received += found.nbytes
-                self._costs[name].sent += found.nbytes
-                self._costs[name].computing += _seconds(answer.get("seconds"), self.timeout)
+                self._traffic[name].sent += found.nbytes
+                self._traffic[name].computing += _seconds(answer.get("seconds"), self.timeout)
         return read
 
     def _miss(self, name: str, step: int) -> None:

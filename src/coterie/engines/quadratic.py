@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.draws import random_key
-from coterie.engines.costs import Cost
+from coterie.engines.traffic import Traffic
 from coterie.errors import KnobError
 from coterie.gradients import Gradients, weighted_sum
 from coterie.linear_gaussian import FloatArray
@@ -102,7 +102,7 @@ class QuadraticEngine:
         """Return what the record should say of how gradients are computed."""
         return {"engine": "noisy quadratic", "seed": self.seed, "coordinates": self.problem.dim}
 
-    def costs(self) -> Mapping[str, Cost]:
+    def traffic(self) -> Mapping[str, Traffic]:
         """Return nothing: nothing travels."""
         return {}
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.engines.costs import Cost
 from coterie.engines.frame import Ask
 from coterie.engines.in_process import InProcess
 from coterie.engines.torch_group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_peer import serve
 from coterie.engines.torch_wire import Compress, Wire, relative_error
+from coterie.engines.traffic import Traffic
 from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost
 from coterie.gradients import Gradients, add_up, complete, is_finite, keep_finite, present
 from coterie.users import Loss, User
@@ -45,7 +45,7 @@ class TorchDistributed:
         gather: collect every peer's gradient for an average too and add them up here, in order, to the same bits
             as `InProcess(one_by_one=True)`; the peers' share of the traffic is then no longer shared among them.
         compress: round x and the gradients to "bf16" or "fp16" on the way; the largest relative error of each user
-            is its `rounding` in the record's costs.
+            is its `rounding` in the record's traffic.
         backend: "gloo" or "nccl"; nccl where the model is on a GPU, when None.
         timeout: seconds after which a process that does not answer is taken for lost.
         group: the processes, where they have already been joined.
@@ -82,7 +82,7 @@ class TorchDistributed:
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
         self.gives_rows = not any(hello["sums_only"] for hello in self.hellos)
-        self._spent = {name: Cost() for name in (self.me, *self.names)}
+        self._traffic = {name: Traffic() for name in (self.me, *self.names)}
         self._life = contextlib.ExitStack()
         self._told_to_end = self._life.enter_context(noting_sigterm())
         self._whole = True  # no message was left half done
@@ -130,12 +130,12 @@ class TorchDistributed:
             "data": " ".join([self.own.everyone.me.fingerprint(), *(hello["data"] for hello in self.hellos)]),
         }
 
-    def costs(self) -> Mapping[str, Cost]:
-        """Return what each user has spent so far.
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return what has travelled so far, and the time it took, by user.
 
         Bytes are those of the messages, not what ranks pass on for each other in a broadcast or a reduce.
         """
-        return self._spent
+        return self._traffic
 
     def close(self) -> None:
         """Let the peers go."""
@@ -183,14 +183,14 @@ class TorchDistributed:
         self.wire.frame.fill(ask, step, asked, x, dict(self.own.passes.model.named_buffers()))
 
     def _noted(self, ask: Ask, x: Tensor, answers: Tensor, seconds: tuple[float, float]) -> set[str]:
-        """Add up what this step cost, and return who answered."""
+        """Add up what travelled, and return who answered."""
         down, up = self.wire.frame.bytes.numel(), answers.element_size() * answers.shape[-1]
         notes = dict(zip(self.names, self.wire.notes(ask, answers), strict=True))
         received = up if ask is Ask.SUM else up * len(notes)
         rounding = relative_error(x.detach(), self.wire.frame.x)
-        self._spent[self.me] += Cost(down, received, seconds[1], seconds[0], rounding)
+        self._traffic[self.me] += Traffic(down, received, seconds[1], seconds[0], rounding)
         for name, note in notes.items():
-            self._spent[name] += Cost(up, down, note.waiting, note.computing, note.rounding)
+            self._traffic[name] += Traffic(up, down, note.waiting, note.computing, note.rounding)
         return {name for name, note in notes.items() if note.answered}
 
     def _found(
