@@ -59,12 +59,14 @@ class ExactUsers(Federation):
         self.names = tuple(user.name for user in problem.users)
         self.sizes = torch.tensor([float(len(user)) for user in problem.users], dtype=torch.float64)
         self.costs = Costs(dict.fromkeys(self.names, 1))
+        self.least = torch.stack([loss(problem, k, x) for k, x in enumerate(problem.optima)])
 
     def gradients(self, points: Tensor, step: int) -> Tensor:
         return torch.einsum("kij,kj->ki", self.problem.curvatures, points - self.problem.optima)
 
     def losses(self, points: Tensor, step: int) -> Tensor:
-        return torch.stack([loss(self.problem, k, x) for k, x in enumerate(points)])
+        apart = points - self.problem.optima
+        return torch.einsum("ki,kij,kj->k", apart, self.problem.curvatures, apart) / 2 + self.least
 
     def play(self, method: Method, rounds: int, lr: float) -> Tensor:
         """Return the personal models after some rounds."""
@@ -128,6 +130,40 @@ def test_losses_move_no_running_statistics_and_drop_out_alike() -> None:
     first, again = users.losses(points, 3), users.losses(points, 3)
     assert torch.equal(first, again)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        APFL(3),
+        Ditto(together=FedAvg(3), personal_steps=2),
+        FineTuning(2, FedAvg(3)),
+        HypCluster(2, 3),
+        L2GD(3),
+        Mapper(2),
+        PerFedAvg(2),
+        PerFedAvg(2, difference=0.1),
+    ],
+    ids=repr,
+)
+def test_every_batch_counted_is_drawn_and_none_twice_in_two_rounds(method: Method) -> None:
+    drawn: list[int] = []
+
+    class Listening(ExactUsers):
+        def gradients(self, points: Tensor, step: int) -> Tensor:
+            drawn.append(step)
+            return super().gradients(points, step)
+
+        def losses(self, points: Tensor, step: int) -> Tensor:
+            drawn.append(step)
+            return super().losses(points, step)
+
+    users = Listening(PROBLEM)
+    state = method.init(users, ZERO)
+    for _ in range(4):
+        before, drawn[:] = state["step"], []
+        state = method.round(users, state, 0.1)
+        assert set(drawn) == set(range(before, state["step"]))
 
 
 # FedAvg with a pool
@@ -242,6 +278,13 @@ def test_ditto_ends_at_the_penalised_minimiser(local_steps: int, penalty: float)
         torch.linalg.solve(A[k] + penalty * ONE, A[k] @ O[k] + penalty * w) for k in range(N)
     ]  # argmin f_k(v) + (λ/2)‖v − w*‖²
     assert torch.allclose(EXACT.play(method, rounds=800, lr=0.1), torch.stack(expected), atol=1e-9)
+
+
+def test_ditto_draws_fresh_batches_for_the_personal_models() -> None:
+    inputs, targets = PROBLEM.users[0].batch(4, seed=0, step=2)
+    own = 2 * inputs.T @ targets.flatten() / len(inputs)
+    run = PROBLEM.train(Ditto(0.5, FedAvg(2)), rounds=1, lr=0.1, batch_size=4)
+    assert torch.allclose(weights_of(run), 0.1 * own, atol=1e-12)
 
 
 def test_ditto_against_a_plain_loop() -> None:
