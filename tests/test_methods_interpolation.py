@@ -146,7 +146,7 @@ def test_losses_move_no_running_statistics_and_drop_out_alike() -> None:
     ],
     ids=repr,
 )
-def test_every_batch_counted_is_drawn_and_none_twice_in_two_rounds(method: Method) -> None:
+def test_a_round_draws_the_batches_it_counts(method: Method) -> None:
     drawn: list[int] = []
 
     class Listening(ExactUsers):
@@ -336,10 +336,10 @@ def test_apfl_against_a_plain_loop(learned: bool) -> None:
         ends = []
         for k in range(N):
             y = w
-            for _ in range(2):
+            for j in range(2):
                 mixed, difference = g(k, a[k] * v[k] + (1 - a[k]) * y), v[k] - y
                 v[k], y = v[k] - 0.3 * a[k] * mixed, y - 0.3 * g(k, y)
-                if learned:
+                if learned and j == 0:
                     a[k] = min(1.0, max(0.0, a[k] - 0.3 * float(difference @ mixed)))
             ends.append(y)
         w = torch.stack(ends).mean(0)
@@ -365,10 +365,10 @@ def test_l2gd_is_its_penalised_solution_on_average(local_steps: int, penalty: fl
     """Affine steps that are unbiased keep the mean over time exact; a round ends after an own step."""
     lr, method = 0.05, L2GD(local_steps, penalty, probability)
     state, rows = method.init(EXACT, ZERO), []
-    for _ in range(12000 // local_steps):
+    for _ in range(8000 // local_steps):
         state = method.round(EXACT, state, lr)
         rows.append(state["x"])
-    path = torch.stack(rows)[len(rows) // 12 :]
+    path = torch.stack(rows)[len(rows) // 8 :]
     batches = torch.stack([part.mean(0) for part in path.chunk(20)])
     error = batches.std(0) / len(batches) ** 0.5
     solution = penalised(penalty)
@@ -411,9 +411,9 @@ def test_l2gd_never_pulls_beyond_the_mean() -> None:
 
 @pytest.mark.parametrize("local_steps", STEPS)
 def test_mapper_ends_at_the_pooled_minimiser_or_at_the_own_optima(local_steps: int) -> None:
-    pooled = EXACT.play(Mapper(local_steps, (0.0,)), rounds=600, lr=0.2)
+    pooled = EXACT.play(Mapper(local_steps, (0.0,)), rounds=200, lr=0.3)
     assert torch.allclose(pooled, PROBLEM.minimiser(SHARES).expand(N, -1), atol=1e-9)
-    own = EXACT.play(Mapper(local_steps, (0.5, 0.9)), rounds=1200, lr=0.2)
+    own = EXACT.play(Mapper(local_steps, (0.5, 0.9)), rounds=1000 // local_steps, lr=0.3)
     assert torch.allclose(own, O, atol=1e-9)
 
 
@@ -486,6 +486,7 @@ def test_hyp_cluster_against_a_plain_loop() -> None:
             models[j] = sum((len(problem.users[k]) / weight * ends[k] for k in members), ZERO)
     run = problem.train(HypCluster(3, 2), rounds=2, lr=0.1)
     assert same_as(run, [models[j] for j in cluster])
+    assert torch.allclose(run.state["x"], torch.stack(models), atol=1e-12)
     assert len(set(cluster)) == 2  # one model has nobody, and stays
 
 

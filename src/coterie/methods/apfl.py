@@ -17,15 +17,18 @@ from coterie.rules import State
 class APFL:
     """Train an own model so that its mixture with the model for all is good for the user.
 
-        w_k ← w, then K times, all three from the same batch and the old values, u_k = a_k v_k + (1 − a_k) w_k:
-            w_k ← w_k − η g_k(w_k),    v_k ← v_k − η a_k g_k(u_k),    a_k ← a_k − η ⟨v_k − w_k, g_k(u_k)⟩
+        w_k ← w, then K times, from the same batch and the old values, u_k = a_k v_k + (1 − a_k) w_k:
+            w_k ← w_k − η g_k(w_k),    v_k ← v_k − η a_k g_k(u_k)
+            a_k ← a_k − η ⟨v_k − w_k, g_k(u_k)⟩,  kept in [0, 1]                (learned; the first of the K times)
         w ← mean_k w_k
 
     The personal model is a_k v_k + (1 − a_k) w. v_k is free, so for any a_k > 0 the mixture can be anything: with
     K = 1 it ends at the user's own optimum, where alone ends, and what it keeps of the others is only the way
     there. With K > 1 it ends near it, as w_k moves within a round.
 
-    a_k is kept in [0, 1] and moves at every local step; everybody takes part in every round, unlike in the paper.
+    a_k is learned at the start of a round, while w_k is what all have. It tends to run to 0 or 1 early: from a
+    common start v_k, whose steps are a_k as long, lags behind w_k, which reads as if w_k were better; and at
+    a_k = 0 v_k stands still. Everybody takes part in every round, unlike in the paper.
 
     Args:
         local_steps: K.
@@ -68,7 +71,7 @@ class APFL:
             slope = ((v - w) * mixed).sum(1, keepdim=True)
             v = v - lr * mixing * mixed
             w = w - lr * users.gradients(w, step + k)
-            if self.learned:
+            if self.learned and k == 0:
                 mixing = (mixing - lr * slope).clamp(0, 1)
         users.exchange(down=w.shape[1], up=w.shape[1])
         return {"step": step + self.local_steps, "w": w.mean(0), "v": v, "mixing": mixing}
