@@ -469,7 +469,7 @@ def test_hyp_cluster_recovers_planted_clusters(local_steps: int, signs: tuple[in
 def test_hyp_cluster_against_a_plain_loop() -> None:
     problem = planted((1, -1, 1, -1, -1))
     users = ExactUsers(problem)
-    models, cluster = list(HypCluster(3, 2).init(users, ZERO)["x"]), [0] * 5
+    models, cluster = list(HypCluster(4, 2).init(users, ZERO)["x"]), [0] * 5
     assert torch.equal(models[0], ZERO)
     for _ in range(2):
         ends = []
@@ -484,10 +484,10 @@ def test_hyp_cluster_against_a_plain_loop() -> None:
             members = [k for k in range(5) if cluster[k] == j]
             weight = sum(len(problem.users[k]) for k in members)
             models[j] = sum((len(problem.users[k]) / weight * ends[k] for k in members), ZERO)
-    run = problem.train(HypCluster(3, 2), rounds=2, lr=0.1)
+    run = problem.train(HypCluster(4, 2), rounds=2, lr=0.1)
     assert same_as(run, [models[j] for j in cluster])
     assert torch.allclose(run.state["x"], torch.stack(models), atol=1e-12)
-    assert len(set(cluster)) == 2  # one model has nobody, and stays
+    assert len(set(cluster) | {0}) < 4  # a model other than zero has nobody, and stays
 
 
 def test_one_cluster_is_fedavg() -> None:
