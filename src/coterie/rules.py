@@ -111,7 +111,7 @@ class WeightedAveraging:
             >>> small = User("me", torch.zeros(10, 1), torch.arange(10.0))
             >>> large = User("a", torch.zeros(30, 1), torch.arange(30.0))
             >>> WeightedAveraging.pooled(small, [large])
-            WeightedAveraging(alpha=0.75, tau={'a': 1.0})
+            WeightedAveraging(alpha=0.75, tau={'a': 1.0}, pool=None)
         """
         total = sum(len(peer) for peer in peers)
         return cls(alpha=total / (total + len(me)), tau={peer.name: len(peer) / total for peer in peers})

@@ -57,20 +57,26 @@ class GeometricMedian(Pool):
         gram = points.gram
         about = gram - gram[start] - gram[:, [start]] + gram[start, start]
         np.fill_diagonal(about, squared[start])
-        return points.mean(self._weights(about, start))
+        with np.errstate(over="ignore", invalid="ignore"):  # of a step of Newton's that is then not taken
+            return points.mean(self._weights(about, start))
 
     def _weights(self, gram: FloatArray, start: int) -> FloatArray:
         """Return the weights of the median, of rows about one of them."""
         weights, better = _away_from(gram, start)
-        for _ in range(MOST if better else 0):
-            inverse, gradient, length = _slope(gram, weights)
+        if not better:
+            return weights
+        slope = _slope(gram, weights)
+        for _ in range(MOST):
+            inverse, gradient, length = slope
             if length <= self.tolerance * len(gram):
                 break
             newton = _newton(gram, weights, inverse, gradient)
-            if newton is not None and _slope(gram, newton)[2] < length / 2:
+            slope = _slope(gram, newton)
+            if slope[2] < length / 2:
                 weights = newton
-            else:
+            else:  # also where Newton's step is not finite
                 weights = inverse / inverse.sum()
+                slope = _slope(gram, weights)
         return weights
 
 
@@ -95,18 +101,18 @@ def _slope(gram: FloatArray, weights: FloatArray) -> tuple[FloatArray, FloatArra
     squares = np.maximum(gram.diagonal() - 2 * inner + whole, 1e-16 * (gram.diagonal() + whole) + 1e-300)
     inverse = 1 / np.sqrt(squares)
     gradient = inverse.sum() * weights - inverse
-    return inverse, gradient, math.sqrt(max(0.0, float(gradient @ gram @ gradient)))
+    return inverse, gradient, math.sqrt(max(float(gradient @ gram @ gradient), 0.0))
 
 
-def _newton(gram: FloatArray, weights: FloatArray, inverse: FloatArray, gradient: FloatArray) -> FloatArray | None:
-    """Return the weights after a step of Newton's; None where there is none.
+def _newton(gram: FloatArray, weights: FloatArray, inverse: FloatArray, gradient: FloatArray) -> FloatArray:
+    """Return the weights after a step of Newton's; NaN where there is none, as for rows on one line.
 
     The Hessian is Σ (I − r_i r_iᵀ)/d_i, r_i the unit vectors, here as it acts on weights of rows.
     """
     towards = weights - np.eye(len(gram))
-    hessian = inverse.sum() * np.eye(len(gram)) - (towards.T * inverse**3) @ (towards @ gram)
+    hessian = -(towards.T * inverse**3) @ (towards @ gram)
+    hessian.flat[:: len(gram) + 1] += inverse.sum()
     try:
-        found: FloatArray = weights - np.linalg.solve(hessian, gradient)
-    except np.linalg.LinAlgError:  # rows on one line
-        return None
-    return found if np.isfinite(found).all() else None
+        return np.asarray(weights - np.linalg.solve(hessian, gradient))
+    except np.linalg.LinAlgError:
+        return np.full(len(gram), np.nan)
