@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -52,9 +53,10 @@ def sides(n: int, f: int, radius: float, steps: int) -> Sides:
     """Return ours and theirs, by what they do."""
     theirs = byzfl_aggregators()
 
-    def clipping(iterations: int) -> Callable[[Tensor], Tensor]:
-        # A new one each time: it starts where the last call ended.
-        return lambda rows: theirs.CenteredClipping(L=iterations, tau=radius)(rows)
+    def clipping(rows: Tensor, iterations: int) -> Tensor:
+        # A new one each time: it would start where the last call ended.
+        found: Tensor = theirs.CenteredClipping(L=iterations, tau=radius)(rows)
+        return found
 
     trimmed, krum, mixing = theirs.TrMean(f), theirs.Krum(f), theirs.NNM(f)
     buckets, median = theirs.Bucketing(2), theirs.Median()
@@ -67,8 +69,8 @@ def sides(n: int, f: int, radius: float, steps: int) -> Sides:
         f"… converged ({steps} steps)": (GeometricMedian(), least),
         "Krum": (Krum(f), krum),
         "Multi-Krum": (MultiKrum(f), theirs.MultiKrum(f)),
-        "centred clipping, 1": (CentredClipping(radius, 1), clipping(1)),
-        "centred clipping, 10": (CentredClipping(radius, 10), clipping(10)),
+        "centred clipping, 1": (CentredClipping(radius, 1), partial(clipping, iterations=1)),
+        "centred clipping, 10": (CentredClipping(radius, 10), partial(clipping, iterations=10)),
         "mixing, Krum": (NearestNeighbourMixing(f, then=Krum(f)), lambda rows: krum(mixing(rows))),
         "mixing, trimmed mean": (
             NearestNeighbourMixing(f, then=TrimmedMean(f)),
@@ -120,8 +122,8 @@ def main() -> None:
         timed(ours, rows), timed(theirs, rows)
         end = time.monotonic() + options.seconds
         while time.monotonic() < end or len(times[0]) < 5:  # by turns, so that both see the same machine
-            for found, pool in zip(times, (ours, theirs), strict=True):
-                found.append(timed(pool, rows))
+            times[0].append(timed(ours, rows))
+            times[1].append(timed(theirs, rows))
         mine, other = (statistics.median(found) for found in times)
         if options.json:
             print(json.dumps({"pool": name, "coterie_ms": mine, "byzfl_ms": other}), flush=True)

@@ -42,8 +42,7 @@ class CoordinateMedian(Pool):
     def of(self, points: Points) -> Tensor:
         """Return the median of every coordinate."""
         ordered = _sorted(points.rows)
-        low, high = ordered[(len(points) - 1) // 2], ordered[len(points) // 2]
-        return low / 2 + high / 2 if len(points) % 2 == 0 else low.clone()  # the sum could overflow
+        return ordered[(len(points) - 1) // 2] / 2 + ordered[len(points) // 2] / 2  # the sum could overflow
 
 
 @dataclass(frozen=True)
