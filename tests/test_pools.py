@@ -357,6 +357,8 @@ def test_rows_far_from_zero_and_close_together_in_float32(name: str, offset: flo
 
 
 def test_copies_are_one_point_whatever_their_products_round_to() -> None:
+    noisy = np.full((3, 3), 5.0) + 1e-15 * np.array([[1, 0, 1], [0, -1, 1], [1, 1, 0]])
+    assert not Points(torch.ones(3, 5), known=noisy).distances().any()
     for seed in range(5):
         rows = normal(7, 3001, seed) / 3 + 1
         rows[[0, 2, 5, 6]] = rows[3].clone()  # five of seven

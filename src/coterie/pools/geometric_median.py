@@ -77,7 +77,7 @@ class GeometricMedian(Pool):
             else:  # also where Newton's step is not finite
                 weights = inverse / inverse.sum()
                 slope = _slope(gram, weights)
-        return weights
+        return np.asarray(slope[0] / slope[0].sum())  # Weiszfeld's last: whatever has been rounded, a mean of rows
 
 
 def _away_from(gram: FloatArray, start: int) -> tuple[FloatArray, bool]:
