@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ Knob: TypeAlias = float | Callable[[int], float]
 """A number, or a function of the step."""
 
 
+@runtime_checkable
 class Rule(Protocol):
     """How user 0 turns gradients into a direction. The knobs are fields; the state is passed and returned."""
 

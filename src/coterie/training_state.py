@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ class TrainingState:
 
     def evaluate(self) -> dict[str, Any]:
         """Record a point, keep the model if it is the best by validation loss so far, and ask the guard."""
-        point: dict[str, Any] = {"step": self.track.step, "weight": self.track.state["weight"]}
+        point: dict[str, Any] = {"step": self.track.step}
+        if not math.isnan(self.track.weight):
+            point["weight"] = self.track.weight
         if self.losses:
             point["own_loss"] = sum(self.losses) / len(self.losses)
             self.losses = []
@@ -135,10 +138,13 @@ class TrainingState:
             "test": test,
             **compared,
             "left_out": self.left_out,
+            "costs": self.track.costs.of,
             "seconds": round(seconds, 3),
         }
         self.record.finish(end)
-        return Run(model, self.record, self.track.state, self.track.step, end["best_step"], test, stopped)
+        models = self.track.models()
+        state, step = self.track.state, self.track.step
+        return Run(model, self.record, state, step, end["best_step"], test, stopped, models)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
@@ -148,6 +154,7 @@ class TrainingState:
             "guard": self.guard and self.guard.state_dict(),
             "left_out": self.left_out,
             "losses": self.losses,
+            "costs": self.track.costs.of,
         }
 
     def load_state_dict(self, state: dict[str, Any], configuration: dict[str, Any], path: Path) -> None:
@@ -169,6 +176,7 @@ class TrainingState:
                 "folder"
             ) from error
         self.left_out, self.losses = state["left_out"], state["losses"]
+        self.track.costs.of.update(state["costs"])
 
     def _served(self) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Return the model to serve, what it was the best of, and how collaboration compares with Alone."""
