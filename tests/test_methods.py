@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import coterie
 from coterie.errors import KnobError
-from coterie.methods import FedAvg, Method, Scaffold
+from coterie.methods import APFL, L2GD, Ditto, FedAvg, FineTuning, HypCluster, Mapper, Method, PerFedAvg, Scaffold
 from least_squares import D, balance, least_squares, weights_of
 
 STEPS = [1, 3, 8]
@@ -20,7 +20,19 @@ EQUAL = torch.full((N,), 1 / N, dtype=torch.float64)
 EXAMPLES = torch.tensor([len(user) for user in PROBLEM.users], dtype=torch.float64)
 SHARES = EXAMPLES / EXAMPLES.sum()
 
-METHODS: list[Method] = [FedAvg(3), Scaffold(3), Scaffold(3, option=1)]
+METHODS: list[Method] = [
+    APFL(3),
+    Ditto(together=FedAvg(3), personal_steps=2),
+    FedAvg(3),
+    FineTuning(3, FedAvg(2)),
+    HypCluster(2, 3),
+    L2GD(3),
+    Mapper(2),
+    PerFedAvg(2),
+    PerFedAvg(2, difference=1e-3),
+    Scaffold(3),
+    Scaffold(3, option=1),
+]
 
 
 def fedavg_point(shares: Tensor, local_steps: int, lr: float) -> Tensor:
