@@ -139,7 +139,7 @@ def test_a_run_outlives_whatever_befalls_a_site(
         _, _, hangs, dies, _ = processes
         until(lambda: steps_done(folder) >= 50, "the run's start", 240)
         assert not answers_without_certificate(port)
-        worker = hangs.children()[0]
+        worker = hangs.children(recursive=True)[-1]
         worker.send_signal(signal.SIGSTOP)
         until(said("hungarian gave nothing"), "dropping the site that hangs")
         worker.send_signal(signal.SIGCONT)
@@ -175,7 +175,7 @@ def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example:
             example.end([processes[1]])
         with example.started([*example.COTERIE, "run", str(folder)]) as (run,):
             if moment == "while it starts":
-                until(lambda: bool(processes[1].children()), "the job's start")
+                until(lambda: len(processes[1].children(recursive=True)) > 1, "the job's start")
                 example.end([processes[1]])
             elif isinstance(moment, int):
                 until(lambda: steps_done(folder) >= moment, f"step {moment}")
@@ -200,12 +200,13 @@ def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, exam
     ):
         until(lambda: steps_done(folder) >= 100, "step 100", 240)
         if whose == "the server":
-            server.send_signal(signal.SIGKILL)
+            for process in (server, *server.children()):  # the worker is left to find out
+                process.send_signal(signal.SIGKILL)
             server.wait()
             with example.started([*example.COTERIE, "server", str(folder)]):
                 assert run.wait(timeout=400) == 0
         else:
-            (site if whose == "a site's worker" else server).children()[0].send_signal(signal.SIGKILL)
+            (site if whose == "a site's worker" else server).children(recursive=True)[-1].kill()
             assert run.wait(timeout=400) == 0
     end = end_of(folder)
     assert (end["step"], end["stopped"]) == (300, None)

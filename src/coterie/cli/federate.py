@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from coterie.errors import KnobError
+from coterie.errors import CoterieError, KnobError
 
 federate = typer.Typer(
     name="federate", no_args_is_help=True, help="Train with other organisations, over NVFLARE (coterie[flare])."
@@ -107,9 +108,22 @@ def run(
 
 
 def _start(kit: Path) -> None:
-    """Become NVFLARE's process, with this Python for its `python3`."""
+    """Start NVFLARE's process, with this Python for its `python3`, and end it and its children with this one."""
     script = kit.absolute() / "startup" / "sub_start.sh"
     if not script.exists():
         raise KnobError(f"there is no {script}; `coterie federate init` writes it")
+    try:
+        import psutil  # NVFLARE needs it too
+    except ImportError as error:
+        raise CoterieError(f"NVFLARE is not installed ({error}); `pip install coterie[flare]`") from error
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    os.execve(script, [str(script), "--once"], os.environ | {"PATH": path})  # noqa: S606  # no shell
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # In a session of its own: NVFLARE takes no notice of Ctrl-C.
+    process = psutil.Popen([str(script), "--once"], env=os.environ | {"PATH": path}, start_new_session=True)
+    try:
+        code = process.wait()
+    finally:
+        if process.is_running():
+            for each in (*process.children(recursive=True), process):
+                each.kill()
+    raise typer.Exit(code)
