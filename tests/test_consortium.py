@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,28 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Mark all processes that a test starts, and end those that it leaves, whatever happens to it."""
+    import psutil
+
+    def marked() -> list[Any]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get("COTERIE_TEST") == str(tmp_path):
+                    found.append(process)
+        return found
+
+    monkeypatch.setenv("COTERIE_TEST", str(tmp_path))
+    yield
+    left = marked()
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=10)
+
+
 def end_of(folder: Path) -> dict[str, Any]:
     return coterie.Record.load(folder / "run" / "record.jsonl").end
 
@@ -52,7 +75,7 @@ def end_of(folder: Path) -> dict[str, Any]:
 def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "trial"
     command = [sys.executable, "-W", "error", str(HERE.parent / "examples" / "consortium.py"), str(folder)]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=600)
 
     settings = lead_settings(folder)
     _, mine = of_lead(folder, settings)

@@ -24,7 +24,7 @@ def run(path: Path, folder: Path) -> str:
     return result.stdout
 
 
-SLOW = {"cluster"}  # has a test of its own
+SLOW = {"cluster", "consortium"}  # have tests of their own
 
 
 @pytest.mark.parametrize(
