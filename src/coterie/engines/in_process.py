@@ -95,6 +95,14 @@ class InProcess:
         self._keep_buffers(own, buffers)
         return torch.cat([own.unsqueeze(0), rows]), loss
 
+    def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return one user's gradient and loss at x on its examples at these indices; the step seeds randomness."""
+        batch = self.everyone.users[name].take(indices, seed=self.seed, step=step)
+        gradient, loss, buffers = self._single(x, step, name, batch)
+        if name == self.me:
+            self._keep_buffers(gradient, buffers)
+        return gradient, loss
+
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
         return {
