@@ -29,14 +29,14 @@ class Waffle:
         x ← x + Σ a_k (x_k − x),      c ← c + Σ a_k (c_k⁺ − c_k)
 
     Ω falls from nearly 1 to nearly 0: from nearly everybody to user 0 alone. c then remembers the weights it was
-    made with: in the end ∇f_0(x) = c_0 − c, not 0, where users differ. `settle` takes c = Σ a_k c_k⁺ instead, with
-    the weights of now, and ends at user 0's optimum. Everybody takes part in every round.
+    made with: in the end ∇f_0(x) = c_0 − c, which is not 0 where users differ. And from the second round on, the
+    corrections hide how gradients differ: what is left in D_k is curvature and noise. Everybody takes part in every
+    round.
 
     Args:
         rounds: R; `steps` of `coterie.train`.
         local_steps: K.
         slope: s, how sudden the change is.
-        settle: see above; False as in the paper.
 
     Reference:
         Beaussart, Grimberg, Hartley and Jaggi, WAFFLE: weighted averaging for personalized federated learning,
@@ -50,7 +50,6 @@ class Waffle:
     rounds: int
     local_steps: int = 5
     slope: float = 3.2
-    settle: bool = False
 
     def __post_init__(self) -> None:
         check_local_steps(self.local_steps)
@@ -85,7 +84,7 @@ class Waffle:
             "step": step + self.local_steps,
             "x": x + weights @ (points - x),
             "c_k": following,
-            "c": weights @ following if self.settle else c + weights @ (following - c_k),
+            "c": c + weights @ (following - c_k),
             "last": last,
             "weights": weights,
             "weight": float(weights[1:].sum()),
