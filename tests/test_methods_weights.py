@@ -143,6 +143,19 @@ def test_waffle_hears_copies_first_and_strangers_less() -> None:
     assert float(first[2]) == 0 < float(first[4]) < 0.2
 
 
+def test_waffle_cannot_tell_users_of_one_curvature_once_corrections_are_there() -> None:
+    """Whose gradients differ by constants: from the second round on their updates, and so their c_k, move alike."""
+    inputs = torch.randn(30, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    users = [
+        coterie.User(f"user {k}", inputs, (inputs @ truth).unsqueeze(1))
+        for k, truth in enumerate([TRUTH, -TRUTH, OTHER])
+    ]
+    problem = LeastSquares(users, torch.empty(0), torch.empty(0))
+    one, two = (problem.train(Waffle(9, 1), rounds=r, lr=0.05).state["c_k"] for r in (1, 2))
+    assert float((two - one).std(0).max()) < 1e-12
+    assert float(one.std(0).min()) > 0.1
+
+
 def mixing_by_hand(problem: LeastSquares, blocks: int) -> list[list[float]]:
     """Return the weights of user-centric learning at 0, written out."""
     means, noises = [], []
