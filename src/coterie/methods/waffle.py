@@ -29,8 +29,8 @@ class Waffle:
         x ← x + Σ a_k (x_k − x),      c ← c + Σ a_k (c_k⁺ − c_k)
 
     Ω falls from nearly 1 to nearly 0: from nearly everybody to user 0 alone. c then remembers the weights it was
-    made with: in the end ∇f_0(x) = c_0 − c, which is not 0 where users differ. And after the first
-    rounds the corrections hide how gradients differ: what is left in D_k is curvature and noise. Everybody takes part in every
+    made with: in the end ∇f_0(x) = c_0 − c, which is not 0 where users differ. And after the first rounds the
+    corrections hide how gradients differ: what is left in D_k is curvature and noise. Everybody takes part in every
     round.
 
     Args:
