@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -42,3 +46,13 @@ def make_users() -> Users:
         return [me, *(coterie.User(f"peer {k}", *examples(n)) for k, n in enumerate(sizes[1:], 1))]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def byzfl() -> Callable[[str], Any]:
+    """Give a function that imports a part of byzfl without its `__init__`, which wants torchvision and seaborn."""
+    found = importlib.util.find_spec("byzfl")
+    if found is None:
+        pytest.skip("compares with byzfl: pip install --no-deps byzfl")
+    sys.modules["byzfl"] = importlib.util.module_from_spec(found)
+    return lambda part: importlib.import_module(f"byzfl.{part}")

@@ -11,13 +11,20 @@ from torch import Tensor, nn
 import coterie
 from coterie.errors import KnobError
 from coterie.methods import (
+    APFL,
+    L2GD,
     MVR,
     SAGA,
     SVRG,
+    Ditto,
     FedAvg,
     FedFomo,
+    FineTuning,
+    HypCluster,
+    Mapper,
     Method,
     Mime,
+    PerFedAvg,
     Scaffold,
     Selfish,
     UserCentric,
@@ -33,7 +40,15 @@ EXAMPLES = torch.tensor([len(user) for user in PROBLEM.users], dtype=torch.float
 SHARES = EXAMPLES / EXAMPLES.sum()
 
 METHODS: list[Method] = [
+    APFL(3),
+    Ditto(together=FedAvg(3), personal_steps=2),
     FedAvg(3),
+    FineTuning(3, FedAvg(2)),
+    HypCluster(2, 3),
+    L2GD(3),
+    Mapper(2),
+    PerFedAvg(2),
+    PerFedAvg(2, difference=1e-3),
     Scaffold(3),
     Scaffold(3, option=1),
     Mime(3),

@@ -1,6 +1,6 @@
 """Train your model with your peers' gradients: personalized collaborative learning in PyTorch."""
 
-from coterie import data, errors, theory
+from coterie import attacks, data, errors, pools, theory
 from coterie.adaptive import AdaptiveAveraging
 from coterie.engines import Engine, InProcess
 from coterie.evaluation import evaluate
@@ -28,9 +28,11 @@ __all__ = [
     "Step",
     "User",
     "WeightedAveraging",
+    "attacks",
     "data",
     "errors",
     "evaluate",
+    "pools",
     "theory",
     "train",
 ]

@@ -24,6 +24,16 @@ def random_key(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
+def uniform(seed: int, name: str, step: int) -> float:
+    """Return a number in [0, 1) for one purpose at one step: a coin that everybody tosses alike.
+
+    Example:
+        >>> uniform(0, "coin", 3) == uniform(0, "coin", 3) != uniform(0, "coin", 4)
+        True
+    """
+    return float(np.random.default_rng([random_key(seed, name), step]).random())
+
+
 def draw(streams: Sequence[int], sizes: Sequence[int], batch: int, steps: Sequence[int]) -> Tensor:
     """Draw the indices of one batch for each step and user at once, of shape (steps, users, batch).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,14 +41,19 @@ class Gradients:
     x: Tensor | None = None
     own_loss: Tensor | float = math.nan
 
-    def average(self, tau: Mapping[str, float] | None = None) -> tuple[Tensor, float]:
-        """Return the peers' weighted sum and the share of the weight that answered.
+    def average(
+        self, tau: Mapping[str, float] | None = None, pool: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, float]:
+        """Return the peers' weighted sum, or pool, and the share of the weight that answered.
 
         The weight of a peer that did not answer goes back to g_0.
 
         Args:
             tau: the weight of each peer, used with `rows`; equal weights when None.
+            pool: what stands in the place of the weighted sum of those that answered; see `coterie.pools`.
         """
+        if pool is not None:
+            return self._pooled(pool)
         if self.peers is not None:
             return self.peers, self.answered
         if self.rows is None:
@@ -58,6 +63,13 @@ class Gradients:
         else:
             weights = [float(tau.get(name, 0.0)) for name in self._row_names()]
         return weighted_sum(self.own, self.rows, weights)
+
+    def _pooled(self, pool: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+        if self.rows is None:
+            raise KnobError("a pool needs every peer's gradient: `Gradients(rows=…)`")
+        if not len(self.rows):
+            return complete(self.own, self.own, 0.0)
+        return complete(self.own, self.answered * pool(self.rows), self.answered)
 
     def _row_names(self) -> tuple[str, ...]:
         if self.rows is not None and len(self.names) != len(self.rows):

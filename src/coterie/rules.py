@@ -21,6 +21,7 @@ from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.gradients import Gradients
+from coterie.pools import Pool
 from coterie.users import User
 
 State: TypeAlias = dict[str, Any]
@@ -81,6 +82,7 @@ class WeightedAveraging:
     Args:
         alpha: α, the peers' weight, in [0, 1]; a number or a function of the step.
         tau: τ, the weight of each peer by name, summing to 1; equal weights when None.
+        pool: a robust pool of the peers' gradients in the place of Σ τ_k g_k; it takes no `tau`.
 
     Example:
         >>> rule = WeightedAveraging(alpha=0.25)
@@ -91,12 +93,16 @@ class WeightedAveraging:
 
     alpha: Knob
     tau: Mapping[str, float] | None = None
-
-    needs_rows: ClassVar[bool] = False
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         _check_knob("alpha", self.alpha)
-        _check_tau(self.tau)
+        _check_tau(self.tau, self.pool)
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether there is a pool, which needs every peer's gradient."""
+        return self.pool is not None
 
     @classmethod
     def pooled(cls, me: User, peers: Sequence[User]) -> WeightedAveraging:
@@ -106,14 +112,14 @@ class WeightedAveraging:
             >>> small = User("me", torch.zeros(10, 1), torch.arange(10.0))
             >>> large = User("a", torch.zeros(30, 1), torch.arange(30.0))
             >>> WeightedAveraging.pooled(small, [large])
-            WeightedAveraging(alpha=0.75, tau={'a': 1.0})
+            WeightedAveraging(alpha=0.75, tau={'a': 1.0}, pool=None)
         """
         total = sum(len(peer) for peer in peers)
         return cls(alpha=total / (total + len(me)), tau={peer.name: len(peer) / total for peer in peers})
 
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Return τ over the given peers."""
-        return _weights(self.tau, names)
+        return _weights(self.tau, names, self.pool)
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step."""
@@ -122,7 +128,7 @@ class WeightedAveraging:
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return (1 − α) g_0 + α g_avg and the next state."""
         alpha = _at("alpha", self.alpha, state["step"])
-        average = g.average(self.tau)
+        average = g.average(self.tau, self.pool)
         return (
             _direction(g, average, alpha),
             {"step": state["step"] + 1, "weight": alpha * average[1]},
@@ -147,6 +153,7 @@ class BiasCorrection:
         start: c_0: the `"first"` observed bias, as in the paper, or `"zero"`, as in the authors' notebook.
         warm_up: follow with β_t = max(β, 1/(t + 1)), so that c_t is at first the mean of the biases seen
             and a small β need not wait 1/β steps; False gives the paper's recursion exactly.
+        pool: a robust pool of the peers' gradients in the place of g_avg; it takes no `tau`.
 
     Example:
         >>> rule = BiasCorrection(alpha=0.5, beta=0.1)
@@ -162,20 +169,24 @@ class BiasCorrection:
     correction: float = 1.0
     start: Literal["first", "zero"] = "first"
     warm_up: bool = True
-
-    needs_rows: ClassVar[bool] = False
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         _check_knob("alpha", self.alpha)
         _check_knob("beta", self.beta)
         _check_knob("correction", self.correction)
-        _check_tau(self.tau)
+        _check_tau(self.tau, self.pool)
         if self.start not in ("first", "zero"):
             raise KnobError(f'`start` must be "first" or "zero", got {self.start!r}')
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether there is a pool, which needs every peer's gradient."""
+        return self.pool is not None
+
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Return τ over the given peers."""
-        return _weights(self.tau, names)
+        return _weights(self.tau, names, self.pool)
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step; `seen` counts the steps in which a bias was observed."""
@@ -185,7 +196,7 @@ class BiasCorrection:
         """Return the corrected average and the next state."""
         step, seen, c = state["step"], state["seen"], state["c"]
         alpha, beta = _at("alpha", self.alpha, step), _at("beta", self.beta, step)
-        peers, answered = g.average(self.tau)
+        peers, answered = g.average(self.tau, self.pool)
         if answered:
             bias = peers - g.own
             if self.start == "first" and not seen:
@@ -280,9 +291,13 @@ def _check_knob(name: str, knob: Knob, where: str = "") -> None:
         raise KnobError(f"`{name}` must lie in [0, 1], got {knob!r}{where}")
 
 
-def _check_tau(tau: Mapping[str, float] | None) -> None:
+def _check_tau(tau: Mapping[str, float] | None, pool: Pool | None = None) -> None:
+    if pool is not None and not isinstance(pool, Pool):
+        raise KnobError(f"`pool` must be a pool such as `coterie.pools.TrimmedMean(f=1)`, got {pool!r}")
     if tau is None:
         return
+    if pool is not None:
+        raise KnobError("`tau` and `pool` were both given, but a pool takes all peers alike; leave one out")
     if not isinstance(tau, Mapping) or not tau:
         raise KnobError(f"`tau` must map each peer's name to its weight, got {tau!r}; None gives equal weights")
     for name, weight in tau.items():
@@ -292,10 +307,12 @@ def _check_tau(tau: Mapping[str, float] | None) -> None:
         raise KnobError(f"`tau` must sum to 1, got {sum(tau.values()):.6g}; divide each weight by the sum")
 
 
-def _weights(tau: Mapping[str, float] | None, names: Sequence[str]) -> dict[str, float]:
+def _weights(tau: Mapping[str, float] | None, names: Sequence[str], pool: Pool | None = None) -> dict[str, float]:
     """Return the weight of each peer that has one."""
     if not names:
         raise KnobError("no peers: pass at least one, or use `rule=coterie.Alone()`")
+    if pool is not None and len(names) < pool.least:
+        raise KnobError(f"`pool` {pool} needs {pool.least} peers at least, got {len(names)}; lower its `f`")
     if tau is None:
         return {name: 1 / len(names) for name in names}
     unknown = [name for name in tau if name not in names]

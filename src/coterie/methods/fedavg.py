@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
+from coterie.errors import KnobError
 from coterie.methods.federation import Federation
 from coterie.methods.local import check_local_steps, local_steps
 from coterie.rules import State
@@ -16,7 +18,7 @@ from coterie.rules import State
 class FedAvg:
     """Average models that everybody has trained for a few steps from the last average.
 
-        x_k ← x, then K times  x_k ← x_k − η g_k(x_k);      x ← Σ p_k x_k
+        x_k ← x, then K times  x_k ← x_k − η g_k(x_k);      x ← Σ p_k x_k,  or  x ← x + pool(x_k − x)
 
     With one local step it is gradient descent on Σ p_k f_k: the pooled objective where p_k are the shares of the
     examples. With more, users run towards their own optima: on quadratics f_k = ½(x − o_k)ᵀA_k(x − o_k) it ends at
@@ -26,7 +28,9 @@ class FedAvg:
 
     Args:
         local_steps: K.
-        shares: p_k: by the number of `"examples"`, as in the paper, or `"equal"`.
+        shares: p_k: by the number of `"examples"`, as in the paper, or `"equal"`; a pool knows no shares.
+        pool: what to take in the place of the mean, from the users' moves, one a row, to one move: a robust
+            pool, which a few wrong users cannot lead astray.
 
     Reference:
         McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017.
@@ -38,9 +42,12 @@ class FedAvg:
 
     local_steps: int = 1
     shares: Literal["examples", "equal"] = "examples"
+    pool: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         check_local_steps(self.local_steps)
+        if self.shares not in ("examples", "equal"):
+            raise KnobError(f'`shares` must be "examples" or "equal", got {self.shares!r}')
 
     @property
     def gradients_a_round(self) -> int:
@@ -56,10 +63,15 @@ class FedAvg:
         x, step = state["x"], state["step"]
         points = local_steps(users, x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.numel())
-        p = users.shares if self.shares == "examples" else users.shares.new_full((len(points),), 1 / len(points))
-        return {"step": step + self.local_steps, "x": p @ points}
+        return {"step": step + self.local_steps, "x": self._together(users, x, points)}
 
     def models(self, state: State) -> Tensor:
         """Return x, one model for all."""
         x: Tensor = state["x"]
         return x.unsqueeze(0)
+
+    def _together(self, users: Federation, x: Tensor, points: Tensor) -> Tensor:
+        """Return what becomes of x when the users have moved to these points."""
+        if self.pool is not None:
+            return x + self.pool(points - x)
+        return users.shares @ points if self.shares == "examples" else points.mean(0)

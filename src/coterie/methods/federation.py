@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from coterie.costs import Costs
+from coterie.draws import seeded
 from coterie.engines.in_process import InProcess
 from coterie.errors import DataError
 from coterie.evaluation import evaluate
@@ -91,15 +93,15 @@ class Federation:
         return gradient
 
     def losses(self, points: Tensor, step: int) -> Tensor:
-        """Return each user's loss at its point, on its batch of this step."""
-        batches = (self.engine.everyone.one(name, step) for name in self.names[: len(points)])
-        with torch.no_grad():
-            return torch.stack(
-                [
-                    self.engine.passes.loss(self.engine.passes.output(point, inputs), targets)
-                    for point, (inputs, targets) in zip(points, batches, strict=True)
-                ]
-            )
+        """Return each user's loss at its point, on its batch of this step; running statistics stay as they are."""
+        passes, allowed, found = self.engine.passes, self.engine.allowed, []
+        for name, point in zip(self.names, points, strict=False):
+            inputs, targets = self.engine.everyone.one(name, step)
+            buffers = passes.buffers() if allowed.moves_buffers else None
+            random = seeded(self.engine.seed, name, step, point.device) if allowed.random else nullcontext()
+            with torch.no_grad(), random:
+                found.append(passes.loss(passes.output(point, inputs, buffers), targets))
+        return torch.stack(found)
 
     def held_out_losses(self, points: Tensor) -> Tensor:
         """Return user 0's mean validation loss at each of these points."""

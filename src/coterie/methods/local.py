@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from coterie.errors import KnobError
 from coterie.methods.federation import Federation
+from coterie.methods.knobs import check_count
 
 
 def local_steps(
@@ -28,5 +28,4 @@ def local_steps(
 
 def check_local_steps(count: int) -> None:
     """Check a number of local steps."""
-    if not isinstance(count, int) or count < 1:
-        raise KnobError(f"`local_steps` must be a whole number, at least 1, got {count!r}")
+    check_count("local_steps", count)

@@ -1,0 +1,82 @@
+"""APFL: mix an own model with one for all, and learn how much of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.methods.federation import Federation
+from coterie.methods.knobs import check_share
+from coterie.methods.local import check_local_steps
+from coterie.rules import State
+
+
+@dataclass(frozen=True)
+class APFL:
+    """Train an own model so that its mixture with the model for all is good for the user.
+
+        w_k ← w, then K times, from the same batch and the old values, u_k = a_k v_k + (1 − a_k) w_k:
+            w_k ← w_k − η g_k(w_k),    v_k ← v_k − η a_k g_k(u_k)
+            a_k ← a_k − η ⟨v_k − w_k, g_k(u_k)⟩,  kept in [0, 1]                (learned; the first of the K times)
+        w ← mean_k w_k
+
+    The personal model is a_k v_k + (1 − a_k) w. v_k is free, so for any a_k > 0 the mixture can be anything: with
+    K = 1 it ends at the user's own optimum, where alone ends, and what it keeps of the others is only the way
+    there. With K > 1 it ends near it, as w_k moves within a round.
+
+    a_k is learned at the start of a round, while w_k is what all have. It tends to run to 0 or 1 early: from a
+    common start v_k, whose steps are a_k as long, lags behind w_k, which reads as if w_k were better; and at
+    a_k = 0 v_k stands still. Everybody takes part in every round, unlike in the paper.
+
+    Args:
+        local_steps: K.
+        mixing: a_k at the start, in [0, 1].
+        learned: let a_k move; else it stays.
+
+    Reference:
+        Deng, Kamani, Mahdavi, Adaptive personalized federated learning, arXiv:2003.13461, 2020, Algorithm 1 and the
+        section on adaptive mixing.
+
+    Example:
+        >>> APFL(local_steps=5).gradients_a_round
+        10
+    """
+
+    local_steps: int = 1
+    mixing: float = 0.5
+    learned: bool = True
+
+    def __post_init__(self) -> None:
+        check_local_steps(self.local_steps)
+        check_share("mixing", self.mixing)
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round: two from every batch."""
+        return 2 * self.local_steps
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round: all models are x."""
+        n = len(users.names)
+        return {"step": 0, "w": x, "v": x.repeat(n, 1), "mixing": x.new_full((n, 1), self.mixing)}
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        v, mixing, step = state["v"], state["mixing"], state["step"]
+        w = state["w"].expand_as(v)
+        for k in range(self.local_steps):
+            mixed = users.gradients(torch.lerp(w, v, mixing), step + k)
+            slope = ((v - w) * mixed).sum(1, keepdim=True)
+            v = v - lr * mixing * mixed
+            w = w - lr * users.gradients(w, step + k)
+            if self.learned and k == 0:
+                mixing = (mixing - lr * slope).clamp(0, 1)
+        users.exchange(down=w.shape[1], up=w.shape[1])
+        return {"step": step + self.local_steps, "w": w.mean(0), "v": v, "mixing": mixing}
+
+    def models(self, state: State) -> Tensor:
+        """Return the mixtures."""
+        v: Tensor = state["v"]
+        return torch.lerp(state["w"].expand_as(v), v, state["mixing"])

@@ -1,0 +1,39 @@
+"""Data interpolation: train on own examples and everybody's, in given proportions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coterie.methods.knobs import check_share
+from coterie.rules import WeightedAveraging
+from coterie.users import User
+
+
+def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> WeightedAveraging:
+    """Return the rule that minimises a f_0 + (1 − a) f_pooled, f_pooled being the mean loss over all examples.
+
+    It is weighted gradient averaging, with nothing to add: f_pooled holds n_0 own examples of N, so
+
+        α = (1 − a)(1 − n_0/N),    τ_k ∝ n_k
+
+    minimises the same: alone at a = 1, `WeightedAveraging.pooled` at a = 0.
+
+    Args:
+        me: user 0.
+        peers: the others.
+        mixing: a, in [0, 1], the own examples' weight beside what they have in the pool. The paper chooses it by
+            cross-validation; `AdaptiveAveraging` does so for α.
+
+    Reference:
+        Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated learning,
+        arXiv:2002.10619, 2020, section 4.
+
+    Example:
+        >>> small, large = User("me", [[0.0]] * 10, range(10)), User("a", [[0.0]] * 30, range(30))
+        >>> data_interpolation(small, [large], mixing=0.5)
+        WeightedAveraging(alpha=0.375, tau={'a': 1.0})
+    """
+    check_share("mixing", mixing)
+    pooled = WeightedAveraging.pooled(me, peers)
+    total = sum(len(peer) for peer in peers)
+    return WeightedAveraging(alpha=(1 - mixing) * total / (total + len(me)), tau=pooled.tau)

@@ -1,0 +1,68 @@
+"""Ditto: personal models on a spring to one that is trained together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.federation import Federation
+from coterie.methods.knobs import check_count, check_positive
+from coterie.methods.rounds import Method
+from coterie.rules import State
+
+
+@dataclass(frozen=True)
+class Ditto:
+    """Pull personal models, trained on the own examples, towards a model trained by all.
+
+        w ← a round of `together`;      S times  v_k ← v_k − η (g_k(v_k) + λ (v_k − w))
+
+    with the w from before the round, as users know no newer one when they compute. v_k ends at
+    argmin f_k(v) + (λ/2)‖v − w*‖², where w* is where `together` ends: between alone (λ → 0) and w* (λ → ∞).
+    Only w is exchanged. Everybody takes part in every round, unlike in the paper.
+
+    Args:
+        penalty: λ.
+        together: the method that makes w; with a robust pool in it Ditto is the paper's robust variant.
+        personal_steps: S.
+
+    Reference:
+        Li et al., Ditto: fair and robust federated learning through personalization, ICML 2021, Algorithm 1.
+
+    Example:
+        >>> Ditto(penalty=0.1, together=FedAvg(5), personal_steps=5).gradients_a_round
+        10
+    """
+
+    penalty: float = 0.1
+    together: Method = field(default_factory=FedAvg)
+    personal_steps: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive("penalty", self.penalty)
+        check_count("personal_steps", self.personal_steps)
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round."""
+        return self.together.gradients_a_round + self.personal_steps
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round: all personal models are x."""
+        return {"step": 0, "together": self.together.init(users, x), "v": x.repeat(len(users.names), 1)}
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        v, w = state["v"], self.together.models(state["together"])
+        together = self.together.round(users, state["together"] | {"step": state["step"]}, lr)
+        step = together["step"]
+        for k in range(self.personal_steps):
+            v = v - lr * (users.gradients(v, step + k) + self.penalty * (v - w))
+        return {"step": step + self.personal_steps, "together": together, "v": v}
+
+    def models(self, state: State) -> Tensor:
+        """Return the v_k."""
+        v: Tensor = state["v"]
+        return v

@@ -1,0 +1,75 @@
+"""Fine-tuning: a model trained together, then by everybody alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.federation import Federation
+from coterie.methods.knobs import check_count
+from coterie.methods.local import local_steps
+from coterie.methods.rounds import Method
+from coterie.rules import State
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """Train one model together for some rounds, then let everybody go on from it alone.
+
+        round < R:    x ← a round of `together`
+        round ≥ R:    x_k ← x_k − η g_k(x_k), as many times as a round of `together` has gradients
+
+    Nothing is sent after round R. The personal models end at the users' own optima; what they keep of the others is
+    what R and the number of rounds after it leave: on quadratics x_k − o_k shrinks by 1 − ηA_k with every step. The
+    best of all rounds by validation is what `coterie.train` serves, so that tuning too long does no harm where
+    there is a validation set.
+
+    In the paper everything is tuned after the end of training, and users may freeze layers; here the step size goes
+    on as the scheduler says.
+
+    Args:
+        rounds: R, how many rounds to train together.
+        together: the method that makes one model for all.
+
+    Reference:
+        Wang et al., Federated evaluation of on-device personalization, arXiv:1910.10252, 2019.
+
+    Example:
+        >>> FineTuning(rounds=40, together=FedAvg(5)).gradients_a_round
+        5
+    """
+
+    rounds: int
+    together: Method = field(default_factory=FedAvg)
+
+    def __post_init__(self) -> None:
+        check_count("rounds", self.rounds)
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round."""
+        return self.together.gradients_a_round
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round."""
+        together = self.together.init(users, x)
+        return {"step": 0, "round": 0, "together": together, "models": self.together.models(together)}
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        following = state | {"round": state["round"] + 1}
+        if state["round"] < self.rounds:
+            together = self.together.round(users, state["together"], lr)
+            models = self.together.models(together)
+            return following | {"step": together["step"], "together": together, "models": models}
+        count = self.gradients_a_round
+        points = state["models"].expand(len(users.names), -1)
+        points = local_steps(users, points, state["step"], count, lr=lr)
+        return following | {"step": state["step"] + count, "models": points}
+
+    def models(self, state: State) -> Tensor:
+        """Return the model for all, and once tuning has begun each user's own."""
+        found: Tensor = state["models"]
+        return found

@@ -1,0 +1,82 @@
+"""HypCluster, or IFCA: several models, and every user trains the one that fits it best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.draws import seeded
+from coterie.methods.federation import Federation
+from coterie.methods.knobs import check_count, check_positive
+from coterie.methods.local import check_local_steps, local_steps
+from coterie.rules import State
+
+
+@dataclass(frozen=True)
+class HypCluster:
+    """Let every user choose the best of q models by its loss, and average within each choice.
+
+        c_k = argmin_j loss_k(x_j);      y_k ← x_{c_k}, then K times  y_k ← y_k − η g_k(y_k)
+        x_j ← Σ p_k y_k / Σ p_k  over the users with c_k = j,  p_k the shares of the examples
+
+    It is FedAvg in each cluster once the clusters stand still: with one cluster it is FedAvg. A model that nobody
+    chooses stays where it is. The start decides which clusters are found, or whether one takes everybody; the
+    models start at x with noise, from (seed, model) alone. IFCA is the same algorithm, with restarts from several
+    such starts. Everybody takes part in every round, unlike in the papers.
+
+    Args:
+        clusters: q.
+        local_steps: K.
+        spread: the standard deviation of the noise around x that the models start with; the first is x itself.
+
+    Reference:
+        Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated learning,
+        arXiv:2002.10619, 2020, section 3, algorithm HypCluster.
+        Ghosh, Chung, Yin, Ramchandran, An efficient framework for clustered federated learning, NeurIPS 2020,
+        Algorithm 1, model averaging.
+
+    Example:
+        >>> HypCluster(clusters=3, local_steps=5).gradients_a_round
+        5
+    """
+
+    clusters: int = 2
+    local_steps: int = 1
+    spread: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_count("clusters", self.clusters)
+        check_local_steps(self.local_steps)
+        check_positive("spread", self.spread)
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round; it also computes q losses."""
+        return self.local_steps
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round: q models around x; everybody has the first."""
+        models = x.repeat(self.clusters, 1)
+        with seeded(users.engine.seed, "clusters", 0):
+            noise = torch.randn(self.clusters - 1, x.numel(), dtype=x.dtype)
+        models[1:] += self.spread * noise.to(x.device)
+        return {"step": 0, "x": models, "cluster": torch.zeros(len(users.names), dtype=torch.long, device=x.device)}
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        x, step, n = state["x"], state["step"], len(users.names)
+        losses = torch.stack([users.losses(model.expand(n, -1), step) for model in x])
+        cluster = losses.nan_to_num(torch.inf).argmin(0)
+        points = local_steps(users, x[cluster], step + 1, self.local_steps, lr=lr)
+        users.exchange(down=x.numel(), up=x.shape[1] + 1)
+        p = users.shares * (cluster == torch.arange(len(x), device=x.device).unsqueeze(1))
+        total = p.sum(1, keepdim=True)
+        x = torch.where(total > 0, p @ points / total.clamp_min(1e-30), x)
+        return {"step": step + 1 + self.local_steps, "x": x, "cluster": cluster}
+
+    def models(self, state: State) -> Tensor:
+        """Return the model of each user's cluster."""
+        x: Tensor = state["x"]
+        return x[state["cluster"]]

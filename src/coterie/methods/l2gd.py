@@ -1,0 +1,90 @@
+"""L2GD: own steps, and now and then a step towards the mean of all models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from coterie.draws import uniform
+from coterie.errors import KnobError
+from coterie.methods.federation import Federation
+from coterie.methods.knobs import check_positive
+from coterie.methods.local import check_local_steps, local_steps
+from coterie.rules import State
+
+
+@dataclass(frozen=True)
+class L2GD:
+    """Toss a coin: with probability p move towards the mean of all models, else by the own gradient.
+
+        heads:  x_k ← x_k − (ηλ/p) (x_k − mean_j x_j)           tails:  x_k ← x_k − (η/(1 − p)) g_k(x_k)
+
+    which descends  Σ f_k(x_k) + (λ/2) ‖x_k − mean_j x_j‖²  in expectation: alone at λ → 0, one model at λ → ∞. On
+    quadratics the mean over time is its minimiser at any stable step size; right after an own step, when a round
+    ends, it is off by −(η/(1 − p)) ∇f_k, and every path swings around it by O(√η).
+
+    A round lasts until K own steps are taken. Heads in a row keep the mean, so they are one exchange, and their
+    number before an own step is geometric: it is drawn from (seed, step). The paper's α is nη here. A pull beyond
+    the mean, ηλ/p > 1, which the paper rules out, ends at the mean.
+
+    Args:
+        local_steps: K.
+        penalty: λ.
+        probability: p, in (0, 1); there are Kp exchanges a round on average.
+
+    Reference:
+        Hanzely, Richtárik, Federated learning of a mixture of global and local models, arXiv:2002.05516, 2020,
+        Algorithm 1.
+
+    Example:
+        >>> L2GD(local_steps=5, penalty=0.1).gradients_a_round
+        5
+    """
+
+    local_steps: int = 1
+    penalty: float = 0.1
+    probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_local_steps(self.local_steps)
+        check_positive("penalty", self.penalty)
+        if not 0 < self.probability < 1:
+            raise KnobError(f"`probability` must lie between 0 and 1, got {self.probability!r}")
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round."""
+        return self.local_steps
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round: all models are x."""
+        return {"step": 0, "x": x.repeat(len(users.names), 1)}
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        x, p = state["x"], self.probability
+        kept = 1 - min(1.0, lr * self.penalty / p)
+        for step in range(state["step"], state["step"] + self.local_steps):
+            heads = heads_in_a_row(p, users.engine.seed, step)
+            if heads:
+                x = x.mean(0) + kept**heads * (x - x.mean(0))
+                users.exchange(down=x.shape[1], up=x.shape[1])
+            x = local_steps(users, x, step, 1, lr=lr / (1 - p))
+        return {"step": state["step"] + self.local_steps, "x": x}
+
+    def models(self, state: State) -> Tensor:
+        """Return the x_k."""
+        x: Tensor = state["x"]
+        return x
+
+
+def heads_in_a_row(probability: float, seed: int, step: int) -> int:
+    """Return how often a coin shows heads before tails, m with probability pᵐ(1 − p).
+
+    Example:
+        >>> [heads_in_a_row(0.5, seed=0, step=step) for step in range(8)]
+        [2, 1, 0, 0, 1, 0, 2, 0]
+    """
+    return int(math.log1p(-uniform(seed, "coin", step)) / math.log(probability))

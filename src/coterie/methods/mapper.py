@@ -1,0 +1,89 @@
+"""MAPPER: the model for all is trained for what own models leave to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+from coterie.methods.federation import Federation
+from coterie.methods.knobs import check_share
+from coterie.methods.local import check_local_steps
+from coterie.rules import State
+
+
+@dataclass(frozen=True)
+class Mapper:
+    """Find own models and mixing weights for the given model for all, then let that follow the mixtures' gradients.
+
+        for every a of a short list, u_k = a v_k + (1 − a) w,  K times from the last round's v_k:
+            v_k ← v_k − η a g_k(u_k)
+        user k keeps the a_k, and its v_k, that has the least loss on a fresh batch
+        w ← w − η Σ p_k (1 − a_k) g_k(a_k v_k + (1 − a_k) w),  p_k the shares of the examples
+
+    The personal model is a_k v_k + (1 − a_k) w. As in APFL, v_k is free: for any a_k > 0 the mixture ends at the
+    user's own optimum, and the losses that choose a_k are of training examples. a = 1 leaves w where it is, a = 0
+    is descent on the pooled objective.
+
+    In the paper predictions are mixed, which is the same for models linear in their parameters; own models are
+    found exactly rather than by K steps; and one user at a time takes part rather than everybody.
+
+    Args:
+        local_steps: K.
+        mixings: the a to choose from, in [0, 1].
+
+    Reference:
+        Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated learning,
+        arXiv:2002.10619, 2020, section 5, algorithm MAPPER.
+
+    Example:
+        >>> Mapper(local_steps=5).gradients_a_round
+        16
+    """
+
+    local_steps: int = 1
+    mixings: tuple[float, ...] = (0.25, 0.5, 0.75)
+
+    def __post_init__(self) -> None:
+        check_local_steps(self.local_steps)
+        if not self.mixings:
+            raise KnobError("`mixings` must hold at least one number of [0, 1]")
+        for mixing in self.mixings:
+            check_share("mixings", mixing)
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round."""
+        return len(self.mixings) * self.local_steps + 1
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round: all models are x."""
+        n = len(users.names)
+        return {"step": 0, "w": x, "v": x.repeat(n, 1), "mixing": x.new_full((n, 1), self.mixings[0])}
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        w, v, step = state["w"], state["v"], state["step"]
+        tried = []
+        for mixing in self.mixings:
+            own = v
+            for k in range(self.local_steps):
+                own = own - lr * mixing * users.gradients(torch.lerp(w.expand_as(own), own, mixing), step + k)
+            tried.append(own)
+        step += self.local_steps
+        pairs = zip(tried, self.mixings, strict=True)
+        losses = torch.stack([users.losses(torch.lerp(w.expand_as(own), own, a), step) for own, a in pairs])
+        best = losses.nan_to_num(torch.inf).argmin(0)
+        v = torch.stack(tried)[best, torch.arange(len(best), device=best.device)]
+        mixing = w.new_tensor(self.mixings)[best].unsqueeze(1)
+        g = users.gradients(torch.lerp(w.expand_as(v), v, mixing), step + 1)
+        users.exchange(down=w.numel(), up=w.numel())
+        w = w - lr * (users.shares @ ((1 - mixing) * g))
+        return {"step": step + 2, "w": w, "v": v, "mixing": mixing}
+
+    def models(self, state: State) -> Tensor:
+        """Return the mixtures."""
+        v: Tensor = state["v"]
+        return torch.lerp(state["w"].expand_as(v), v, state["mixing"])
