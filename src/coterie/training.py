@@ -128,7 +128,8 @@ def train(
         before = chosen_before(configuration, folder, resume)
         configuration["choice"] = before or rule.settle(problem, progress)
         rule = rule.settled(configuration["choice"])
-    costs = Costs({user.name: min(batch_size, len(user)) for user in (me, *peers)})
+    sizes = {user.name: min(batch_size, len(user)) for user in (me, *peers)}
+    costs = Costs({name: sizes.get(name, batch_size) for name in (me.name, *engine.names)})
     watch = _shadowed(problem, every, costs) if guarded else None
     track = _track(problem, rule, engine, costs)
     training = TrainingState(track, loss, me, metrics, watch)
