@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from coterie.cross_fitting import Array, cross_validate, split, whom
-from coterie.engines.in_process import InProcess
+from coterie.engines import Engine, InProcess
 from coterie.errors import KnobError
 from coterie.gradients import Gradients
 from coterie.many import Problem, why_one_by_one
@@ -29,10 +29,17 @@ from coterie.streams import StreamAveraging
 
 @runtime_checkable
 class Undecided(Rule, Protocol):
-    """A rule that has to see the data before it can say how gradients become a direction."""
+    """A rule that may have to see the data before it can say how gradients become a direction."""
 
-    def settle(self, problem: Problem, progress: bool | None = None) -> dict[str, Any]:
-        """Return a choice, as plain data that a record and a checkpoint can hold."""
+    @property
+    def undecided(self) -> bool:
+        """Whether it has to."""
+
+    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
+        """Return a choice, as plain data that a record and a checkpoint can hold.
+
+        Where it took measuring, `estimates` are the constants found; see `coterie.estimates`.
+        """
 
     def settled(self, choice: Mapping[str, Any]) -> Rule:
         """Return the rule that a choice stands for."""
@@ -114,6 +121,7 @@ class AdaptiveAveraging:
     budget: float | None = None
 
     needs_rows: ClassVar[bool] = False
+    undecided: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.budget is not None and not self.budget >= PLANS[-1].cost:
@@ -127,24 +135,27 @@ class AdaptiveAveraging:
         """Say that a choice must be made first."""
         raise KnobError(
             "`AdaptiveAveraging` chooses its weights before the first step, as `coterie.train` lets it; in a loop "
-            "of your own use `rule.settled(rule.settle(problem))`"
+            "of your own use `rule.settled(rule.settle(problem, engine))`"
         )
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Say that a choice must be made first."""
         return g.own, self.init(g.own)
 
-    def settle(self, problem: Problem, progress: bool | None = None) -> dict[str, Any]:
+    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
         """Choose α and τ, and return the choice with its account, as plain data.
 
         Args:
             problem: what is to be trained.
+            engine: where its gradients come from, in this process.
             progress: show a progress bar; None: when standard error is a terminal.
 
         Returns:
             `alpha` and `tau`; `candidates`, each with its cross-validated `loss`, the `difference` to Alone and the
             paired standard `error` of that; `own_weight` and `weights`, κ at `steps`; `sentence`, to read.
         """
+        if not isinstance(engine, InProcess):
+            raise KnobError("`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`")
         if problem.me.is_stream:
             return {
                 "regime": "stream: weights from the bias Gram matrix, anew as the run goes",

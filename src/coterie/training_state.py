@@ -19,8 +19,8 @@ from coterie.run import Run
 from coterie.track import Track
 from coterie.users import Loss, User
 
-MAY_DIFFER = frozenset({"steps", "evaluate_every"})
-"""What a resumed run may be told otherwise."""
+MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates"})
+"""What a resumed run may be told otherwise, or need not know."""
 
 
 class TrainingState:
@@ -199,16 +199,15 @@ class TrainingState:
         )
 
 
-def chosen_before(configuration: Mapping[str, Any], out: Path | None, resume: bool) -> dict[str, Any] | None:
-    """Return the choice that the run left in `out` was made with; None where there is none of these settings."""
+def found_before(configuration: Mapping[str, Any], out: Path | None, resume: bool) -> dict[str, Any]:
+    """Return the choice and the constants that the run left in `out` began with; nothing for other settings."""
     _check_free(out, resume)
     path = out and out / "record.jsonl"
     if path is None or not path.exists():
-        return None
+        return {}
     before = Record.load(path).configuration
     same = all(before.get(key) == value for key, value in configuration.items() if key not in MAY_DIFFER)
-    choice: dict[str, Any] | None = before.get("choice") if same else None
-    return choice
+    return {key: before[key] for key in ("choice", "estimates") if same and key in before}
 
 
 def _check_free(out: Path | None, resume: bool) -> None:

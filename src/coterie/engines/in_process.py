@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -82,6 +83,14 @@ class InProcess:
             for name, buffer in self.passes.model.named_buffers():
                 buffer.copy_(buffers[name])
         return Gradients(own=own, x=x, own_loss=loss, **found)
+
+    def with_batch_size(self, size: int) -> InProcess:
+        """Return the same users and model with batches of another size."""
+        if size == self.everyone.batch_size:
+            return self
+        other = copy.copy(self)
+        other.everyone, other._tau = self.everyone.with_batch_size(size), None
+        return other
 
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
