@@ -194,7 +194,7 @@ class AdaptiveAveraging:
             "own_weight": found.kappa[:, 0].tolist(),
             "weights": dict(zip(names, found.kappa[:, 1:].T.tolist(), strict=True)),
         }
-        return choice | {"sentence": _sentence(choice, account[best], names)}
+        return choice | {"sentence": _sentence(choice, account[best])}
 
     def settled(self, choice: Mapping[str, Any]) -> Rule:
         """Return the rule that a choice stands for."""
@@ -286,16 +286,12 @@ def _account(candidates: Sequence[Candidate], losses: Array) -> list[dict[str, A
     return rows
 
 
-def _sentence(choice: Mapping[str, Any], best: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Say how much weight the peers have, who has most, who has none, and what speaks for it."""
+def _sentence(choice: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    """Say how much weight the peers have, and what speaks for it."""
     alone = choice["candidates"][0]["loss"]
     if not choice["alpha"]:
         return f"peers weigh nothing: none of {len(choice['candidates'])} candidates beat Alone's {alone:.4g}"
-    most = sorted(choice["tau"], key=choice["tau"].__getitem__, reverse=True)[:3]
-    listed = ", ".join(f"{name} {choice['alpha'] * choice['tau'][name]:.2g}" for name in most)
-    without = [name for name in names if choice["tau"].get(name, 0.0) < 0.001]
-    left = f"; left out: {', '.join(without)}" if without else ""
     return (
         f"peers weigh {choice['alpha']:g} by {choice['folds']}-fold cross-validation: loss {best['loss']:.4g}, "
-        f"{best['difference']:+.3g} ± {best['error']:.2g} against Alone; most: {listed}{left}"
+        f"{best['difference']:+.3g} ± {best['error']:.2g} against Alone"
     )

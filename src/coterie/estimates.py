@@ -95,7 +95,10 @@ class Estimates:
 
         Noise averages out over a run only as far as samples are new. Where a user's n examples are gone through
         several times, its noise is counted up to what leaves, after T steps, the noise of n samples:
-        σ² max(1, T·share). δ_k enters with its error added: it is a lower estimate, and chance flatters some.
+        σ² max(1, T·share).
+
+        Weights that follow small numbers closely would follow their errors. So ζ_k² of standard error e enters as
+        ζ_k²(1 − (2e/ζ_k²)²), as nothing below 2e; and δ_k, a lower estimate, with its error added.
         """
 
         def noise(one: Measured, share: float) -> float:
@@ -108,9 +111,25 @@ class Estimates:
             initial_gap=self.loss,
             noise=noise(self.noise, self.share),
             peer_noise=[noise(peer.noise, peer.share) for peer in peers],
-            bias_floor=[peer.bias_floor.value for peer in peers],
+            bias_floor=[_clear(peer.bias_floor) for peer in peers],
             bias_growth=[peer.bias_growth.value for peer in peers],
             hessian_gap=[sum(peer.hessian_gap) for peer in peers],
+        )
+
+    def sentence(self) -> str:
+        """Say what was measured, in one line."""
+
+        def range_of(values: list[float]) -> str:
+            low, high = f"{min(values):.2g}", f"{max(values):.2g}"
+            return low if low == high else f"{low} to {high}"
+
+        peers = list(self.peers.values())
+        return (
+            f"measured at the start: noise {self.noise.value:.2g}, "
+            f"peers' noise {range_of([p.noise.value for p in peers])}, "
+            f"bias {range_of([p.bias_floor.value for p in peers])}, "
+            f"Hessian gap {range_of([p.hessian_gap.value for p in peers])}, "
+            f"smoothness {self.smoothness.value:.2g}, PL {self.pl:.2g}"
         )
 
     def plain(self) -> dict[str, Any]:
@@ -217,17 +236,18 @@ def before_training(engine: Engine, problem: Problem) -> Estimates:
 
 
 def _estimates(seen: Seen, found: Mapping[str, Array], errors: Mapping[str, Array], share: Array) -> Estimates:
-    growth = np.where(found["growth"] > 2 * errors["growth"], found["growth"], 0.0)
-    floor = found["bias"] - growth * found["gradient"]
+    grows = found["growth"] > 2 * errors["growth"]
+    growth = np.where(grows, found["growth"], 0.0)
+    floor, floor_error = (np.where(grows, one["floor"], one["bias"]) for one in (found, errors))
     smoothness = _root(found["smoothness"], errors["smoothness"])
     if not smoothness.value > 0:
-        raise DataError("user 0's gradient does not change from one point to the other: no curvature to measure")
+        raise DataError("user 0's gradient is the same at both points: no curvature to measure by")
     noise = [_root(*pair) for pair in zip(found["noise"], errors["noise"], strict=True)]
     pl = float(found["pl"])
     peers = {
         name: PeerEstimates(
             noise=noise[1 + k],
-            bias_floor=_root(floor[k], errors["bias"][k]),
+            bias_floor=_root(floor[k], floor_error[k]),
             bias_growth=Measured(float(growth[k]), float(errors["growth"][k])),
             hessian_gap=_root(found["gap"][k], errors["gap"][k]),
             share=float(share[1 + k]),
@@ -245,6 +265,12 @@ def _estimates(seen: Seen, found: Mapping[str, Array], errors: Mapping[str, Arra
         share=float(share[0]),
         batches=seen.batches,
     )
+
+
+def _clear(root: Measured) -> float:
+    """Return what of a root is clear of twice the error of its square."""
+    square, error = root.value**2, sum(root) ** 2 - root.value**2
+    return root.value * math.sqrt(1 - (2 * error / square) ** 2) if square > 2 * error else 0.0
 
 
 def _root(square: Any, error: Any) -> Measured:

@@ -113,14 +113,18 @@ def squares(seen: Seen, size: Array, of: Array) -> dict[str, Array]:
     bias = [_square(at[:, 1:] - at[:, :1]) - data[0] - data[1:] for at in rows]
     change = rows[1] - rows[0]
     curvature = _square(change[:, 0]) - change_data[0]
+    if not curvature > 0:  # lost in the noise of the batches' own curvature: then with it, as an upper estimate
+        curvature = np.square(change[:, 0].mean(0)).sum()
     gap = _square(change[:, 1:] - change[:, :1]) - change_data[0] - change_data[1:]
     fall = gradient[0] - gradient[1]
     most = np.maximum(bias[0], 0) / gradient[0] if gradient[0] > 0 else np.zeros_like(bias[0])
+    growth = np.clip((bias[0] - bias[1]) / fall, 0, most) if fall > 0 else np.zeros_like(most)
     return {
         "each": each,
         "gradient": gradient[0],
         "bias": bias[0],
-        "growth": np.clip((bias[0] - bias[1]) / fall, 0, most) if fall > 0 else np.zeros_like(most),
+        "growth": growth,
+        "floor": bias[0] - growth * gradient[0],
         "smoothness": curvature / distance**2,
         "gap": gap / distance**2,
         "loss": losses[0].mean(),

@@ -134,6 +134,7 @@ class TrainingState:
             "stopped": stopped,
             "test": test,
             **compared,
+            "tau": self._tau(),
             "left_out": self.left_out,
             "seconds": round(seconds, 3),
         }
@@ -185,6 +186,14 @@ class TrainingState:
         if served == "alone":
             return alone, self.guard.shadow.best, compared
         return model, best, compared
+
+    def _tau(self) -> dict[str, float]:
+        """Return each peer's share of the peers' weight at the end."""
+        names = self.track.engine.names
+        given = self.track.state.get("tau", self.track.rule.weights(names))
+        found = {name: given[name] for name in names if name in given}
+        total = sum(found.values())
+        return {name: float(weight / total) for name, weight in found.items()} if total else {}
 
     def _not_finite(self, g: Gradients) -> GradientError:
         """Save the state before this step, and return an error that says where it is."""

@@ -24,7 +24,7 @@ from coterie.theory.correction import (
 )
 from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone
 from coterie.theory.peers import Averaging, CorrectedPeers, Peers, best_averaging, best_corrected_peers
-from coterie.theory.plan import Choice, plan
+from coterie.theory.plan import Choice, plan, plan_for_peers
 
 __all__ = [
     "Averaging",
@@ -53,5 +53,6 @@ __all__ = [
     "oracle",
     "oracle_speedup",
     "plan",
+    "plan_for_peers",
     "steps_alone",
 ]
