@@ -124,10 +124,11 @@ class Estimates:
             return low if low == high else f"{low} to {high}"
 
         peers = list(self.peers.values())
+        bias = [_clear(p.bias_floor) for p in peers]
         return (
             f"measured at the start: noise {self.noise.value:.2g}, "
             f"peers' noise {range_of([p.noise.value for p in peers])}, "
-            f"bias {range_of([p.bias_floor.value for p in peers])}, "
+            f"{'bias ' + range_of(bias) if any(bias) else 'no bias clear of the noise'}, "
             f"Hessian gap {range_of([p.hessian_gap.value for p in peers])}, "
             f"smoothness {self.smoothness.value:.2g}, PL {self.pl:.2g}"
         )

@@ -47,9 +47,9 @@ class Parameters:
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def unflatten(self, x: Tensor) -> dict[str, Tensor]:
-        """Return views of a flat vector, by parameter name."""
-        pieces = zip(self.named, torch.split(x, self.lengths), self.shapes, strict=True)
-        return {name: piece.view(shape) for name, piece, shape in pieces}
+        """Return views of a flat vector, by parameter name; of a stack of vectors, the stacks of their pieces."""
+        pieces = zip(self.named, torch.split(x, self.lengths, dim=-1), self.shapes, strict=True)
+        return {name: piece.reshape(x.shape[:-1] + shape) for name, piece, shape in pieces}
 
     def share(self) -> Tensor:
         """Let the model's parameters be views of one new flat vector, and return it.
@@ -60,6 +60,12 @@ class Parameters:
         for p, view in zip(self.named.values(), self.unflatten(x).values(), strict=True):
             p.data = view
         return x
+
+    def load(self, x: Tensor) -> None:
+        """Give the model's parameters the values of a flat vector."""
+        with torch.no_grad():
+            for p, view in zip(self.named.values(), self.unflatten(x).values(), strict=True):
+                p.copy_(view)
 
     def are_views_of(self, x: Tensor) -> bool:
         """Say whether the model's parameters are views of this vector, as after `share`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ Auto: TypeAlias = Literal["auto"]
 """A knob that `coterie.train` sets before the first step, by the theory and constants it measures."""
 
 
+@runtime_checkable
 class Rule(Protocol):
     """How user 0 turns gradients into a direction. The knobs are fields; the state is passed and returned."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -53,6 +53,7 @@ class Run:
         best_step: the step that `model` is of.
         test: loss and metrics on user 0's test set, looked at once, when the run has ended; else empty.
         stopped: what ended the run early ("Ctrl-C", "a callback", "a non-finite gradient"), or None.
+        models: the last personal model of every user, by name, where a method makes them for all.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Run:
     best_step: int
     test: Mapping[str, float]
     stopped: str | None = None
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def summary(self) -> str:
         """Return the run in a few lines of text."""
@@ -78,7 +80,8 @@ class Run:
             lines.append("nothing held out for validation: the model is the last one")
         if self.test:
             lines.append(f"test: {_numbers(self.test)} ({config['me']['test']} examples)")
-        lines.append(f"weight on peers in the last step: {self.state['weight']:.3g}")
+        if "weight" in self.state:
+            lines.append(f"weight on peers in the last step: {self.state['weight']:.3g}")
         lines += self._constants()
         lines.append(self._verdict() + self._who())
         if end.get("left_out"):

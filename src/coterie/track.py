@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from coterie.costs import Costs
 from coterie.engines import Engine
 from coterie.gradients import Gradients
 from coterie.parameters import Parameters
@@ -28,12 +30,20 @@ class Track:
         engine: where the gradients come from.
         optimizer: of the model's parameters.
         scheduler: of the optimizer's step size.
+        costs: where what is asked of the users is counted.
     """
 
     def __init__(
-        self, model: nn.Module, rule: Rule, engine: Engine, optimizer: Optimizer, scheduler: LRScheduler | None
+        self,
+        model: nn.Module,
+        rule: Rule,
+        engine: Engine,
+        optimizer: Optimizer,
+        *,
+        scheduler: LRScheduler | None,
+        costs: Costs,
     ) -> None:
-        self.model, self.rule, self.engine = model, rule, engine
+        self.model, self.rule, self.engine, self.costs = model, rule, engine, costs
         self.optimizer, self.scheduler = optimizer, scheduler
         self.parameters = Parameters(model)
         self.x = self.parameters.share()
@@ -45,6 +55,8 @@ class Track:
     def gradients(self) -> Gradients:
         """Ask everybody for gradients at x; nobody but user 0 before step `listens_from`."""
         weights = self.rule.weights(self.engine.names) if self.step >= self.listens_from else {}
+        self.costs.compute([self.costs.me, *weights])
+        self.costs.exchange(list(weights), down=self.x.numel(), up=self.x.numel())
         return self.engine.gradients(self.x, self.step, weights, self.rule.needs_rows)
 
     def advance(self, g: Gradients) -> None:
@@ -66,6 +78,15 @@ class Track:
             self.best = {"step": self.step, "loss": validation_loss, "model": state}
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(validation_loss)
+
+    @property
+    def weight(self) -> float:
+        """The weight that the peers had in the last step; not a number where there is no such thing."""
+        return float(self.state.get("weight", math.nan))
+
+    def models(self) -> dict[str, nn.Module]:
+        """Return the personal models of all users, where there are any beside user 0's."""
+        return {}
 
     def restart_from(self, other: Track, listens_from: int) -> None:
         """Take over another track's model and optimizer, and listen to nobody until a step."""

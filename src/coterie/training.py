@@ -6,6 +6,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from coterie.adaptive import AdaptiveAveraging, Undecided
+from coterie.costs import Costs
 from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess
 from coterie.errors import DataError, KnobError, ModelError
@@ -22,6 +24,8 @@ from coterie.evaluation import Metric, binary_accuracy, metrics_for
 from coterie.examples import Examples, InMemory
 from coterie.guard import ENOUGH, Guard
 from coterie.many import Problem, Scheduler
+from coterie.methods.federation import Federation
+from coterie.methods.rounds import Method, Rounds
 from coterie.parameters import Parameters
 from coterie.record import describe
 from coterie.rules import Alone, Rule
@@ -41,9 +45,9 @@ def train(
     loss: Loss,
     me: User,
     peers: Sequence[User],
-    rule: Rule | None = None,
+    rule: Rule | Method | None = None,
     *,
-    optimizer: OptimizerLike = torch.optim.Adam,
+    optimizer: OptimizerLike | None = None,
     lr: float | None = None,
     scheduler: Scheduler | None = None,
     steps: int = 1000,
@@ -73,10 +77,11 @@ def train(
         me: user 0; its validation set chooses the best model, its test set is looked at once, at the end.
         peers: the others.
         rule: how gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`, …;
-            `AdaptiveAveraging`, which has nothing to set, when None.
+            `AdaptiveAveraging`, which has nothing to set, when None. Or a method of `coterie.methods`, whose
+            rounds are then the steps.
         optimizer: a class of `torch.optim` (or a function of the parameters), or an optimizer of this very
-            model, e.g. with parameter groups.
-        lr: the step size; the optimizer's own default when None.
+            model, e.g. with parameter groups; Adam when None. A method takes plain steps of its own.
+        lr: the step size; the optimizer's own default when None, and 0.1 for a method.
         scheduler: a function of the optimizer that returns a learning-rate scheduler, stepped at every step
             (`ReduceLROnPlateau`: at every evaluation, with the validation loss).
         steps: how many steps to take.
@@ -111,9 +116,12 @@ def train(
     folder = None if out is None else Path(out)
     rule = AdaptiveAveraging() if rule is None else rule
     _check(loss, me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
-    model, optimizer = _copies(model, optimizer, lr, device)
+    if isinstance(rule, Method):
+        optimizer, lr = _plain(optimizer, lr, guard, engine)
+    model, optimizer = _copies(model, optimizer or torch.optim.Adam, lr, device)
     engine = engine or InProcess(model, loss, me, peers, batch_size=batch_size, seed=seed)
-    rule.weights(engine.names)  # an unknown name in `tau` is an error before anything is written
+    if isinstance(rule, Rule):
+        rule.weights(engine.names)  # an unknown name in `tau` is an error before anything is written
     problem = Problem(model, loss, me, tuple(peers), optimizer, scheduler, steps, batch_size, seed)
     guarded, why = _guarded(guard, rule, me)
     configuration = _configuration(problem, rule) | engine.describe() | {"guard": why, "evaluate_every": every}
@@ -124,8 +132,9 @@ def train(
         found = found if "choice" in found else _split(rule.settle(problem, engine, progress))
         rule = rule.settled(found["choice"])
     configuration |= found if "estimates" in found else found | _estimates(problem, engine, rule)
-    watch = _shadowed(problem, every) if guarded else None
-    track = Track(model, rule, engine, optimizer, scheduler and scheduler(optimizer))
+    costs = Costs({user.name: min(batch_size, len(user)) for user in (me, *peers)})
+    watch = _shadowed(problem, every, costs) if guarded else None
+    track = _track(problem, rule, engine, costs)
     training = TrainingState(track, loss, me, metrics, watch)
     stopped: str | None = None
     with contextlib.ExitStack() as stack:
@@ -140,7 +149,7 @@ def train(
                 write(point)
             if track.step % keep == 0:
                 training.save()
-            own_loss, weight = float(g.own_loss), track.state["weight"]
+            own_loss, weight = float(g.own_loss), track.weight
             show(track.step, own_loss, weight, track.best.get("loss"))
             told = Step(track.step, own_loss, weight, g.left_out, point, model)
             if [callback for callback in callbacks if callback(told) is True]:
@@ -150,7 +159,7 @@ def train(
     return training.finish(stopped, time.monotonic() - began)
 
 
-def _configuration(problem: Problem, rule: Rule) -> dict[str, Any]:
+def _configuration(problem: Problem, rule: Rule | Method) -> dict[str, Any]:
     """Return what the record and a resumed run should know of what was asked for."""
     me, groups = problem.me, problem.optimizer.param_groups
     rates = "/".join(dict.fromkeys(f"{group['lr']:g}" for group in groups))
@@ -176,9 +185,9 @@ def _split(choice: dict[str, Any]) -> dict[str, Any]:
     return {"choice": choice, **measured}
 
 
-def _estimates(problem: Problem, engine: Engine, rule: Rule) -> dict[str, Any]:
+def _estimates(problem: Problem, engine: Engine, rule: Rule | Method) -> dict[str, Any]:
     """Return the constants at the start, as an entry of a configuration, or why they are not measured."""
-    if isinstance(rule, Alone) or not isinstance(engine, InProcess):
+    if isinstance(rule, Alone | Method) or not isinstance(engine, InProcess):
         return {}  # others may compute gradients at a price, or may not show them one by one
     held = len(engine.names) * engine.passes.parameters.size * engine.passes.parameters.dtype.itemsize
     if held > MOST and not rule.needs_rows:
@@ -189,26 +198,48 @@ def _estimates(problem: Problem, engine: Engine, rule: Rule) -> dict[str, Any]:
         return {"estimates": {"not measured": str(error)}}
 
 
-def _shadowed(problem: Problem, every: int) -> Guard:
+def _track(problem: Problem, rule: Rule | Method, engine: Engine, costs: Costs) -> Track:
+    """Return the model at the start of its way."""
+    schedule = problem.scheduler and problem.scheduler(problem.optimizer)
+    if isinstance(rule, Method):
+        users = Federation(cast("InProcess", engine), problem.me, problem.peers, costs)
+        return Rounds(problem.model, rule, users, problem.optimizer, schedule)
+    return Track(problem.model, rule, engine, problem.optimizer, scheduler=schedule, costs=costs)
+
+
+def _shadowed(problem: Problem, every: int, costs: Costs) -> Guard:
     """Return a guard whose shadow starts where the model does, with an optimizer and batches like its own."""
     model, optimizer = copy.deepcopy((problem.model, problem.optimizer))
     engine = InProcess(model, problem.loss, problem.me, batch_size=problem.batch_size, seed=problem.seed)
-    shadow = Track(model, Alone(), engine, optimizer, problem.scheduler and problem.scheduler(optimizer))
+    shadow = _track(replace(problem, model=model, optimizer=optimizer), Alone(), engine, costs)
     return Guard(shadow, problem.loss, cast("Examples", problem.me.validation), every)
 
 
-def _guarded(guard: str, rule: Rule, me: User) -> tuple[bool, str]:
+def _guarded(guard: str, rule: Rule | Method, me: User) -> tuple[bool, str]:
     """Say whether there is to be a guard, and why or why not."""
     n = 0 if me.validation is None else len(me.validation)
     if guard not in ("auto", "held-out", "off"):
         raise KnobError(f'`guard` must be "auto", "held-out" or "off", got {guard!r}')
-    if guard == "off" or isinstance(rule, Alone):
+    if guard == "off" or isinstance(rule, Alone | Method):
         return False, "off"
     if guard == "auto" and n < ENOUGH:
         return False, f"off: {n} validation examples, fewer than {ENOUGH}"
     if n < 2:
         raise KnobError(f"a guard compares on a validation set, but {me.name!r} has {n} validation examples")
     return True, f"held-out: {n} validation examples"
+
+
+def _plain(
+    optimizer: OptimizerLike | None, lr: float | None, guard: str, engine: Engine | None
+) -> tuple[OptimizerLike, float]:
+    """Return the optimizer that holds a method's step size; what a method cannot use is a `KnobError`."""
+    if optimizer not in (None, torch.optim.SGD):
+        raise KnobError("a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`")
+    if guard == "held-out":
+        raise KnobError('a guard watches over a rule, not over a method: leave `guard` out, or set it to "off"')
+    if engine is not None and not isinstance(engine, InProcess):
+        raise KnobError("a method asks users at points of their own, which only users in this process can answer")
+    return torch.optim.SGD, 0.1 if lr is None else lr
 
 
 def _copies(

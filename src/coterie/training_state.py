@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ class TrainingState:
 
     def evaluate(self) -> dict[str, Any]:
         """Record a point, keep the model if it is the best by validation loss so far, and ask the guard."""
-        point: dict[str, Any] = {"step": self.track.step, "weight": self.track.state["weight"]}
+        point: dict[str, Any] = {"step": self.track.step}
+        if not math.isnan(self.track.weight):
+            point["weight"] = self.track.weight
         if self.losses:
             point["own_loss"] = sum(self.losses) / len(self.losses)
             self.losses = []
@@ -136,10 +139,13 @@ class TrainingState:
             **compared,
             "tau": self._tau(),
             "left_out": self.left_out,
+            "costs": self.track.costs.of,
             "seconds": round(seconds, 3),
         }
         self.record.finish(end)
-        return Run(model, self.record, self.track.state, self.track.step, end["best_step"], test, stopped)
+        models = self.track.models()
+        state, step = self.track.state, self.track.step
+        return Run(model, self.record, state, step, end["best_step"], test, stopped, models)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
@@ -149,6 +155,7 @@ class TrainingState:
             "guard": self.guard and self.guard.state_dict(),
             "left_out": self.left_out,
             "losses": self.losses,
+            "costs": self.track.costs.of,
         }
 
     def load_state_dict(self, state: dict[str, Any], configuration: dict[str, Any], path: Path) -> None:
@@ -170,6 +177,7 @@ class TrainingState:
                 "folder"
             ) from error
         self.left_out, self.losses = state["left_out"], state["losses"]
+        self.track.costs.of.update(state["costs"])
 
     def _served(self) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Return the model to serve, what it was the best of, and how collaboration compares with Alone."""
@@ -188,7 +196,9 @@ class TrainingState:
         return model, best, compared
 
     def _tau(self) -> dict[str, float]:
-        """Return each peer's share of the peers' weight at the end."""
+        """Return each peer's share of the peers' weight at the end, where there is such a thing."""
+        if "weight" not in self.track.state:
+            return {}
         names = self.track.engine.names
         given = self.track.state.get("tau", self.track.rule.weights(names))
         found = {name: given[name] for name in names if name in given}

@@ -17,6 +17,9 @@ from coterie.users import User
 AHEAD = 64
 """How many steps' indices are computed at a time; what they are does not depend on it."""
 
+KEPT = 4
+"""For how many selections of peers those are kept; a method may ask all users and user 0 alone in turn."""
+
 
 @dataclass(frozen=True)
 class Batches:
@@ -118,7 +121,9 @@ class Everyone:
             steps = range(step, step + max(1, min(AHEAD, 2**18 // total)))
             block = torch.cat([self._rows_of_pool(group, steps) for group in groups], dim=1).to(self.device)
             first = step
-            self._indices = {names: (first, block)}
+            if len(self._indices) >= KEPT:
+                self._indices.clear()
+            self._indices[names] = first, block
         return block[step - first]
 
     def _rows_of_pool(self, group: _Group, steps: range) -> Tensor:

@@ -79,9 +79,7 @@ class InProcess:
         if finite is not None and finite.read():
             return Gradients(own, peers, x=x, own_loss=loss)
         found = self._peers(own, x, step, weights, batches, rows=rows) if names else {}
-        if self.allowed.moves_buffers and is_finite(own):  # after the peers, who see the model as user 0 did
-            for name, buffer in self.passes.model.named_buffers():
-                buffer.copy_(buffers[name])
+        self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
         return Gradients(own=own, x=x, own_loss=loss, **found)
 
     def with_batch_size(self, size: int) -> InProcess:
@@ -91,6 +89,20 @@ class InProcess:
         other = copy.copy(self)
         other.everyone, other._tau = self.everyone.with_batch_size(size), None
         return other
+
+    def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return every user's gradient at a point of its own, and user 0's loss.
+
+        Args:
+            points: a row for each user, user 0 first; the first alone asks nobody else.
+            step: the step, from which every user draws its batch.
+        """
+        names = self.names if len(points) > 1 else ()
+        own_batch, batches = self.everyone.draw(() if self.allowed.loop else names, step)
+        own, loss, buffers = self._single(points[0], step, self.me, own_batch)
+        rows = self._rows(points[1:], step, names, batches) if names else points[1:]
+        self._keep_buffers(own, buffers)
+        return torch.cat([own.unsqueeze(0), rows]), loss
 
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
@@ -116,6 +128,12 @@ class InProcess:
         with seeded(self.seed, name, step, x.device) if self.allowed.random else nullcontext():
             gradient, loss = self.passes.single(x, *batch, buffers)
         return gradient, loss, buffers
+
+    def _keep_buffers(self, own: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Let the model's buffers be what user 0's batch left, unless its gradient is of no use."""
+        if self.allowed.moves_buffers and is_finite(own):
+            for name, buffer in self.passes.model.named_buffers():
+                buffer.copy_(buffers[name])
 
     def _peers(
         self,
@@ -151,6 +169,10 @@ class InProcess:
         return {"peers": peers, "answered": answered, "left_out": left_out}
 
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
+        """Return the peers' gradients at x, one point for all or a row for each."""
         if not self.allowed.loop:
             return self.passes.rows(x, batches)
-        return torch.stack([self._single(x, step, name, self.everyone.one(name, step))[0] for name in names])
+        points = x.expand(len(names), -1)
+        batches_of = (self.everyone.one(name, step) for name in names)
+        asked = zip(points, names, batches_of, strict=True)
+        return torch.stack([self._single(point, step, name, batch)[0] for point, name, batch in asked])

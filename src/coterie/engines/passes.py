@@ -88,22 +88,30 @@ class Passes:
         return self._gradient(weights.users @ losses, leaves)
 
     def rows(self, x: Tensor, batches: Sequence[Batches]) -> Tensor:
-        """Return every user's gradient as a row, by vmap of grad in chunks that bound memory."""
+        """Return every user's gradient as a row, by vmap of grad in chunks that bound memory.
+
+        Args:
+            x: one point for all users, or a row for each, in the order of the peers asked.
+            batches: theirs.
+        """
 
         def loss(values: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
             return self.loss(functional_call(self.model, values, (inputs,)), targets)
 
-        gradients = vmap(grad(loss), in_dims=(None, 0, 0))
+        gradients = vmap(grad(loss), in_dims=(None if x.ndim == 1 else 0, 0, 0))
         values = self.parameters.unflatten(x)
         rows = x.new_empty(sum(len(batch.positions) for batch in batches), self.parameters.size)
         done = 0
         for batch in batches:
             cut = zip(
+                torch.split(torch.tensor(batch.positions), self.chunk),
                 torch.split(batch.by_user(batch.inputs), self.chunk),
                 torch.split(batch.by_user(batch.targets), self.chunk),
                 strict=True,
             )
-            for inputs, targets in cut:
+            for positions, inputs, targets in cut:
+                if x.ndim == 2:
+                    values = self.parameters.unflatten(x[positions.to(x.device)])
                 found = gradients(values, inputs, targets)
                 pieces = torch.split(rows[done : done + len(inputs)], self.parameters.lengths, dim=1)
                 for name, piece in zip(values, pieces, strict=True):

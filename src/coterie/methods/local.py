@@ -1,0 +1,32 @@
+"""Local steps: what every user does between two exchanges."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from coterie.errors import KnobError
+from coterie.methods.federation import Federation
+
+
+def local_steps(
+    users: Federation, points: Tensor, step: int, count: int, *, lr: float, add: Tensor | float = 0.0
+) -> Tensor:
+    """Let every user take plain gradient steps from its point, x_k ← x_k − η (g_k(x_k) + a_k).
+
+    Args:
+        users: who.
+        points: where from, a row for each user; the first row alone moves user 0 alone.
+        step: the step of the first batch.
+        count: how many steps.
+        lr: η.
+        add: a_k, what is added to every gradient: rows, or one vector for all.
+    """
+    for k in range(count):
+        points = points - lr * (users.gradients(points, step + k) + add)
+    return points
+
+
+def check_local_steps(count: int) -> None:
+    """Check a number of local steps."""
+    if not isinstance(count, int) or count < 1:
+        raise KnobError(f"`local_steps` must be a whole number, at least 1, got {count!r}")
