@@ -1,105 +1,104 @@
-"""Adaptive averaging on digits by writer, beside training alone and fixed weights.
+"""Adaptive averaging beside training alone and fixed weights, at one step size and without validation examples.
 
-    python benchmarks/adaptive.py [--users 8] [--examples 30] [--steps 200] [--model linear]
+    python benchmarks/adaptive.py [--data DIR] [--sets digits] [--models linear,mlp] [--users 8] [--jobs 1]
 
-Each of the first `users` writer segments in turn is user 0, with `examples` of its digits to learn from and the
-rest of them for the test; the others are peers with all of theirs. Conditions: *honest*; *half wrong*, every second
-peer has all its labels moved by one to nine; *permuted*, digits are dealt to users at random, so that pooling is
-right. All methods take the same steps of Adam, and the last model counts. Differences to Alone are paired by user.
+Users of a set are user 0 in turn, with few examples to learn from and the rest of theirs for the test; the others
+are peers with all of theirs. All methods take the same full-batch steps of Adam, and the last model counts.
+Conditions, as in `coterie bench`: *honest*; *wrong-labels*, half the peers are wrong; *permuted*, nobody differs.
+Differences to Alone are paired by user, ± one standard error.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import multiprocessing
+from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import coterie
-from coterie import models
-from coterie.data.digits import BOUNDS
+from coterie.benchmark.models import MODELS
+from coterie.data.sets import SETS, candidates, load, task_of
+from coterie.draws import seeded
+from coterie.evaluation import errors
 
-CONDITIONS = ("honest", "half wrong", "permuted")
-RULES: dict[str, Callable[[], coterie.Rule]] = {
-    "Alone": coterie.Alone,
-    "alpha 0.1": lambda: coterie.WeightedAveraging(0.1),
-    "alpha 0.3": lambda: coterie.WeightedAveraging(0.3),
-    "alpha 0.9": lambda: coterie.WeightedAveraging(0.9),
-    "adaptive": coterie.AdaptiveAveraging,
+RULES: dict[str, coterie.Rule] = {
+    "alone": coterie.Alone(),
+    **{f"alpha {alpha:g}": coterie.WeightedAveraging(alpha) for alpha in (0.1, 0.3, 0.6, 0.9)},
+    "adaptive": coterie.AdaptiveAveraging(),
 }
 
 
-def users(me: int, examples: int, condition: str) -> tuple[coterie.User, list[coterie.User], set[str]]:
-    """Return user 0 with a test set, its peers, and the names of those who mislead."""
-    digits, random = load_digits(), np.random.default_rng(me)
-    rows = random.permutation(len(digits.target)) if condition == "permuted" else np.arange(len(digits.target))
-    parts = np.split(rows, BOUNDS[1:-1])
+def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> dict[str, float]:
+    """Return the score of each rule for one user, and `wrong`: adaptive averaging's weight on wrong peers."""
+    torch.set_num_threads(1)
+    kind = SETS[name]
+    sizes = {"own_examples": kind.own_examples, "most_peers": kind.most_peers}
+    task = task_of(load(name, settings.data), me, condition=condition, **sizes)
+    task.me.validation = None
+    with seeded(0, "model", 0):
+        model = MODELS[settings.model](task.n_inputs, task.n_outputs)
+    regression = task.n_outputs == 1
+    found: dict[str, float] = {}
+    for rule_name, rule in RULES.items():
+        run = coterie.train(
+            model,
+            torch.nn.functional.mse_loss if regression else torch.nn.functional.cross_entropy,
+            task.me,
+            task.peers,
+            rule,
+            lr=settings.lr,
+            steps=settings.steps,
+            batch_size=10**6,
+            progress=False,
+        )
+        if task.me.test is None:
+            raise AssertionError("a task has test examples")
+        cost = float(errors(run.model, task.me.test, 1 / task.spread).mean())
+        found[rule_name] = -(cost**0.5) if regression else 1 - cost
+        choice = run.record.configuration.get("choice")
+        if choice:
+            found["wrong"] = choice["alpha"] * sum(choice["tau"].get(peer, 0.0) for peer in task.wrong)
+    return found
 
-    def pair(indices: NDArray[np.int64], shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = torch.tensor(digits.images[indices] / 16, dtype=torch.float32)
-        return inputs, torch.tensor((digits.target[indices] + shift) % 10)
 
-    own, test = train_test_split(parts[me], train_size=examples, random_state=me)
-    peers: list[coterie.User] = []
-    wrong = set()
-    for k, part in enumerate(parts):
-        if k == me:
-            continue
-        shift = int(random.integers(1, 10)) if condition == "half wrong" and len(peers) % 2 else 0
-        peers.append(coterie.User(f"writer {k}", *pair(part, shift)))
-        if shift:
-            wrong.add(peers[-1].name)
-    return coterie.User(f"writer {me}", *pair(own), test=pair(test)), peers, wrong
-
-
-def row(condition: str, settings: argparse.Namespace) -> str:
-    """Return one line of the table: accuracies, the difference of adaptive to Alone, the weight on who misleads."""
-    accuracies: dict[str, list[float]] = {name: [] for name in RULES}
-    misled = []
-    for me in range(settings.users):
-        user, peers, wrong = users(me, settings.examples, condition)
-        torch.manual_seed(me)
-        model = models.build(settings.model, 64, 10)
-        for name, rule in RULES.items():
-            run = coterie.train(
-                model,
-                torch.nn.functional.cross_entropy,
-                user,
-                peers,
-                rule(),
-                lr=settings.lr,
-                steps=settings.steps,
-                seed=me,
-                progress=False,
-            )
-            accuracies[name].append(run.test["accuracy"])
-            choice = run.record.configuration.get("choice")
-            if choice:
-                misled.append(choice["alpha"] * sum(choice["tau"].get(peer, 0.0) for peer in wrong))
-    gain = np.subtract(accuracies["adaptive"], accuracies["Alone"])
-    shown = " | ".join(f"{np.mean(found):.3f}" for found in accuracies.values())
-    error = gain.std(ddof=1) / np.sqrt(len(gain))
-    return f"| {condition} | {shown} | {gain.mean():+.3f} ± {error:.3f} | {np.mean(misled):.1%} |"
+def row(label: str, by_user: list[dict[str, float]]) -> str:
+    """Return one line of the table."""
+    table = {rule: np.array([user[rule] for user in by_user]) for rule in (*RULES, "wrong")}
+    gain = table["adaptive"] - table["alone"]
+    best = max((rule for rule in RULES if rule.startswith("alpha")), key=lambda rule: float(table[rule].mean()))
+    behind = table["adaptive"] - table[best]
+    shown = " | ".join(f"{table[rule].mean():.3f}" for rule in RULES)
+    changes = (f"{c.mean():+.3f} ± {c.std(ddof=1) / len(c) ** 0.5:.3f}" for c in (gain, behind))
+    return f"| {label} | {shown} | {' | '.join(changes)} | {table['wrong'].mean():.1%} |"
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="Adaptive averaging on digits by writer.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=None, help="the folder of all data; digits need none")
+    parser.add_argument("--sets", default="digits")
+    parser.add_argument("--models", default="linear")
+    parser.add_argument("--conditions", default="honest,wrong-labels,permuted")
     parser.add_argument("--users", type=int, default=8)
-    parser.add_argument("--examples", type=int, default=30)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--model", default="linear")
+    parser.add_argument("--jobs", type=int, default=1)
     settings = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"| {settings.model} | {' | '.join(RULES)} | adaptive − Alone | weight on wrong peers |")
-    print("|---" * (len(RULES) + 3) + "|")
-    for condition in CONDITIONS:
-        print(row(condition, settings), flush=True)
+    columns = ("set, model, condition", *RULES, "adaptive − alone", "adaptive − best alpha", "on wrong peers")
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    with multiprocessing.get_context("spawn").Pool(settings.jobs) as pool:
+        under_way = {}
+        for name in settings.sets.split(","):
+            names = candidates(load(name, settings.data), SETS[name].own_examples)[: settings.users]
+            for model in settings.models.split(","):
+                chosen = argparse.Namespace(**(vars(settings) | {"model": model}))
+                for condition in settings.conditions.split(","):
+                    tasks = [(name, condition, me, chosen) for me in names]
+                    under_way[f"{name}, {model}, {condition}"] = pool.starmap_async(scores, tasks, chunksize=1)
+        for label, found in under_way.items():
+            print(row(label, found.get()), flush=True)
 
 
 if __name__ == "__main__":

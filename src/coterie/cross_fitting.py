@@ -31,6 +31,9 @@ REMEMBERED = 50
 SHRINKAGE = 0.1
 """How far the Gram matrix is drawn towards its diagonal. The noise of h is in all its entries; left on the diagonal
 alone, a part of it makes peers that differ by less than the own examples can show share the weight."""
+SMALL = 0.25
+"""Peers with less than this share of an equal weight get none. A network that can fit everything fits wrong labels
+too, however small their weight: only zero keeps them out."""
 LOOKS = 10
 """How many times the held-out losses of a run are looked at."""
 
@@ -100,11 +103,7 @@ def whom(problem: Problem, folds: Tensor, progress: bool | None = False) -> Foun
                 weights = torch.from_numpy(kappa[-1]).expand(len(seen), -1)
             runs.advance(weights)
             show(step + 1, math.nan, 1 - kappa[-1][0], None)
-    late = np.array(kappa[-max(1, len(kappa) // 3) :])[:, 1:]
-    late = late[late.sum(1) > 1e-9]
-    equal = np.full(len(problem.peers), 1 / len(problem.peers))
-    tau = (late / late.sum(1, keepdims=True)).mean(0) if len(late) else equal
-    return Found(tau / tau.sum(), steps, np.array(kappa))
+    return Found(_late(np.array(kappa)), steps, np.array(kappa))
 
 
 def cross_validate(problem: Problem, folds: Tensor, weights: Array, progress: bool | None = False) -> Array:
@@ -138,6 +137,17 @@ def blind(folds: Tensor) -> Tensor:
         [[False, True, False], [True, False, True]]
     """
     return folds != torch.arange(int(folds.max()) + 1)[:, None]
+
+
+def _late(kappa: Array) -> Array:
+    """Return the peers' weights averaged over the last third of the times, the small ones set to zero."""
+    late = kappa[-max(1, len(kappa) // 3) :, 1:]
+    late = late[late.sum(1) > 1e-9]
+    if not len(late):
+        return np.full(kappa.shape[1] - 1, 1 / (kappa.shape[1] - 1))
+    tau = (late / late.sum(1, keepdims=True)).mean(0)
+    tau[tau < SMALL / len(tau)] = 0.0
+    return np.asarray(tau / tau.sum())
 
 
 def _by_candidate(runs: Runs, seen: Tensor, candidates: int) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from coterie.adaptive import AdaptiveAveraging
@@ -52,6 +52,11 @@ def pooled(task: Task) -> Rule:
     return WeightedAveraging.pooled(task.me, task.peers)
 
 
+def adaptive(task: Task) -> Rule:
+    """Return the rule that finds its weights from the own examples."""
+    return AdaptiveAveraging()
+
+
 def averaging(alpha: float) -> Way:
     """Return weighted averaging with equal weights of the peers."""
     return Way(f"alpha {alpha:g}", lambda task: WeightedAveraging(alpha))
@@ -85,7 +90,10 @@ METHODS: Mapping[str, tuple[Way, ...]] = {
     "fine-tuned": schedules(alone, start=POOLED[0])[:3],
     **{f"wga-{alpha:g}": (way,) for alpha, way in AVERAGING.items()},
     "wga": tuple(AVERAGING.values()),
-    "adaptive": (Way("weights found", lambda task: AdaptiveAveraging()),),
+    "adaptive": schedules(adaptive),
+    "adaptive-guarded": tuple(
+        replace(way, options={"guard": "held-out"}) for way in schedules(adaptive) if not way.tail
+    ),
     "bc": tuple(correction(share, beta) for share in (1, 0.5) for beta in (0.01, 0.1)),
 }
 """By name, the ways to choose from by validation; those with one way only are parts of others, for reference.

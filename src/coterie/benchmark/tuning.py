@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,11 +14,14 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from coterie.adaptive import Undecided
 from coterie.benchmark.methods import RATES, Way
+from coterie.data import Task
 from coterie.data.sets import SetTask
 from coterie.errors import DataError, GradientError
 from coterie.evaluation import errors, evaluate
 from coterie.examples import Examples
+from coterie.many import Problem
 from coterie.rules import Rule
 from coterie.run import Run, Step
 from coterie.training import train
@@ -91,6 +94,7 @@ class Tuning:
         self.me = copy.copy(task.me)
         self.me.test = None  # the trials see neither the test examples nor a result on them
         self._trials: dict[tuple[Way, float], Trial] = {}
+        self._settled: dict[Callable[[Task], Rule], tuple[Rule, float]] = {}
 
     def outcome(self, ways: Sequence[Way]) -> Outcome:
         """Return what a method with these ways reaches, at the setting with the least validation loss."""
@@ -109,7 +113,7 @@ class Tuning:
             setting=f"{best.way.name}, lr {best.lr:g}",
             settings=len(trials),
             wrong_weight=best.wrong_weight,
-            seconds=sum(trial.seconds for trial in trials),
+            seconds=sum(trial.seconds for trial in trials) + self._settled.get(best.way.rule, (None, 0.0))[1],
         )
 
     def trial(self, way: Way, lr: float) -> Trial:
@@ -124,8 +128,8 @@ class Tuning:
 
     def _train(self, way: Way, lr: float) -> Trial:
         start = self.model if way.start is None else self._best([way.start]).model
+        rule, tail = self._rule(way), _Tail(start, self.steps) if way.tail else None
         began = time.process_time()
-        rule, tail = way.rule(self.task), _Tail(start, self.steps) if way.tail else None
         try:
             run = train(
                 start,
@@ -152,10 +156,30 @@ class Tuning:
         found = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
         return Trial(way, lr, model, found, self._wrong_weight(rule, run), time.process_time() - began)
 
+    def _rule(self, way: Way) -> Rule:
+        """Return the rule of a way; one that has to see the data first does so once, at the smallest step size."""
+        rule = way.rule(self.task)
+        if not isinstance(rule, Undecided):
+            return rule
+        if way.rule not in self._settled:
+            began, model = time.process_time(), copy.deepcopy(self.model)
+            optimizer = Adam(model.parameters(), lr=min(RATES))
+            problem = Problem(
+                model,
+                self.loss,
+                self.me,
+                tuple(self.task.peers),
+                optimizer,
+                steps=self.steps,
+                batch_size=self.batch_size,
+                seed=self.seed,
+            )
+            settled = rule.settled(rule.settle(problem, progress=False))
+            self._settled[way.rule] = settled, time.process_time() - began
+        return self._settled[way.rule][0]
+
     def _wrong_weight(self, rule: Rule, run: Run) -> float:
-        # A rule that chose its weights from the data has left them in the record.
-        chosen = run.record.configuration.get("choice", {}).get("tau")
-        tau = chosen or rule.weights([peer.name for peer in self.task.peers])
+        tau = rule.weights([peer.name for peer in self.task.peers])
         share = sum(tau.get(name, 0.0) for name in self.task.wrong) / (sum(tau.values()) or 1.0)
         return float(run.state["weight"] * share)
 
