@@ -448,7 +448,7 @@ def test_best_averaging_without_growth_is_water_filling() -> None:
 
 def test_corrected_peers_are_those_of_smallest_gap_and_knobs_the_bounds_own() -> None:
     peers = theory.Peers(
-        smoothness=1, initial_gap=1, noise=5, peer_noise=[5, 4, 6, 5], hessian_gap=[3e-4, 2.0, 1e-4, 9.0]
+        smoothness=1, initial_gap=1, noise=5, peer_noise=[5, 4, 6, 5], hessian_gap=[3e-4, 20.0, 1e-4, 90.0]
     )
     tau, knobs = theory.best_corrected_peers(peers, 5000)
     assert tau.tolist() == [0.5, 0.0, 0.5, 0.0]

@@ -132,7 +132,8 @@ def train(
         found = found if "choice" in found else _split(rule.settle(problem, engine, progress))
         rule = rule.settled(found["choice"])
     configuration |= found if "estimates" in found else found | _estimates(problem, engine, rule)
-    costs = Costs({user.name: min(batch_size, len(user)) for user in (me, *peers)})
+    known = {user.name: min(batch_size, len(user)) for user in (me, *peers)}
+    costs = Costs(dict.fromkeys((me.name, *engine.names), batch_size) | known)
     watch = _shadowed(problem, every, costs) if guarded else None
     track = _track(problem, rule, engine, costs)
     training = TrainingState(track, loss, me, metrics, watch)
