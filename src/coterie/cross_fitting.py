@@ -7,7 +7,7 @@ fitted to, those it has not seen give an unbiased gradient and an honest loss at
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -31,9 +31,6 @@ REMEMBERED = 50
 SHRINKAGE = 0.1
 """How far the Gram matrix is drawn towards its diagonal. The noise of h is in all its entries; left on the diagonal
 alone, a part of it makes peers that differ by less than the own examples can show share the weight."""
-LARGEST_BATCH = 32
-"""How many examples a gradient is taken over at most while it is found whom to listen to. With all of them in every
-step a network soon fits those of the peers it follows, right or wrong, and their gradients say nothing any more."""
 SMALL = 0.25
 """Peers with less than this share of an equal weight get none. A network that can fit everything fits wrong labels
 too, however small their weight: only zero keeps them out."""
@@ -91,7 +88,7 @@ def whom(problem: Problem, folds: Tensor, progress: bool | None = False) -> Foun
         progress: show a progress bar; None: when standard error is a terminal.
     """
     seen = blind(folds)
-    runs = side_by_side(replace(problem, batch_size=min(problem.batch_size, LARGEST_BATCH)), seen)
+    runs = side_by_side(problem, seen)
     gram, times = np.zeros((1 + len(problem.peers),) * 2), 0
     kappa, steps, weights = [], [], torch.empty(0)
     with progress_bar(progress, "whom", problem.steps) as show:

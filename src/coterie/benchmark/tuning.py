@@ -18,6 +18,7 @@ from coterie.adaptive import Undecided
 from coterie.benchmark.methods import RATES, Way
 from coterie.data import Task
 from coterie.data.sets import SetTask
+from coterie.engines import InProcess
 from coterie.errors import DataError, GradientError
 from coterie.evaluation import errors, evaluate
 from coterie.examples import Examples
@@ -162,7 +163,7 @@ class Tuning:
     def _rule(self, way: Way) -> Rule | Method:
         """Return the rule of a way; one that has to see the data first does so once, at the smallest step size."""
         rule = way.rule(self.task)
-        if not isinstance(rule, Undecided):
+        if not isinstance(rule, Undecided) or not rule.undecided:
             return rule
         if way.rule not in self._settled:
             began, model = time.process_time(), copy.deepcopy(self.model)
@@ -177,7 +178,9 @@ class Tuning:
                 batch_size=self.batch_size,
                 seed=self.seed,
             )
-            settled = rule.settled(rule.settle(problem, progress=False))
+            peers, drawn = problem.peers, {"batch_size": self.batch_size, "seed": self.seed}
+            engine = InProcess(model, self.loss, self.me, peers, **drawn)
+            settled = rule.settled(rule.settle(problem, engine, progress=False))
             self._settled[way.rule] = settled, time.process_time() - began
         return self._settled[way.rule][0]
 
