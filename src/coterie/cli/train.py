@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -46,8 +46,23 @@ def train(
             "with --alpha; bc: bias correction with --alpha and --beta."
         ),
     ] = RuleName.adaptive,
-    alpha: Annotated[float, typer.Option(help="The peers' weight, for wga and bc, in [0, 1].")] = 0.5,
-    beta: Annotated[float, typer.Option(help="How fast bc's estimate of the bias follows, in [0, 1].")] = 0.01,
+    alpha: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBER|auto",
+            help="The peers' weight, for wga and bc, in [0, 1]. auto: what the theory advises for the noise "
+            "and bias that a few batches show before the first step; wga then weighs every peer too, unless --tau "
+            "does.",
+        ),
+    ] = "0.5",
+    beta: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBER|auto",
+            help="How fast bc's estimate of the bias follows, in [0, 1]. auto: what the theory advises; peers "
+            "whose Hessians differ too much from user 0's are then left out, unless --tau names the peers.",
+        ),
+    ] = "0.01",
     tau: Annotated[
         list[str] | None, typer.Option(metavar="NAME=WEIGHT", help="A peer's weight among the peers; repeat it.")
     ] = None,
@@ -76,6 +91,8 @@ def train(
     at the end). Ctrl-C saves and stops; --resume goes on.
 
     Example: coterie train --data visits.csv --user-column hospital --target ill --me Geneva --out run
+
+    With the theory's knobs: add --rule bc --alpha auto --beta auto
     """
     import torch
     from rich.console import Console
@@ -97,7 +114,7 @@ def train(
         own_examples=own_examples,
         seed=seed,
     )
-    chosen = _rule(rule, task, alpha, beta, _weights(tau or []))
+    chosen = _rule(rule, task, _knob("alpha", alpha), _knob("beta", beta), _weights(tau or []))
     settings = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
     try:
         fitted = tabular.fit(task, chosen, model, out, seed=seed, resume=resume, **settings)
@@ -114,7 +131,22 @@ def train(
     console.print(f"To apply it: coterie predict {out} FILE")
 
 
-def _rule(name: RuleName, task: TableTask, alpha: float, beta: float, tau: dict[str, float] | None) -> Rule:
+def _knob(name: str, text: str) -> float | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise KnobError(f'`--{name}` must be a number in [0, 1] or "auto", got {text!r}') from error
+
+
+def _rule(
+    name: RuleName,
+    task: TableTask,
+    alpha: float | Literal["auto"],
+    beta: float | Literal["auto"],
+    tau: dict[str, float] | None,
+) -> Rule:
     from coterie.adaptive import AdaptiveAveraging
     from coterie.rules import Alone, BiasCorrection, WeightedAveraging
 

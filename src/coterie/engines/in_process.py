@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -80,6 +81,14 @@ class InProcess:
         found = self._peers(own, x, step, weights, batches, rows=rows) if names else {}
         self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
         return Gradients(own=own, x=x, own_loss=loss, **found)
+
+    def with_batch_size(self, size: int) -> InProcess:
+        """Return the same users and model with batches of another size."""
+        if size == self.everyone.batch_size:
+            return self
+        other = copy.copy(self)
+        other.everyone, other._tau = self.everyone.with_batch_size(size), None
+        return other
 
     def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return every user's gradient at a point of its own, and user 0's loss.
