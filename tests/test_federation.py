@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.errors import CoterieError, DataError, KnobError
+from coterie.examples import InMemory
 from coterie.federation.collaborator import Caps, Collaborators
 from coterie.federation.folders import set_up
 from coterie.federation.holding import collaborator, of_lead, of_site
@@ -224,3 +226,30 @@ def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path
     data = Data(table=str(tmp_path / "no.csv"), target="ill")
     with pytest.raises(DataError, match="name yours in"):
         of_site(kit, settings.__class__("bern", data, settings.model, settings.caps))
+
+
+@needs_nvflare
+def test_rows_of_classes_that_user_0_does_not_know_are_left_out(folder: Path, tmp_path: Path) -> None:
+    kit = tmp_path / "bern"
+    shutil.copytree(folder / "sites" / "bern", kit)
+    plain = json.loads((kit / "preparation.json").read_text())
+    (kit / "preparation.json").write_text(json.dumps(plain | {"classes": [True]}))
+    known = int(pd.read_csv(kit / "data.csv")["ill"].sum())
+    assert 0 < known < 40
+    assert len(of_site(kit, site_settings(kit)).user) == known
+    (kit / "preparation.json").write_text(json.dumps(plain | {"classes": ["another"]}))
+    with pytest.raises(DataError, match="a class that user 0 knows"):
+        of_site(kit, site_settings(kit))
+
+
+@needs_nvflare
+def test_user_0_prepares_its_rows_as_the_sites_were_told(folder: Path, tmp_path: Path) -> None:
+    """Also where its table has changed since the sites got their folders."""
+    older = patients().assign(age=patients()["age"] + 50)
+    older.to_csv(tmp_path / "older.csv", index=False)
+    before = lead_settings(folder)
+    data = Data(table=str(tmp_path / "older.csv"), target="ill", own_examples=20)
+    _, task = of_lead(folder, LeadSettings(before.me, before.sites, data, before.model, before.training))
+    assert task is not None
+    assert isinstance(task.me.examples, InMemory)
+    assert float(task.me.examples.inputs[:, 0].mean()) > 3  # in the spreads of the rows that the sites know of
