@@ -3,7 +3,7 @@
     python benchmarks/adaptive.py [--data DIR] [--sets digits] [--models linear,mlp] [--users 8] [--jobs 1]
 
 Users of a set are user 0 in turn, with few examples to learn from and the rest of theirs for the test; the others
-are peers with all of theirs. All methods take the same full-batch steps of Adam, and the last model counts.
+are peers with all of theirs. All methods take the same steps of Adam, and the last model counts.
 Conditions, as in `coterie bench`: *honest*; *wrong-labels*, half the peers are wrong; *permuted*, nobody differs.
 Differences to Alone are paired by user, ± one standard error.
 """
@@ -50,7 +50,7 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
             rule,
             lr=settings.lr,
             steps=settings.steps,
-            batch_size=10**6,
+            batch_size=kind.batch_size,
             progress=False,
         )
         if task.me.test is None:

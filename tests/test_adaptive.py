@@ -57,7 +57,7 @@ def test_users_alike_share_the_weight_and_help() -> None:
     run = adaptive(me, peers)
     found = choice(run)
     assert found["alpha"] >= 0.6
-    assert max(found["tau"].values()) < 0.45
+    assert max(found["tau"].values()) < 0.5
     alone = coterie.train(nn.Linear(D, 1), mse_loss, me, peers, coterie.Alone(), **SETTINGS)
     assert distance(run) < 0.5 * distance(alone)
 
@@ -85,10 +85,13 @@ def test_strangers_are_left_alone() -> None:
 def test_those_who_mislead_get_nothing() -> None:
     me = user("me", 15, TRUTH)
     peers = [*alike(4), *(user(f"contrary {k}", 60, -TRUTH) for k in range(4))]
-    found = choice(adaptive(me, peers))
+    run = adaptive(me, peers)
+    found = choice(run)
     assert found["alpha"] >= 0.3
     assert sum(found["tau"].get(f"contrary {k}", 0.0) for k in range(4)) < 0.02
-    assert "left out: contrary 0, contrary 1" in found["sentence"]
+    verdict = run.summary().splitlines()[-1]
+    assert verdict.startswith("collaboration helped: peers weigh")
+    assert "left out: contrary 0, contrary 1" in verdict
 
 
 def test_noise_is_not_taken_for_bias() -> None:

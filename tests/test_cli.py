@@ -111,6 +111,20 @@ def test_the_default_finds_its_weights(table: Path, tmp_path: Path) -> None:
     assert "AdaptiveAveraging()" in result.output
 
 
+def test_knobs_by_the_theory_and_the_page_that_shows_why(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = RUNNER.invoke(app, train(table, out, "--rule", "bc", "--alpha", "auto", "--beta", "auto"))
+    assert result.exit_code == 0, result.output
+    configuration = Record.load(out / "record.jsonl").configuration
+    assert configuration["rule"] == "BiasCorrection(alpha='auto', beta='auto')"
+    assert 0 < configuration["choice"]["alpha"] < 1
+    assert 0 < configuration["choice"]["beta"] <= 1
+    assert set(configuration["estimates"]["peers"]) == {"b", "c"}
+    page = (out / "index.html").read_text(encoding="utf-8")
+    for words in ("Hessian gap δ_k", "What the theory makes of them", "BC, oracle"):
+        assert words in page
+
+
 @pytest.mark.parametrize("rule", ["alone", "pooled"])
 def test_other_rules(table: Path, tmp_path: Path, rule: str) -> None:
     result = RUNNER.invoke(app, train(table, tmp_path / rule, "--rule", rule))
@@ -143,6 +157,7 @@ def test_weights_by_name_and_a_model_of_ones_own(
     ("options", "words"),
     [
         (["--alpha", "1.5"], "`alpha` must lie in [0, 1], got 1.5"),
+        (["--beta", "best"], "`--beta` must be a number in [0, 1] or \"auto\", got 'best'"),
         (["--tau", "b=0.5"], "`tau` must sum to 1, got 0.5"),
         (["--tau", "z=1"], "unknown peer 'z'"),
         (["--tau", "b"], "`--tau` must be NAME=WEIGHT, got 'b'"),

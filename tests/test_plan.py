@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from coterie import theory
 from coterie.cli import app
-from coterie.cli.plan import verdict
+from coterie.theory.words import verdict
 
 PROBLEM: dict[str, Any] = {
     "n_peers": 10,

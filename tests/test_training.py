@@ -25,7 +25,9 @@ from torch.optim import lr_scheduler
 import coterie
 from coterie import checkpoint
 from coterie.errors import GradientError, KnobError, ModelError
+from coterie.estimates import before_training
 from coterie.gradients import receive, weighted_sum
+from coterie.many import Problem
 
 Users = Callable[..., list[coterie.User]]
 
@@ -531,14 +533,19 @@ def test_summary_and_record(make_users: Users) -> None:
         steps=10,
         seed=4,
     )
-    first, best, test, weight, guard = run.summary().splitlines()
+    first, best, test, weight, constants, plan, guard = run.summary().splitlines()
     assert first == "WeightedAveraging(alpha=0.5, tau={'peer 1': 1.0}), 3 peers, 10 steps of SGD(lr=0.1)"
     at_best = next(point for point in run.record.points if point["step"] == run.best_step)
     assert best.startswith(f"best at step {run.best_step} by validation loss: ")
     assert f"loss {at_best['validation_loss']:.4g}, accuracy {at_best['validation_accuracy']:.4g}" in best
     assert test == f"test: loss {run.test['loss']:.4g}, accuracy {run.test['accuracy']:.4g} (6 examples)"
     assert weight == "weight on peers in the last step: 0.5"
-    assert guard == "guard off: 6 validation examples, fewer than 100"
+    assert constants.startswith("measured at the start: noise ")
+    assert plan.startswith("the theory's plan for that: WGA alpha ")
+    assert guard == (
+        "whether collaboration helped is not known: guard off: 6 validation examples, fewer than 100; most weight "
+        "among peers: peer 1 1; left out: peer 2, peer 3"
+    )
     configuration = run.record.configuration
     assert (configuration["seed"], configuration["steps"], configuration["batch_size"]) == (4, 10, 32)
     assert configuration["me"] == {"name": "me", "examples": 12, "validation": 6, "test": 6}
@@ -698,7 +705,9 @@ def test_a_non_finite_own_gradient_ends_the_run_with_the_last_good_state(
     users, good = make_users(), list[dict[str, Tensor]]()
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
     probing = explosive(10**9)
-    coterie.InProcess(model, probing, users[0], users[1:])
+    engine = coterie.InProcess(model, probing, users[0], users[1:])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before_training(engine, Problem(model, probing, users[0], tuple(users[1:]), optimizer))
     with pytest.raises(GradientError, match="own gradient is not finite at step 5") as caught:
         coterie.train(
             *(model, explosive(probing.calls + 5), users[0], users[1:], coterie.BiasCorrection(0.5, 0.1)),

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from coterie.cross_fitting import Array, cross_validate, split, whom
-from coterie.engines.in_process import InProcess
+from coterie.engines import Engine, InProcess
 from coterie.errors import KnobError
 from coterie.gradients import Gradients
 from coterie.many import Problem, why_one_by_one
@@ -29,10 +29,17 @@ from coterie.streams import StreamAveraging
 
 @runtime_checkable
 class Undecided(Rule, Protocol):
-    """A rule that has to see the data before it can say how gradients become a direction."""
+    """A rule that may have to see the data before it can say how gradients become a direction."""
 
-    def settle(self, problem: Problem, progress: bool | None = None) -> dict[str, Any]:
-        """Return a choice, as plain data that a record and a checkpoint can hold."""
+    @property
+    def undecided(self) -> bool:
+        """Whether it has to."""
+
+    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
+        """Return a choice, as plain data that a record and a checkpoint can hold.
+
+        Where it took measuring, `estimates` are the constants found; see `coterie.estimates`.
+        """
 
     def settled(self, choice: Mapping[str, Any]) -> Rule:
         """Return the rule that a choice stands for."""
@@ -114,6 +121,7 @@ class AdaptiveAveraging:
     budget: float | None = None
 
     needs_rows: ClassVar[bool] = False
+    undecided: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.budget is not None and not self.budget >= PLANS[-1].cost:
@@ -127,24 +135,27 @@ class AdaptiveAveraging:
         """Say that a choice must be made first."""
         raise KnobError(
             "`AdaptiveAveraging` chooses its weights before the first step, as `coterie.train` lets it; in a loop "
-            "of your own use `rule.settled(rule.settle(problem))`"
+            "of your own use `rule.settled(rule.settle(problem, engine))`"
         )
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Say that a choice must be made first."""
         return g.own, self.init(g.own)
 
-    def settle(self, problem: Problem, progress: bool | None = None) -> dict[str, Any]:
+    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
         """Choose α and τ, and return the choice with its account, as plain data.
 
         Args:
             problem: what is to be trained.
+            engine: where its gradients come from, in this process.
             progress: show a progress bar; None: when standard error is a terminal.
 
         Returns:
             `alpha` and `tau`; `candidates`, each with its cross-validated `loss`, the `difference` to Alone and the
             paired standard `error` of that; `own_weight` and `weights`, κ at `steps`; `sentence`, to read.
         """
+        if not isinstance(engine, InProcess):
+            raise KnobError("`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`")
         if problem.me.is_stream:
             return {
                 "regime": "stream: weights from the bias Gram matrix, anew as the run goes",
@@ -183,7 +194,7 @@ class AdaptiveAveraging:
             "own_weight": found.kappa[:, 0].tolist(),
             "weights": dict(zip(names, found.kappa[:, 1:].T.tolist(), strict=True)),
         }
-        return choice | {"sentence": _sentence(choice, account[best], names)}
+        return choice | {"sentence": _sentence(choice, account[best])}
 
     def settled(self, choice: Mapping[str, Any]) -> Rule:
         """Return the rule that a choice stands for."""
@@ -275,16 +286,12 @@ def _account(candidates: Sequence[Candidate], losses: Array) -> list[dict[str, A
     return rows
 
 
-def _sentence(choice: Mapping[str, Any], best: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Say how much weight the peers have, who has most, who has none, and what speaks for it."""
+def _sentence(choice: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    """Say how much weight the peers have, and what speaks for it."""
     alone = choice["candidates"][0]["loss"]
     if not choice["alpha"]:
         return f"peers weigh nothing: none of {len(choice['candidates'])} candidates beat Alone's {alone:.4g}"
-    most = sorted(choice["tau"], key=choice["tau"].__getitem__, reverse=True)[:3]
-    listed = ", ".join(f"{name} {choice['alpha'] * choice['tau'][name]:.2g}" for name in most)
-    without = [name for name in names if choice["tau"].get(name, 0.0) < 0.001]
-    left = f"; left out: {', '.join(without)}" if without else ""
     return (
         f"peers weigh {choice['alpha']:g} by {choice['folds']}-fold cross-validation: loss {best['loss']:.4g}, "
-        f"{best['difference']:+.3g} ± {best['error']:.2g} against Alone; most: {listed}{left}"
+        f"{best['difference']:+.3g} ± {best['error']:.2g} against Alone"
     )

@@ -148,6 +148,31 @@ def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
     return figure
 
 
+def weights_over_steps(weights: Mapping[str, tuple[Sequence[int], Sequence[float]]], title: str) -> Figure:
+    """Draw how weights went over the steps, a line a name; those beyond the sixth in grey.
+
+    Args:
+        weights: by name, steps and values, the most important first.
+        title: the heading.
+
+    Example:
+        >>> weights_over_steps({"own": ([0, 5], [1.0, 0.4])}, "weights").axes[0].get_ylabel()
+        'weight'
+    """
+    figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _label(axes, title, "steps taken", "weight")
+    for i, (name, (steps, values)) in enumerate(weights.items()):
+        if i < len(COLOURS):
+            axes.plot(steps, values, color=COLOURS[i], linestyle=DASHES[i], label=name)
+        else:
+            axes.plot(steps, values, color="#bbbbbb", linewidth=0.8)
+    axes.set_ylim(-0.02, 1.02)
+    axes.margins(x=0)
+    _legend(axes)
+    return figure
+
+
 def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: str, unit: str) -> Figure:
     """Draw the difference of each method to Alone with two standard errors, a group of lines a set.
 

@@ -20,7 +20,7 @@ from coterie.dynamics import Dynamics
 from coterie.engines.quadratic import QuadraticEngine, TrueBias
 from coterie.errors import KnobError
 from coterie.linear_gaussian import FloatArray, Transition
-from coterie.rules import Alone, BiasCorrection, Knob, OracleCorrection, Rule, WeightedAveraging
+from coterie.rules import Alone, BiasCorrection, Knob, OracleCorrection, Rule, WeightedAveraging, decided
 
 PerCoordinate: TypeAlias = float | Sequence[float] | npt.NDArray[Any]
 """One number for all coordinates, or one for each."""
@@ -258,9 +258,10 @@ class NoisyQuadratic:
             case Alone():
                 pass
             case WeightedAveraging():
-                alpha = rule.alpha
+                alpha = decided("alpha", rule.alpha)
             case BiasCorrection():
-                alpha, beta, correction = rule.alpha, rule.beta, rule.correction
+                alpha, beta = decided("alpha", rule.alpha), decided("beta", rule.beta)
+                correction = rule.correction
                 first, warm_up = rule.start == "first", rule.warm_up
             case OracleCorrection(bias=TrueBias() as oracle, tau=None):  # g_avg − c is an unbiased copy of g_0
                 alpha, curvature, pull = rule.alpha, own, np.zeros(self.dim)

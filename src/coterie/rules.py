@@ -12,8 +12,8 @@ keeps in what is really minimised, (1 − λ) f_0 + λ f_avg.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,12 +24,19 @@ from coterie.gradients import Gradients
 from coterie.pools import Pool
 from coterie.users import User
 
+if TYPE_CHECKING:
+    from coterie.engines import Engine
+    from coterie.many.problem import Problem
+
 State: TypeAlias = dict[str, Any]
 """A rule's memory: tensors and numbers by name, so that a checkpoint can hold it. `step` counts the steps
 taken; `weight` is the weight that the peers had in the last one."""
 
 Knob: TypeAlias = float | Callable[[int], float]
 """A number, or a function of the step."""
+
+Auto: TypeAlias = Literal["auto"]
+"""A knob that `coterie.train` sets before the first step, by the theory and constants it measures."""
 
 
 @runtime_checkable
@@ -80,7 +87,9 @@ class WeightedAveraging:
     """Average the own gradient with the peers' (Algorithm 2): d_t = (1 − α) g_0 + α Σ τ_k g_k.
 
     Args:
-        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step.
+        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step; "auto": what costs least by
+            Theorem 1 for the constants that `train` measures before the first step, and for τ = None the τ of
+            least cost with it, by water-filling (see docs/estimates.md).
         tau: τ, the weight of each peer by name, summing to 1; equal weights when None.
         pool: a robust pool of the peers' gradients in the place of Σ τ_k g_k; it takes no `tau`.
 
@@ -91,18 +100,34 @@ class WeightedAveraging:
         tensor([3.])
     """
 
-    alpha: Knob
+    alpha: Knob | Auto
     tau: Mapping[str, float] | None = None
     pool: Pool | None = None
 
     def __post_init__(self) -> None:
-        _check_knob("alpha", self.alpha)
+        _check_knob("alpha", self.alpha, auto=True)
         _check_tau(self.tau, self.pool)
 
     @property
     def needs_rows(self) -> bool:
         """Whether there is a pool, which needs every peer's gradient."""
         return self.pool is not None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether α is to be chosen."""
+        return self.alpha == "auto"
+
+    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
+        """Choose α, and τ where it is None; see `theory.best_averaging`."""
+        from coterie import auto_knobs
+
+        return auto_knobs.averaging(problem, engine, self.tau)
+
+    def settled(self, choice: Mapping[str, Any]) -> Rule:
+        """Return the rule that a choice stands for."""
+        tau = None if self.pool else choice["tau"]
+        return replace(self, alpha=choice["alpha"], tau=tau) if choice["alpha"] else Alone()
 
     @classmethod
     def pooled(cls, me: User, peers: Sequence[User]) -> WeightedAveraging:
@@ -146,9 +171,12 @@ class BiasCorrection:
     weight answers, the rest of g_avg is g_0, and both lines use a·c_t for the bias of what answered.
 
     Args:
-        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step.
-        beta: β, the rate at which the bias estimate follows, in [0, 1]; a number or a function of the step.
-        tau: τ, the weight of each peer by name, summing to 1; equal weights when None.
+        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step; "auto": that of least noise, by
+            the noise that `train` measures before the first step (see docs/estimates.md).
+        beta: β, the rate at which the bias estimate follows, in [0, 1]; a number or a function of the step; "auto":
+            that of the least bound by the corrected Theorem 3.
+        tau: τ, the weight of each peer by name, summing to 1; equal weights when None, and where a knob is "auto",
+            equal weights of the peers whose Hessians differ little enough from user 0's for the least bound.
         correction: w, how much of the bias is taken away, in [0, 1]: 0 is `WeightedAveraging`, 1 the paper.
         start: c_0: the `"first"` observed bias, as in the paper, or `"zero"`, as in the authors' notebook.
         warm_up: follow with β_t = max(β, 1/(t + 1)), so that c_t is at first the mean of the biases seen
@@ -163,8 +191,8 @@ class BiasCorrection:
         (tensor([1.]), tensor([4.]))
     """
 
-    alpha: Knob
-    beta: Knob
+    alpha: Knob | Auto
+    beta: Knob | Auto
     tau: Mapping[str, float] | None = None
     correction: float = 1.0
     start: Literal["first", "zero"] = "first"
@@ -172,8 +200,8 @@ class BiasCorrection:
     pool: Pool | None = None
 
     def __post_init__(self) -> None:
-        _check_knob("alpha", self.alpha)
-        _check_knob("beta", self.beta)
+        _check_knob("alpha", self.alpha, auto=True)
+        _check_knob("beta", self.beta, auto=True)
         _check_knob("correction", self.correction)
         _check_tau(self.tau, self.pool)
         if self.start not in ("first", "zero"):
@@ -183,6 +211,29 @@ class BiasCorrection:
     def needs_rows(self) -> bool:
         """Whether there is a pool, which needs every peer's gradient."""
         return self.pool is not None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether α or β is to be chosen."""
+        return "auto" in (self.alpha, self.beta)
+
+    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
+        """Choose the knobs that are "auto", and τ where it is None; see `theory.best_corrected_peers`."""
+        from coterie import auto_knobs
+
+        alpha, beta = (None if knob == "auto" else _at(name, knob, 0) for name, knob in self._knobs.items())
+        return auto_knobs.correction(problem, engine, self.tau, alpha=alpha, beta=beta, warm_up=self.warm_up)
+
+    def settled(self, choice: Mapping[str, Any]) -> Rule:
+        """Return the rule that a choice stands for."""
+        if not choice["tau"]:
+            return Alone()
+        found = {name: choice[name] for name, knob in self._knobs.items() if knob == "auto"}
+        return replace(self, tau=None if self.pool else choice["tau"], **found)
+
+    @property
+    def _knobs(self) -> dict[str, Knob | Auto]:
+        return {"alpha": self.alpha, "beta": self.beta}
 
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Return τ over the given peers."""
@@ -275,8 +326,19 @@ def _direction(
     return torch.lerp(g.own, corrected, alpha, out=corrected)
 
 
-def _at(name: str, knob: Knob, step: int) -> float:
+def decided(name: str, knob: Knob | Auto) -> Knob:
+    """Return a knob that is not "auto" any more."""
+    if isinstance(knob, str):
+        raise KnobError(
+            f"`{name}` is {knob!r}, which `coterie.train` sets before the first step; in a loop of your own use "
+            "`rule.settled(rule.settle(problem, engine))`"
+        )
+    return knob
+
+
+def _at(name: str, knob: Knob | Auto, step: int) -> float:
     """Return a knob's value at a step."""
+    knob = decided(name, knob)
     if not callable(knob):
         return float(knob)  # a number of NumPy would not do in a record or a checkpoint
     value = float(knob(step))
@@ -284,8 +346,8 @@ def _at(name: str, knob: Knob, step: int) -> float:
     return value
 
 
-def _check_knob(name: str, knob: Knob, where: str = "") -> None:
-    if callable(knob):
+def _check_knob(name: str, knob: Knob | Auto, where: str = "", *, auto: bool = False) -> None:
+    if callable(knob) or (auto and isinstance(knob, str) and knob == "auto"):
         return
     if not isinstance(knob, float | int | np.number) or isinstance(knob, bool) or not 0 <= knob <= 1:
         raise KnobError(f"`{name}` must lie in [0, 1], got {knob!r}{where}")

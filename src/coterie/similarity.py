@@ -158,7 +158,8 @@ class MirrorDescent(_Weighing):
     The derivative of f_0(x_t − η Σ w_k g_k) by w_k is −η ⟨∇f_0(x_{t+1}), g_k(x_t)⟩, and the next own gradient, from
     a fresh batch, stands for ∇f_0. s, the product of the lengths of g_0(x_{t+1}) and of the longest g_k(x_t), makes
     γ free of units; Z makes the weights sum to 1. Where a batch is all own examples, the weights follow the
-    training loss, not the true one.
+    training loss, not the true one. The paper takes several such steps, each with one gradient more, before x
+    moves; here there is one, after it has moved, with a gradient computed anyway: weights are a step late.
 
     Args:
         rate: γ, the step size of the weights.

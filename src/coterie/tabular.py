@@ -152,6 +152,7 @@ def predict(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
 def _save(fitted: Fitted, model: str, out: Path) -> None:
     from coterie.figures import learning_curves
     from coterie.report import Section, write_page
+    from coterie.run_page import sections
 
     torch.save({k: v.clone().cpu() for k, v in fitted.run.model.state_dict().items()}, out / "model.pt")
     task = fitted.task
@@ -163,14 +164,13 @@ def _save(fitted: Fitted, model: str, out: Path) -> None:
         for run in (fitted.run, fitted.alone)
     }
     peers = fitted.run.record.configuration["peers"]
-    sections = [
+    page = [
         Section("Result", [fitted.sentence(), *fitted.run.summary().splitlines()], [fitted.table()]),
-        Section(
-            "Learning curves", ["Loss on user 0's validation rows."], figures=[learning_curves(curves, "loss")]
-        ),
+        Section("Beside Alone", ["Loss on user 0's validation rows."], figures=[learning_curves(curves, "loss")]),
+        *sections(fitted.run.record),
         Section("Peers", [], [[{"peer": name, "rows": rows} for name, rows in peers.items()]]),
     ]
-    write_page(out / "index.html", f"A model for {task.me.name}", sections)
+    write_page(out / "index.html", f"A model for {task.me.name}", page)
 
 
 def loss_of(preparation: Preparation) -> Any:

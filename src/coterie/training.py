@@ -19,6 +19,7 @@ from coterie.costs import Costs
 from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess, MakeEngine
 from coterie.errors import DataError, KnobError, ModelError
+from coterie.estimates import before_training
 from coterie.evaluation import Metric, binary_accuracy, metrics_for
 from coterie.examples import Examples, InMemory
 from coterie.guard import ENOUGH, Guard
@@ -30,10 +31,13 @@ from coterie.record import describe
 from coterie.rules import Alone, Rule
 from coterie.run import Callback, Run, Step
 from coterie.track import Track
-from coterie.training_state import TrainingState, chosen_before
+from coterie.training_state import TrainingState, found_before
 from coterie.users import Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
+
+MOST = 2**30
+"""How many bytes of peers' gradients may be held to measure constants that no knob waits for."""
 
 
 def train(
@@ -64,7 +68,8 @@ def train(
 
     At every step all users compute a gradient at the same point, the rule makes a direction of them, and the
     optimizer follows it (Algorithm 1). The model that is passed in is not changed. Ctrl-C ends the run after
-    the step it is in, with everything saved; pressed twice it stops at once.
+    the step it is in, with everything saved; pressed twice it stops at once. Before the first step the theory's
+    constants are measured, in eight passes that change nothing; see docs/estimates.md.
 
     Args:
         model: any module; training starts from its parameters, in the mode (train or eval) it is in.
@@ -122,10 +127,11 @@ def train(
     if folder is not None:
         configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
     configuration |= engine.describe() | {"guard": why, "evaluate_every": every}
-    if isinstance(rule, Undecided):
-        before = chosen_before(configuration, folder, resume)
-        configuration["choice"] = before or rule.settle(problem, progress)
-        rule = rule.settled(configuration["choice"])
+    found = found_before(configuration, folder, resume)
+    if isinstance(rule, Undecided) and rule.undecided:
+        found = found if "choice" in found else _split(rule.settle(problem, engine, progress))
+        rule = rule.settled(found["choice"])
+    configuration |= found if "estimates" in found else found | _estimates(problem, engine, rule)
     sizes = {me.name: _count(me), **dict.fromkeys(engine.names, batch_size), **configuration["peers"]}
     costs = Costs({name: n if isinstance(n, int) and n < batch_size else batch_size for name, n in sizes.items()})
     watch = _shadowed(problem, every, costs) if guarded else None
@@ -180,15 +186,17 @@ def _check_rule(rule: Rule | Method, engine: Engine) -> None:
             )
         return
     rule.weights(engine.names)  # an unknown name in `tau`
-    if isinstance(rule, Undecided) and not isinstance(engine, InProcess):
+    if isinstance(rule, AdaptiveAveraging) and not isinstance(engine, InProcess):
         raise KnobError(
             "`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`, or a rule with its "
             "weights set, such as `WeightedAveraging`"
         )
-    if rule.needs_rows and not engine.gives_rows:
+    measures = isinstance(rule, Undecided) and rule.undecided
+    if (rule.needs_rows or measures) and not engine.gives_rows:
+        why = " to choose its knobs" if measures else ""
         raise KnobError(
-            f"`{type(rule).__name__}` needs every peer's gradient, but this engine gives their weighted sum alone; "
-            "use `WeightedAveraging` or `BiasCorrection`, or let the peers give rows"
+            f"`{type(rule).__name__}` needs every peer's gradient{why}, but this engine gives their weighted sum alone; "
+            "use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows"
         )
 
 
@@ -210,6 +218,25 @@ def _configuration(problem: Problem, rule: Rule | Method) -> dict[str, Any]:
         "seed": problem.seed,
         "steps": problem.steps,
     }
+
+
+def _split(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice and the constants measured for it, where it took any, as entries of a configuration."""
+    measured = {"estimates": choice.pop("estimates")} if "estimates" in choice else {}
+    return {"choice": choice, **measured}
+
+
+def _estimates(problem: Problem, engine: Engine, rule: Rule | Method) -> dict[str, Any]:
+    """Return the constants at the start, as an entry of a configuration, or why they are not measured."""
+    if isinstance(rule, Alone | Method) or not isinstance(engine, InProcess):
+        return {}  # others may compute gradients at a price, or may not show them one by one
+    held = len(engine.names) * engine.passes.parameters.size * engine.passes.parameters.dtype.itemsize
+    if held > MOST and not rule.needs_rows:
+        return {"estimates": {"not measured": f"every peer's gradient at once would take {held / 2**30:.1f} GiB"}}
+    try:
+        return {"estimates": before_training(engine, problem).plain()}
+    except DataError as error:
+        return {"estimates": {"not measured": str(error)}}
 
 
 def _track(problem: Problem, rule: Rule | Method, engine: Engine, costs: Costs) -> Track:

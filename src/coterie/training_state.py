@@ -21,8 +21,8 @@ from coterie.run import Run
 from coterie.track import Track
 from coterie.users import Loss, User
 
-MAY_DIFFER = frozenset({"steps", "evaluate_every"})
-"""What a resumed run may be told otherwise."""
+MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates"})
+"""What a resumed run may be told otherwise, or need not know."""
 
 
 class TrainingState:
@@ -142,6 +142,7 @@ class TrainingState:
             "stopped": stopped,
             "test": test,
             **compared,
+            "tau": self._tau(),
             "left_out": self.left_out,
             "costs": self.track.costs.of,
             "traffic": total(self.travelled, self.track.engine.traffic()),
@@ -208,6 +209,16 @@ class TrainingState:
         where = f"saved in {path}; start everybody again and resume" if path else "in this error's `run`"
         return PeerLost(f"{lost}. The state after {self.track.step} steps is {where}", lost.peers, run)
 
+    def _tau(self) -> dict[str, float]:
+        """Return each peer's share of the peers' weight at the end, where there is such a thing."""
+        if "weight" not in self.track.state:
+            return {}
+        names = self.track.engine.names
+        given = self.track.state.get("tau", self.track.rule.weights(names))
+        found = {name: given[name] for name in names if name in given}
+        whole = sum(found.values())
+        return {name: float(weight / whole) for name, weight in found.items()} if whole else {}
+
     def _not_finite(self, g: Gradients) -> GradientError:
         """Save the state before this step, and return an error that says where it is."""
         path = self.save()
@@ -221,16 +232,15 @@ class TrainingState:
         )
 
 
-def chosen_before(configuration: Mapping[str, Any], out: Path | None, resume: bool) -> dict[str, Any] | None:
-    """Return the choice that the run left in `out` was made with; None where there is none of these settings."""
+def found_before(configuration: Mapping[str, Any], out: Path | None, resume: bool) -> dict[str, Any]:
+    """Return the choice and the constants that the run left in `out` began with; nothing for other settings."""
     _check_free(out, resume)
     path = out and out / "record.jsonl"
     if path is None or not path.exists():
-        return None
+        return {}
     before = Record.load(path).configuration
     same = all(before.get(key) == value for key, value in configuration.items() if key not in MAY_DIFFER)
-    choice: dict[str, Any] | None = before.get("choice") if same else None
-    return choice
+    return {key: before[key] for key in ("choice", "estimates") if same and key in before}
 
 
 def _check_free(out: Path | None, resume: bool) -> None:

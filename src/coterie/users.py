@@ -129,7 +129,10 @@ class User:
         if isinstance(self.examples, FromStream):
             return self.examples.fresh(size, random_key(seed, self.name), step, f"user {self.name!r}")
         size = min(size, len(self))
-        indices = draw([random_key(seed, self.name)], [len(self)], size, [step])[0, 0]
+        return self.take(draw([random_key(seed, self.name)], [len(self)], size, [step])[0, 0], seed=seed, step=step)
+
+    def take(self, indices: Tensor, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return the examples at these indices; random transforms draw from (seed, user, step)."""
         if isinstance(self.examples, InMemory):
             return self.examples.take(indices)
         with seeded(seed, self.name, step):

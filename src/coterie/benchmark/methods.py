@@ -8,10 +8,14 @@ from typing import Any, Literal, TypeAlias
 
 from coterie.adaptive import AdaptiveAveraging
 from coterie.data import Task
+from coterie.methods import Method
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 
 RATES = (0.01, 0.03, 0.1)
-"""The step sizes that every way is tried at."""
+"""The step sizes of Adam that a rule is tried at."""
+
+PLAIN_RATES = (0.03, 0.1, 0.3, 1.0)
+"""The step sizes of plain gradient steps that a method of `coterie.methods` is tried at."""
 
 BUDGET = 12
 """How many settings, step sizes included, a method may try and choose from by validation: the same for all."""
@@ -25,20 +29,22 @@ class Way:
 
     Args:
         name: what it is called in the results.
-        rule: from the task to the rule.
+        rule: from the task to the rule, or to a method of `coterie.methods`.
         steps: step sizes that stay as they are, or fall linearly to zero.
         tail: take the mean of the parameters over the last half of the steps.
         weight_decay: Adam's, on all parameters.
         start: another way, whose model at its best step size is the one to start from.
+        rates: the step sizes that it is tried at.
         options: further arguments of `coterie.train`, such as `guard="held-out"`; there is no guard without.
     """
 
     name: str
-    rule: Callable[[Task], Rule]
+    rule: Callable[[Task], Rule | Method]
     steps: Steps = "constant"
     tail: bool = False
     weight_decay: float = 0.0
     start: Way | None = None
+    rates: tuple[float, ...] = RATES
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 

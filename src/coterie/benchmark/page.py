@@ -129,7 +129,7 @@ def _everything(found: pd.DataFrame) -> list[dict[str, Any]]:
             "difference to Alone": _number(row, "difference", "+.3f") if row["method"] != "alone" else "",
             "wins/ties/losses": f"{row['wins']}/{row['ties']}/{row['losses']}",
             "harmed": row["harmed"],
-            "weight on wrong peers": f"{row['wrong_weight']:.3f}",
+            "weight on wrong peers": "" if math.isnan(row["wrong_weight"]) else f"{row['wrong_weight']:.3f}",
             "settings": f"{row['settings']:.0f}",
             "seconds": f"{row['seconds']:.1f}",
         }

@@ -40,6 +40,7 @@ def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
         scale = -(other["score"] + row["score"]) or 1.0 if row["metric"] == "-rmse" else 1.0
         error = costs.std(ddof=1) / np.sqrt(len(costs)) / scale
         differences.append({"difference": row["score"] - other["score"], "difference_error": float(error)})
+    frame["wrong_weight"] = frame["wrong_weight"].astype(float)  # nothing where a method has no weights
     found = frame.drop(columns="errors").assign(test_examples=[len(row["errors"]) for row in rows])
     return found.join(pd.DataFrame(differences))
 

@@ -18,10 +18,12 @@ from coterie.adaptive import Undecided
 from coterie.benchmark.methods import RATES, Way
 from coterie.data import Task
 from coterie.data.sets import SetTask
+from coterie.engines import InProcess
 from coterie.errors import DataError, GradientError
 from coterie.evaluation import errors, evaluate
 from coterie.examples import Examples
 from coterie.many import Problem
+from coterie.methods import Method
 from coterie.rules import Rule
 from coterie.run import Run, Step
 from coterie.training import train
@@ -37,7 +39,7 @@ class Trial:
         lr: with which step size.
         model: the model it gave.
         validation_loss: of that model.
-        wrong_weight: the weight that peers with wrong labels had in the last step.
+        wrong_weight: the weight that peers with wrong labels had in the last step, where there are weights.
         seconds: of CPU time that it took.
     """
 
@@ -45,7 +47,7 @@ class Trial:
     lr: float
     model: nn.Module
     validation_loss: float
-    wrong_weight: float
+    wrong_weight: float | None
     seconds: float
 
 
@@ -61,7 +63,7 @@ class Outcome:
         validation_loss: by which the setting was chosen.
         setting: the way and the step size chosen.
         settings: how many were trained to choose from.
-        wrong_weight: the weight that peers with wrong labels had in the last step of the setting chosen.
+        wrong_weight: the weight that peers with wrong labels had in the last step of the setting chosen, or None.
         seconds: of CPU time that all settings took, those too that another method had trained before.
     """
 
@@ -72,7 +74,7 @@ class Outcome:
     validation_loss: float
     setting: str
     settings: int
-    wrong_weight: float
+    wrong_weight: float | None
     seconds: float
 
 
@@ -94,13 +96,13 @@ class Tuning:
         self.me = copy.copy(task.me)
         self.me.test = None  # the trials see neither the test examples nor a result on them
         self._trials: dict[tuple[Way, float], Trial] = {}
-        self._settled: dict[Callable[[Task], Rule], tuple[Rule, float]] = {}
+        self._settled: dict[Callable[[Task], Rule | Method], tuple[Rule, float]] = {}
 
     def outcome(self, ways: Sequence[Way]) -> Outcome:
         """Return what a method with these ways reaches, at the setting with the least validation loss."""
         best = self._best(ways)
         starts = dict.fromkeys(way.start for way in ways if way.start is not None)
-        trials = [self.trial(way, lr) for way in (*ways, *starts) for lr in RATES]
+        trials = [self.trial(way, lr) for way in (*ways, *starts) for lr in way.rates]
         test = _held_out(self.task.me.test)
         found = errors(best.model, test, 1 / self.task.spread)
         mean = float(found.mean())
@@ -123,13 +125,15 @@ class Tuning:
         return self._trials[way, lr]
 
     def _best(self, ways: Sequence[Way]) -> Trial:
-        trials = [self.trial(way, lr) for way in ways for lr in RATES]
+        trials = [self.trial(way, lr) for way in ways for lr in way.rates]
         return min(trials, key=lambda trial: (math.isnan(trial.validation_loss), trial.validation_loss))
 
     def _train(self, way: Way, lr: float) -> Trial:
         start = self.model if way.start is None else self._best([way.start]).model
         rule, tail = self._rule(way), _Tail(start, self.steps) if way.tail else None
         began = time.process_time()
+        # At equal gradients: a round of a method is as many steps as user 0 computes gradients in it.
+        steps = max(1, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
         try:
             run = train(
                 start,
@@ -137,13 +141,13 @@ class Tuning:
                 self.me,
                 self.task.peers,
                 rule,
-                optimizer=partial(Adam, weight_decay=way.weight_decay),
+                optimizer=None if isinstance(rule, Method) else partial(Adam, weight_decay=way.weight_decay),
                 lr=lr,
-                scheduler=partial(_falling, steps=self.steps) if way.steps == "decreasing" else None,
-                steps=self.steps,
+                scheduler=partial(_falling, steps=steps) if way.steps == "decreasing" else None,
+                steps=steps,
                 batch_size=self.batch_size,
                 seed=self.seed,
-                evaluate_every=max(1, self.steps // 10),
+                evaluate_every=max(1, steps // 10),
                 callbacks=[tail] if tail else [],
                 progress=False,
                 **{"guard": "off", **way.options},
@@ -156,10 +160,10 @@ class Tuning:
         found = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
         return Trial(way, lr, model, found, self._wrong_weight(rule, run), time.process_time() - began)
 
-    def _rule(self, way: Way) -> Rule:
+    def _rule(self, way: Way) -> Rule | Method:
         """Return the rule of a way; one that has to see the data first does so once, at the smallest step size."""
         rule = way.rule(self.task)
-        if not isinstance(rule, Undecided):
+        if not isinstance(rule, Undecided) or not rule.undecided:
             return rule
         if way.rule not in self._settled:
             began, model = time.process_time(), copy.deepcopy(self.model)
@@ -174,11 +178,14 @@ class Tuning:
                 batch_size=self.batch_size,
                 seed=self.seed,
             )
-            settled = rule.settled(rule.settle(problem, progress=False))
+            engine = InProcess(model, self.loss, self.me, problem.peers, batch_size=self.batch_size, seed=self.seed)
+            settled = rule.settled(rule.settle(problem, engine, progress=False))
             self._settled[way.rule] = settled, time.process_time() - began
         return self._settled[way.rule][0]
 
-    def _wrong_weight(self, rule: Rule, run: Run) -> float:
+    def _wrong_weight(self, rule: Rule | Method, run: Run) -> float | None:
+        if isinstance(rule, Method):
+            return None
         tau = rule.weights([peer.name for peer in self.task.peers])
         share = sum(tau.get(name, 0.0) for name in self.task.wrong) / (sum(tau.values()) or 1.0)
         return float(run.state["weight"] * share)

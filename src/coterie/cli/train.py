@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -63,8 +63,23 @@ def train(
             "with --alpha; bc: bias correction with --alpha and --beta."
         ),
     ] = RuleName.adaptive,
-    alpha: Annotated[float, typer.Option(help="The peers' weight, for wga and bc, in [0, 1].")] = 0.5,
-    beta: Annotated[float, typer.Option(help="How fast bc's estimate of the bias follows, in [0, 1].")] = 0.01,
+    alpha: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBER|auto",
+            help="The peers' weight, for wga and bc, in [0, 1]. auto: what the theory advises for the noise "
+            "and bias that a few batches show before the first step; wga then weighs every peer too, unless --tau "
+            "does.",
+        ),
+    ] = "0.5",
+    beta: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBER|auto",
+            help="How fast bc's estimate of the bias follows, in [0, 1]. auto: what the theory advises; peers "
+            "whose Hessians differ too much from user 0's are then left out, unless --tau names the peers.",
+        ),
+    ] = "0.01",
     tau: Annotated[
         list[str] | None, typer.Option(metavar="NAME=WEIGHT", help="A peer's weight among the peers; repeat it.")
     ] = None,
@@ -103,6 +118,8 @@ def train(
 
     Example: coterie train --data visits.csv --user-column hospital --target ill --me Geneva --out run
 
+    With the theory's knobs: add --rule bc --alpha auto --beta auto
+
     With a process for each user: torchrun --nproc-per-node 4 -m coterie train --engine torch --rule wga …
     """
     import torch
@@ -136,7 +153,7 @@ def train(
     else:
         task, where = from_table(data, leave_out=leave_out or (), **columns), InProcess
         peers = {peer.name: len(peer) for peer in task.peers}
-    chosen = _rule(rule, task, peers, alpha, beta, _weights(tau or []))
+    chosen = _rule(rule, task, peers, _knob("alpha", alpha), _knob("beta", beta), _weights(tau or []))
     try:
         fitted = tabular.fit(task, chosen, model, out, seed=seed, resume=resume, engine=where, **settings)
     except KeyboardInterrupt:  # between the two runs, or pressed twice
@@ -150,12 +167,21 @@ def train(
     console.print(f"To apply it: coterie predict {out} FILE")
 
 
+def _knob(name: str, text: str) -> float | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise KnobError(f'`--{name}` must be a number in [0, 1] or "auto", got {text!r}') from error
+
+
 def _rule(
     name: RuleName,
     task: TableTask,
     peers: dict[str, int],
-    alpha: float,
-    beta: float,
+    alpha: float | Literal["auto"],
+    beta: float | Literal["auto"],
     tau: dict[str, float] | None,
 ) -> Rule:
     from coterie.adaptive import AdaptiveAveraging

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,6 +81,12 @@ class Everyone:
             self._pool = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held]))
             starts = torch.tensor([0, *(len(e) for e in held)]).cumsum(0).tolist()
             self._offsets = dict(zip(self.users, starts, strict=False))
+
+    def with_batch_size(self, size: int) -> Everyone:
+        """Return the same users, on the same memory, with batches of another size."""
+        other = copy.copy(self)
+        other.batch_size, other._groups, other._indices = size, {}, {}
+        return other
 
     def one(self, name: str, step: int) -> tuple[Tensor, Tensor]:
         """Return one user's batch at a step."""

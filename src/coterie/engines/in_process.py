@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -87,6 +88,14 @@ class InProcess:
         self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
         return Gradients(own=own, x=x, own_loss=loss, **found)
 
+    def with_batch_size(self, size: int) -> InProcess:
+        """Return the same users and model with batches of another size."""
+        if size == self.everyone.batch_size:
+            return self
+        other = copy.copy(self)
+        other.everyone, other._tau = self.everyone.with_batch_size(size), None
+        return other
+
     def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return every user's gradient at a point of its own, and user 0's loss.
 
@@ -100,6 +109,14 @@ class InProcess:
         rows = self._rows(points[1:], step, names, batches) if names else points[1:]
         self._keep_buffers(own, buffers)
         return torch.cat([own.unsqueeze(0), rows]), loss
+
+    def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return one user's gradient and loss at x on its examples at these indices; the step seeds randomness."""
+        batch = self.everyone.users[name].take(indices, seed=self.seed, step=step)
+        gradient, loss, buffers = self._single(x, step, name, batch)
+        if name == self.me:
+            self._keep_buffers(gradient, buffers)
+        return gradient, loss
 
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""

@@ -36,6 +36,11 @@ class Allowed:
     moves_buffers: bool = False
     random: bool = False
 
+    @property
+    def batch_dependent(self) -> bool:
+        """Whether another size of batches may mean another objective, as with BatchNorm."""
+        return self.one_by_one is not None and (self.moves_buffers or not self.random)
+
 
 def probe(
     passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User], *, together: bool = True

@@ -31,7 +31,7 @@ def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> Weight
     Example:
         >>> small, large = User("me", [[0.0]] * 10, range(10)), User("a", [[0.0]] * 30, range(30))
         >>> data_interpolation(small, [large], mixing=0.5)
-        WeightedAveraging(alpha=0.375, tau={'a': 1.0})
+        WeightedAveraging(alpha=0.375, tau={'a': 1.0}, pool=None)
     """
     check_share("mixing", mixing)
     pooled = WeightedAveraging.pooled(me, peers)

@@ -66,15 +66,31 @@ class Federation:
 
     def full_gradients(self, points: Tensor) -> Tensor:
         """Return each user's gradient at its point over all its examples; the first row alone asks user 0 alone."""
-        rows = []
-        for name, point in zip(self.names, points, strict=False):
-            user = self.engine.everyone.users[name]
-            if user.is_stream:
-                raise DataError(f"{name!r} is a stream: the gradient over all its examples does not exist")
-            batch = user.examples.take(torch.arange(len(user), device=point.device))
-            rows.append(self.engine.passes.single(point, *batch)[0])
-            self.costs.compute([name], len(user))
-        return self._finite(torch.stack(rows))
+        asked = zip(self.names, points, strict=False)
+        return self._finite(torch.stack([self.gradient_on(name, x, self.blocks(name, 1)[0]) for name, x in asked]))
+
+    def blocks(self, name: str, count: int) -> list[Tensor]:
+        """Return the indices of a user's examples, dealt out like cards into so many blocks, none of them empty."""
+        user = self.engine.everyone.users[name]
+        if user.is_stream:
+            raise DataError(f"{name!r} is a stream: this method needs examples that it can go through again")
+        count = min(count, len(user))
+        return [torch.arange(first, len(user), count) for first in range(count)]
+
+    def gradient_on(self, name: str, x: Tensor, indices: Tensor, step: int = 0) -> Tensor:
+        """Return one user's gradient at x on its examples at these indices, finite or not.
+
+        Args:
+            name: whose.
+            x: where.
+            indices: which of its examples, as `blocks` gives them.
+            step: seeds what is random in the model.
+        """
+        self.costs.compute([name], len(indices))
+        gradient, loss = self.engine.on(name, x, indices, step)
+        if name == self.me.name:
+            self.own_losses.append(float(loss))
+        return gradient
 
     def losses(self, points: Tensor, step: int) -> Tensor:
         """Return each user's loss at its point, on its batch of this step; running statistics stay as they are."""

@@ -23,20 +23,26 @@ from coterie.theory.correction import (
     hessian_gap_limit,
 )
 from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone
-from coterie.theory.plan import Choice, plan
+from coterie.theory.peers import Averaging, CorrectedPeers, Peers, best_averaging, best_corrected_peers
+from coterie.theory.plan import Choice, plan, plan_for_peers
 
 __all__ = [
+    "Averaging",
     "Choice",
     "Constants",
+    "CorrectedPeers",
     "Correction",
     "Descent",
     "Numbers",
+    "Peers",
     "alone",
     "averaging",
     "averaging_cost",
     "averaging_speedup",
     "best_alpha",
+    "best_averaging",
     "best_beta",
+    "best_corrected_peers",
     "best_correction",
     "best_tau",
     "correction_bound",
@@ -47,5 +53,6 @@ __all__ = [
     "oracle",
     "oracle_speedup",
     "plan",
+    "plan_for_peers",
     "steps_alone",
 ]

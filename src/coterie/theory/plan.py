@@ -8,6 +8,7 @@ from coterie.theory.choices import averaging_speedup, best_alpha, oracle_speedup
 from coterie.theory.constants import Constants, Numbers, check_steps
 from coterie.theory.correction import best_correction
 from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone
+from coterie.theory.peers import Peers, best_averaging, best_corrected_peers
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,6 +71,26 @@ def plan(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> di
             alone_bound=own.gradient_bound(own.best_gradient_lr(steps), steps) / (2 * problem.pl),
         ),
     }
+
+
+def plan_for_peers(peers: Peers, steps: int) -> dict[str, Choice]:
+    """Return the plan for peers that differ, each method with the peers that suit it.
+
+    Averaging takes the weights of `best_averaging`, bias correction the peers of `best_corrected_peers`.
+
+    Args:
+        peers: the constants, with `pl`.
+        steps: T.
+
+    Example:
+        >>> peers = Peers(smoothness=1, pl=1, initial_gap=1, noise=1, peer_noise=[1, 1], bias_floor=[0, 9])
+        >>> print(f"{plan_for_peers(peers, steps=1000)['wga'].speedup:.3f}")
+        2.000
+    """
+    alpha, tau, _ = best_averaging(peers, steps)
+    averaged = plan(peers.constants(tau), steps, alpha)
+    corrected = plan(peers.constants(best_corrected_peers(peers, steps).tau), steps)
+    return averaged | {name: corrected[name] for name in ("bc_oracle", "bc")}
 
 
 def _choice(descent: Descent, alpha: Numbers, steps: Numbers, speedup: Numbers) -> Choice:

@@ -1,0 +1,85 @@
+"""FedFomo: weigh everybody's model by what it does for user 0's validation loss, per unit of distance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+from coterie.methods.federation import Federation
+from coterie.methods.local import check_local_steps, local_steps
+from coterie.rules import State
+from coterie.similarity import TINY
+
+
+@dataclass(frozen=True)
+class FedFomo:
+    """Move towards the models that are better on user 0's validation examples.
+
+        x_k ← K local steps of user k, from x_k (start "own") or from x (start "mine")
+        w_k ∝ max(0, (L_0(x) − L_0(x_k)) / ‖x_k − x‖),  k = 0..N, to sum 1
+        x ← x + Σ w_k (x_k − x),      x_0 ← x
+
+    where L_0 is the validation loss of user 0 and x its model before the round. Where no model is better, x stays.
+    The validation examples choose the weights, and the best model too: they say too little where they are few, and
+    what they promise is too good. In the paper every user weighs the others so, and sees a sample of them only;
+    here user 0 does, who sees all, and peers, who need hold nothing out, train alone. `similarity.FirstOrder` is
+    the same to first order, from gradients.
+
+    Args:
+        local_steps: K.
+        start: where peers begin a round: at their `"own"` model, as in the paper, or at user 0's, `"mine"`.
+
+    Reference:
+        Zhang, Sapra, Fidler, Yeung and Alvarez, Personalized federated learning with first order model
+        optimization, ICLR 2021, equations 3 and 4.
+
+    Example:
+        >>> FedFomo(local_steps=5).gradients_a_round
+        5
+    """
+
+    local_steps: int = 5
+    start: Literal["own", "mine"] = "own"
+
+    def __post_init__(self) -> None:
+        check_local_steps(self.local_steps)
+        if self.start not in ("own", "mine"):
+            raise KnobError(f'`start` must be "own" or "mine", got {self.start!r}')
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round."""
+        return self.local_steps
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round: everybody at x."""
+        n = len(users.names)
+        return {"step": 0, "points": x.repeat(n, 1), "weights": x.new_zeros(n), "weight": 0.0}
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        step, points = state["step"], state["points"]
+        x = points[0]
+        points = local_steps(users, points, step, self.local_steps, lr=lr)
+        users.exchange(down=x.numel() if self.start == "mine" else 0, up=x.numel())
+        before, *after = users.held_out_losses(torch.cat([x.unsqueeze(0), points]))
+        gains = (before - torch.stack(after)) / (points - x).norm(dim=1).clamp(min=TINY)
+        gains = torch.nan_to_num(gains, nan=0.0, posinf=0.0).clamp(min=0)
+        weights = gains / gains.sum().clamp(min=TINY)
+        x = x + weights @ (points - x)
+        points = x.repeat(len(points), 1) if self.start == "mine" else torch.cat([x.unsqueeze(0), points[1:]])
+        return {
+            "step": step + self.local_steps,
+            "points": points,
+            "weights": weights,
+            "weight": float(weights[1:].sum()),
+        }
+
+    def models(self, state: State) -> Tensor:
+        """Return everybody's model: x, and those that the peers trained."""
+        points: Tensor = state["points"]
+        return points

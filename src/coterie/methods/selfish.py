@@ -1,0 +1,90 @@
+"""Selfish federated learning: user 0 is the mean of several internal users, and the others help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+from coterie.methods.federation import Federation
+from coterie.methods.local import check_local_steps, local_steps
+from coterie.rules import State
+
+
+@dataclass(frozen=True)
+class Selfish:
+    """Minimise the mean loss of the internal users, with everybody's local steps led to where they want to go.
+
+        x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c_I),   c_I = mean over internal users of c_k
+        c_k⁺ = c_k − c_I + (x − x_k) / (Kη)
+        x ← (1 − α) mean_I x_k + α mean_E x_k
+
+    where I are user 0 and the internal users named, and E the external ones. Its fixed point is the minimiser of
+    mean_I f_k whatever K and α are, as long as η is small for the external users' curvature: they lend their small
+    noise, not their bias, as in bias correction. With few own examples that minimiser overfits. α = 0 is SCAFFOLD
+    among the internal users. The paper weighs external users too; here they weigh alike.
+
+    Args:
+        local_steps: K.
+        internal: the names of the internal users beside user 0.
+        alpha: α, the external users' weight, in [0, 1]; everybody's the same when None.
+
+    Reference:
+        The setting of Luo, Hu and Yu, Rethinking client reweighting for selfish federated learning, 2021; the
+        corrections of Karimireddy et al., SCAFFOLD, ICML 2020.
+
+    Example:
+        >>> Selfish(local_steps=5, internal=("ward 3",)).gradients_a_round
+        5
+    """
+
+    local_steps: int = 5
+    internal: tuple[str, ...] = ()
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        check_local_steps(self.local_steps)
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise KnobError(f"`alpha` must lie in [0, 1], got {self.alpha!r}; None weighs everybody alike")
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round."""
+        return self.local_steps
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round: x, and no correction yet."""
+        unknown = [name for name in self.internal if name not in users.names[1:]]
+        if unknown:
+            raise KnobError(f"`internal` names {unknown[0]!r}, who is no peer; the peers are {users.names[1:]}")
+        weights = self._weights(users, x)
+        c = x.new_zeros(len(users.names), x.numel())
+        return {"step": 0, "x": x, "c": c, "weights": weights, "weight": float(weights[1:].sum())}
+
+    def _inside(self, users: Federation, like: Tensor) -> Tensor:
+        """Return the weight of each user in the mean of the internal ones."""
+        inside = like.new_tensor([k == 0 or name in self.internal for k, name in enumerate(users.names)])
+        return inside / inside.sum()
+
+    def _weights(self, users: Federation, like: Tensor) -> Tensor:
+        inside = self._inside(users, like)
+        outside = (inside == 0).to(inside)
+        if self.alpha is None or not outside.any():
+            return torch.ones_like(inside) / len(inside)
+        return torch.lerp(inside, outside / outside.sum(), self.alpha)
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        x, c, step = state["x"], state["c"], state["step"]
+        wanted = self._inside(users, x) @ c
+        points = local_steps(users, x.expand_as(c), step, self.local_steps, lr=lr, add=wanted - c)
+        users.exchange(down=2 * x.numel(), up=2 * x.numel())
+        c = c - wanted + (x - points) / (self.local_steps * lr)
+        return state | {"step": step + self.local_steps, "x": state["weights"] @ points, "c": c}
+
+    def models(self, state: State) -> Tensor:
+        """Return x, one model for all."""
+        x: Tensor = state["x"]
+        return x.unsqueeze(0)

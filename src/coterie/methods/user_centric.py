@@ -1,0 +1,118 @@
+"""User-centric federated learning: mixing weights from how far gradients are apart, against their noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+from coterie.methods.federation import Federation
+from coterie.methods.local import check_local_steps, local_steps
+from coterie.rules import State
+from coterie.similarity import TINY
+
+
+@dataclass(frozen=True)
+class UserCentric:
+    """Mix models by weights found once, from gradients at the start.
+
+        G_k = ∇f_k(x_0),   σ_k² = mean_b ‖g_kb − G_k‖² over B blocks of user k's examples
+        w_kj ∝ n_j exp(−‖G_k − G_j‖² / (2σ_kσ_j)), to sum 1 over j
+        then every round:  x_k ← K local steps from x_k;   x_k ← Σ_j w_kj x_j
+
+    With C clusters the rows of w are grouped by k-means, and every user mixes by the mean row of its cluster, so
+    that C models are sent and not one for each. One look at a random start decides all: users who differ only
+    near their optima look alike there. B, and with it σ, sets how much difference counts; more blocks have fewer
+    examples, more noise, and count less. One of the first users far from the others starts each cluster.
+
+    Args:
+        local_steps: K.
+        clusters: C; as many as users when None.
+        blocks: B.
+
+    Reference:
+        Mestoukirdi, Zecchin, Gesbert, Li and Gresset, User-centric federated learning, 2021, whose n_j are here the
+        numbers of examples too.
+
+    Example:
+        >>> UserCentric(local_steps=5).gradients_a_round
+        5
+    """
+
+    local_steps: int = 5
+    clusters: int | None = None
+    blocks: int = 5
+
+    def __post_init__(self) -> None:
+        check_local_steps(self.local_steps)
+        if self.clusters is not None and self.clusters < 1:
+            raise KnobError(f"`clusters` must be at least 1, got {self.clusters!r}; None gives each user its own")
+        if self.blocks < 2:
+            raise KnobError(f"`blocks` must be at least 2, got {self.blocks!r}: noise is seen between blocks")
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round; there are `blocks` more before the first."""
+        return self.local_steps
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round: everybody at x, and how they mix."""
+        mixing = self.mixing(users, x)
+        users.exchange(down=x.numel(), up=x.numel() + 1)
+        points = x.repeat(len(users.names), 1)
+        return {"step": 0, "points": points, "mixing": mixing, "weights": mixing[0], "weight": _peers(mixing)}
+
+    def mixing(self, users: Federation, x: Tensor) -> Tensor:
+        """Return w, a row for each user; who has gradients that are not finite mixes with nobody."""
+        means, noises = zip(*(self._gradient(users, name, x) for name in users.names), strict=True)
+        noise, apart = torch.stack(noises), _squared_distances(torch.stack(means))
+        likeness = torch.exp(-apart / (2 * torch.outer(noise, noise)).clamp(min=TINY))
+        likeness = torch.nan_to_num(likeness, nan=0.0).fill_diagonal_(1.0)
+        weights = users.sizes * likeness
+        weights = weights / weights.sum(1, keepdim=True)
+        if self.clusters is None or self.clusters >= len(weights):
+            return weights
+        return _grouped(weights, self.clusters)
+
+    def _gradient(self, users: Federation, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return G_k and σ_k."""
+        blocks = users.blocks(name, self.blocks)
+        rows = torch.stack([users.gradient_on(name, x, block) for block in blocks])
+        shares = rows.new_tensor([len(block) for block in blocks])
+        mean = (shares / shares.sum()) @ rows
+        return mean, (rows - mean).square().sum(1).mean().sqrt()
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        step, points, mixing = state["step"], state["points"], state["mixing"]
+        points = local_steps(users, points, step, self.local_steps, lr=lr)
+        users.exchange(down=points.shape[1], up=points.shape[1])
+        return state | {"step": step + self.local_steps, "points": mixing @ points}
+
+    def models(self, state: State) -> Tensor:
+        """Return everybody's model."""
+        points: Tensor = state["points"]
+        return points
+
+
+def _peers(mixing: Tensor) -> float:
+    return float(mixing[0, 1:].sum())
+
+
+def _squared_distances(rows: Tensor) -> Tensor:
+    return (rows.unsqueeze(0) - rows.unsqueeze(1)).square().sum(2)
+
+
+def _grouped(rows: Tensor, count: int) -> Tensor:
+    """Return the rows, each replaced by the mean of its cluster, by k-means."""
+    from scipy.cluster.vq import kmeans2
+
+    starts = [0]
+    distances = _squared_distances(rows)
+    while len(starts) < count:
+        starts.append(int(distances[starts].min(0).values.argmax()))
+    points = rows.double().cpu().numpy()
+    centres, labels = kmeans2(points, points[starts], minit="matrix")
+    return rows.new_tensor(centres[labels])

@@ -1,0 +1,105 @@
+"""WAFFLE: SCAFFOLD whose mean gives way, round by round, to those whose updates are near user 0's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+from coterie.methods.federation import Federation
+from coterie.methods.local import check_local_steps, local_steps
+from coterie.rules import State
+from coterie.similarity import TINY
+
+KEPT = 3
+"""Over how many rounds the weights are averaged, as in the paper."""
+
+
+@dataclass(frozen=True)
+class Waffle:
+    """Weigh SCAFFOLD's updates by their distance from user 0's, more strictly as the rounds go by.
+
+        x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c);   c_k⁺ = c_k − c + (x − x_k) / (Kη)
+        D_k = ‖x_k − x_0‖²,  m and M the least and the largest of the peers'
+        D_0 = m (1 − (1 − Ω)(M − m)/M),   Ω = 1 / (1 + exp(s (2r/R − 1))) in round r of R
+        a_k ∝ max(0, Ω − (D_k − D_0)/(M − D_0)), to sum 1 and averaged over the last 3 rounds
+        x ← x + Σ a_k (x_k − x),      c ← c + Σ a_k (c_k⁺ − c_k)
+
+    Ω falls from nearly 1 to nearly 0: from nearly everybody to user 0 alone. c then remembers the weights it was
+    made with: in the end ∇f_0(x) = c_0 − c, which is not 0 where users differ. And after the first rounds the
+    corrections hide how gradients differ: what is left in D_k is curvature and noise. Everybody takes part in every
+    round.
+
+    Args:
+        rounds: R; `steps` of `coterie.train`.
+        local_steps: K.
+        slope: s, how sudden the change is.
+
+    Reference:
+        Beaussart, Grimberg, Hartley and Jaggi, WAFFLE: weighted averaging for personalized federated learning,
+        2021, which joins SCAFFOLD to the weight erosion of Grimberg et al. 2020 (`similarity.WeightErosion`).
+
+    Example:
+        >>> [round(Waffle(rounds=100).share(r), 3) for r in (0, 50, 100)]
+        [0.961, 0.5, 0.039]
+    """
+
+    rounds: int
+    local_steps: int = 5
+    slope: float = 3.2
+
+    def __post_init__(self) -> None:
+        check_local_steps(self.local_steps)
+        if not isinstance(self.rounds, int) or self.rounds < 1:
+            raise KnobError(f"`rounds` must be a whole number, at least 1, got {self.rounds!r}")
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round."""
+        return self.local_steps
+
+    def share(self, played: int) -> float:
+        """Return Ω after so many rounds."""
+        return 1 / (1 + math.exp(self.slope * (2 * played / self.rounds - 1)))
+
+    def init(self, users: Federation, x: Tensor) -> State:
+        """Return the state before the first round: x, no corrections, no weights."""
+        n = len(users.names)
+        zeros = x.new_zeros(n, x.numel())
+        return {"step": 0, "x": x, "c_k": zeros, "c": zeros[0], "last": x.new_zeros(0, n), "weight": 0.0}
+
+    def round(self, users: Federation, state: State, lr: float) -> State:
+        """Return the state after a round."""
+        x, c, c_k, step = state["x"], state["c"], state["c_k"], state["step"]
+        points = local_steps(users, x.expand_as(c_k), step, self.local_steps, lr=lr, add=c - c_k)
+        following = c_k - c + (x - points) / (self.local_steps * lr)
+        users.exchange(down=2 * x.numel(), up=2 * x.numel())
+        fresh = self._weights(points, self.share(step // self.local_steps))
+        last = torch.cat([state["last"], fresh.unsqueeze(0)])[-KEPT:]
+        weights = last.mean(0)
+        return {
+            "step": step + self.local_steps,
+            "x": x + weights @ (points - x),
+            "c_k": following,
+            "c": c + weights @ (following - c_k),
+            "last": last,
+            "weights": weights,
+            "weight": float(weights[1:].sum()),
+        }
+
+    def _weights(self, points: Tensor, share: float) -> Tensor:
+        distances = (points - points[0]).square().sum(1)
+        if len(points) > 1:
+            least, largest = distances[1:].min(), distances[1:].max()
+            distances[0] = least * (1 - (1 - share) * (largest - least) / largest.clamp(min=TINY))
+        spread = (distances.max() - distances[0]).clamp(min=TINY)
+        weights = (share - (distances - distances[0]) / spread).clamp(min=0)
+        return weights / weights.sum()
+
+    def models(self, state: State) -> Tensor:
+        """Return x, user 0's."""
+        x: Tensor = state["x"]
+        return x.unsqueeze(0)
