@@ -195,8 +195,8 @@ def _check_rule(rule: Rule | Method, engine: Engine) -> None:
     if (rule.needs_rows or measures) and not engine.gives_rows:
         why = " to choose its knobs" if measures else ""
         raise KnobError(
-            f"`{type(rule).__name__}` needs every peer's gradient{why}, but this engine gives their weighted sum alone; "
-            "use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows"
+            f"`{type(rule).__name__}` needs every peer's gradient{why}, but this engine gives their weighted sum "
+            "alone; use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows"
         )
 
 
