@@ -62,6 +62,7 @@ def train(
     resume: bool = False,
     progress: bool | None = None,
     guard: Literal["auto", "held-out", "off"] = "auto",
+    measure: bool = True,
     engine: Engine | MakeEngine = InProcess,
 ) -> Run:
     """Train a personal model for user 0 with its peers' gradients.
@@ -98,6 +99,8 @@ def train(
         guard: "held-out" keeps a model trained alone beside, compares the two on the validation set at every
             evaluation, restarts from it where the peers do harm, and gives the better of the two; "off" does
             not; "auto" does where there are 100 validation examples.
+        measure: measure noise, bias and curvature before the first step, by nine passes over the users, and report
+            them with the plan that they imply.
         engine: where the users are: `InProcess`, another function that makes an engine over this run's model
             and users, which is closed at the end, or an engine.
 
@@ -131,7 +134,8 @@ def train(
     if isinstance(rule, Undecided) and rule.undecided:
         found = found if "choice" in found else _split(rule.settle(problem, engine, progress))
         rule = rule.settled(found["choice"])
-    configuration |= found if "estimates" in found else found | _estimates(problem, engine, rule)
+    wanted = measure and "estimates" not in found
+    configuration |= found | (_estimates(problem, engine, rule) if wanted else {})
     sizes = {me.name: _count(me), **dict.fromkeys(engine.names, batch_size), **configuration["peers"]}
     costs = Costs({name: n if isinstance(n, int) and n < batch_size else batch_size for name, n in sizes.items()})
     watch = _shadowed(problem, every, costs) if guarded else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -85,6 +86,11 @@ class Rounds(Track):
         if self.scheduler is not None:
             self.scheduler.step()
         self.step += 1
+
+    def tau(self) -> Mapping[str, float]:
+        """Return the peers' weights, where the method learns them."""
+        weights = self.state.get("weights")
+        return {} if weights is None else dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
 
     def models(self) -> dict[str, nn.Module]:
         """Return the personal model of each user, as it is now."""
