@@ -541,9 +541,12 @@ def test_a_rule_that_needs_rows_fails_early(tmp_path: Any) -> None:
     with pytest.raises(KnobError, match="`StreamAveraging` needs every peer's gradient, but this engine gives"):
         trained(SumsOnly, CASES["mlp"], StreamAveraging(9), out=tmp_path / "run")
     assert SumsOnly.closed == 1
+    with pytest.raises(KnobError, match="needs every peer's gradient to choose its knobs"):
+        trained(SumsOnly, CASES["mlp"], coterie.WeightedAveraging("auto"), out=tmp_path / "run")
+    assert SumsOnly.closed == 2
     assert not (tmp_path / "run").exists()
     trained(SumsOnly, CASES["mlp"], coterie.WeightedAveraging(0.5))
-    assert SumsOnly.closed == 2
+    assert SumsOnly.closed == 3
 
 
 def test_an_engine_that_is_passed_in_stays_open() -> None:

@@ -102,6 +102,13 @@ def test_reduced_runs_are_the_same_but_for_rounding(rule: coterie.Rule) -> None:
         torch.testing.assert_close(found.model.state_dict()[key], value, rtol=1e-4, atol=1e-5)
 
 
+def test_knobs_are_measured_over_the_processes() -> None:
+    with processes.torch_distributed() as engine:
+        run = trained(engine, plain(), coterie.WeightedAveraging("auto"))
+    assert 0 <= run.record.configuration["choice"]["alpha"] <= 1
+    assert run.step == 25
+
+
 # What travels.
 
 

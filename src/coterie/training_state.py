@@ -212,8 +212,8 @@ class TrainingState:
     def _tau(self) -> dict[str, float]:
         """Return each peer's share of the peers' weight at the end, where there is such a thing."""
         found = self.track.tau()
-        total = sum(found.values())
-        return {name: float(weight / total) for name, weight in found.items()} if total else {}
+        whole = sum(found.values())
+        return {name: float(weight / whole) for name, weight in found.items()} if whole else {}
 
     def _not_finite(self, g: Gradients) -> GradientError:
         """Save the state before this step, and return an error that says where it is."""

@@ -147,7 +147,7 @@ def relative_error(exact: Tensor, sent: Tensor) -> float:
 
     Example:
         >>> round(relative_error(torch.tensor([1.0, 1.01]), torch.tensor([1.0, 1.01]).bfloat16()), 5)
-        0.00155
+        0.00154
     """
     if sent.dtype == exact.dtype:
         return 0.0
