@@ -197,11 +197,7 @@ class TrainingState:
 
     def _tau(self) -> dict[str, float]:
         """Return each peer's share of the peers' weight at the end, where there is such a thing."""
-        if "weight" not in self.track.state:
-            return {}
-        names = self.track.engine.names
-        given = self.track.state.get("tau", self.track.rule.weights(names))
-        found = {name: given[name] for name in names if name in given}
+        found = self.track.peers_weights()
         total = sum(found.values())
         return {name: float(weight / total) for name, weight in found.items()} if total else {}
 

@@ -22,7 +22,8 @@ class Method(Protocol):
     """A federated method: rounds in which users take plain gradient steps of their own and share what they found.
 
     The knobs are fields; the state is passed and returned. A state holds tensors and numbers by name, so that a
-    checkpoint can hold it, and `step`, the number of batches that every user has drawn.
+    checkpoint can hold it, and `step`, the number of batches that every user has drawn; where user 0 weighs models,
+    `weights`, a tensor of its own weight and then the peers', and `weight`, the peers' total.
     """
 
     @property
@@ -85,6 +86,11 @@ class Rounds(Track):
         if self.scheduler is not None:
             self.scheduler.step()
         self.step += 1
+
+    def peers_weights(self) -> dict[str, float]:
+        """Return the weight of each peer in the last round; nothing where a method has no `weights`."""
+        weights: Tensor | None = self.state.get("weights")
+        return {} if weights is None else dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
 
     def models(self) -> dict[str, nn.Module]:
         """Return the personal model of each user, as it is now."""
