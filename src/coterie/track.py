@@ -84,13 +84,10 @@ class Track:
         """The weight that the peers had in the last step; not a number where there is no such thing."""
         return float(self.state.get("weight", math.nan))
 
-    def peers_weights(self) -> dict[str, float]:
-        """Return the weight of each peer in the last step, up to a factor; nothing where there is no such thing."""
-        if "weight" not in self.state:
-            return {}
-        names = self.engine.names
-        given = self.state.get("tau", self.rule.weights(names))
-        return {name: given[name] for name in names if name in given}
+    def tau(self) -> Mapping[str, float]:
+        """Return the weight of each peer among the peers in the last step, where there is such a thing."""
+        given = self.state.get("tau", self.rule.weights(self.engine.names))
+        return {name: given[name] for name in self.engine.names if name in given}
 
     def models(self) -> dict[str, nn.Module]:
         """Return the personal models of all users, where there are any beside user 0's."""

@@ -62,6 +62,7 @@ def train(
     resume: bool = False,
     progress: bool | None = None,
     guard: Literal["auto", "held-out", "off"] = "auto",
+    measure: bool = True,
     engine: Engine | None = None,
 ) -> Run:
     """Train a personal model for user 0 with its peers' gradients.
@@ -98,6 +99,8 @@ def train(
         guard: "held-out" keeps a model trained alone beside, compares the two on the validation set at every
             evaluation, restarts from it where the peers do harm, and gives the better of the two; "off" does
             not; "auto" does where there are 100 validation examples.
+        measure: measure noise, bias and curvature before the first step, by nine passes over the users, and report
+            them with the plan that they imply.
         engine: where the gradients come from; `InProcess` over these users when None.
 
     Example:
@@ -131,7 +134,8 @@ def train(
     if isinstance(rule, Undecided) and rule.undecided:
         found = found if "choice" in found else _split(rule.settle(problem, engine, progress))
         rule = rule.settled(found["choice"])
-    configuration |= found if "estimates" in found else found | _estimates(problem, engine, rule)
+    wanted = measure and "estimates" not in found
+    configuration |= found | (_estimates(problem, engine, rule) if wanted else {})
     known = {user.name: min(batch_size, len(user)) for user in (me, *peers)}
     costs = Costs(dict.fromkeys((me.name, *engine.names), batch_size) | known)
     watch = _shadowed(problem, every, costs) if guarded else None

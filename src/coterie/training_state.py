@@ -197,7 +197,7 @@ class TrainingState:
 
     def _tau(self) -> dict[str, float]:
         """Return each peer's share of the peers' weight at the end, where there is such a thing."""
-        found = self.track.peers_weights()
+        found = self.track.tau()
         total = sum(found.values())
         return {name: float(weight / total) for name, weight in found.items()} if total else {}
 

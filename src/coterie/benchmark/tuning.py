@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from coterie.adaptive import Undecided
-from coterie.benchmark.methods import RATES, Way
-from coterie.data import Task
+from coterie.benchmark.methods import RATES, Making, Way
 from coterie.data.sets import SetTask
 from coterie.engines import InProcess
 from coterie.errors import DataError, GradientError
@@ -96,7 +95,7 @@ class Tuning:
         self.me = copy.copy(task.me)
         self.me.test = None  # the trials see neither the test examples nor a result on them
         self._trials: dict[tuple[Way, float], Trial] = {}
-        self._settled: dict[Callable[[Task], Rule | Method], tuple[Rule, float]] = {}
+        self._settled: dict[Making, tuple[Rule, float]] = {}
 
     def outcome(self, ways: Sequence[Way]) -> Outcome:
         """Return what a method with these ways reaches, at the setting with the least validation loss."""
@@ -150,6 +149,7 @@ class Tuning:
                 evaluate_every=max(1, steps // 10),
                 callbacks=[tail] if tail else [],
                 progress=False,
+                measure=False,
                 **{"guard": "off", **way.options},
             )
         except GradientError as error:  # too large a step: what was best before counts, and seldom wins
@@ -162,7 +162,7 @@ class Tuning:
 
     def _rule(self, way: Way) -> Rule | Method:
         """Return the rule of a way; one that has to see the data first does so once, at the smallest step size."""
-        rule = way.rule(self.task)
+        rule = way.rule(self.task, self.steps)
         if not isinstance(rule, Undecided) or not rule.undecided:
             return rule
         if way.rule not in self._settled:
@@ -185,9 +185,13 @@ class Tuning:
         return self._settled[way.rule][0]
 
     def _wrong_weight(self, rule: Rule | Method, run: Run) -> float | None:
+        names = [peer.name for peer in self.task.peers]
         if isinstance(rule, Method):
+            weights = run.state.get("weights")
+            return None if weights is None else float(sum(weights[1 + names.index(n)] for n in self.task.wrong))
+        if getattr(rule, "pool", None) is not None:  # which has no weights
             return None
-        tau = rule.weights([peer.name for peer in self.task.peers])
+        tau = run.state.get("tau") or rule.weights(names)
         share = sum(tau.get(name, 0.0) for name in self.task.wrong) / (sum(tau.values()) or 1.0)
         return float(run.state["weight"] * share)
 

@@ -17,7 +17,12 @@ def bench(
         Path | None, typer.Option(help="Folder of the sets, one folder each; digits needs none.")
     ] = None,
     sets: Annotated[str, typer.Option(help="Sets, between commas; all that are there if left out.")] = "",
-    methods: Annotated[str, typer.Option(help="Methods, between commas; all if left out.")] = "",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help='Methods, between commas; "all"; alone, pooled, fine-tuned, wga, adaptive, bc if left out.'
+        ),
+    ] = "",
     conditions: Annotated[str, typer.Option(help="Conditions, between commas; all if left out.")] = "",
     models: Annotated[str, typer.Option(help="Models, between commas; each set's first if left out.")] = "",
     users: Annotated[int, typer.Option(help="How many users of a set are user 0 in turn.")] = 3,
@@ -39,7 +44,7 @@ def bench(
     from rich.console import Console
 
     from coterie import benchmark
-    from coterie.benchmark.methods import METHODS
+    from coterie.benchmark.methods import DEFAULT, METHODS
     from coterie.cli.shown import bar, rich_table
     from coterie.data.sets import CONDITIONS, SETS, missing
 
@@ -53,7 +58,7 @@ def bench(
         chosen = [name for name in SETS if name not in lacking]
     selection = benchmark.Selection(
         chosen,
-        _names(methods) or list(METHODS),
+        list(METHODS) if methods == "all" else _names(methods) or list(DEFAULT),
         _names(conditions) or list(CONDITIONS),
         _names(models),
         users,

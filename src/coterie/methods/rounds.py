@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -87,9 +88,9 @@ class Rounds(Track):
             self.scheduler.step()
         self.step += 1
 
-    def peers_weights(self) -> dict[str, float]:
-        """Return the weight of each peer in the last round; nothing where a method has no `weights`."""
-        weights: Tensor | None = self.state.get("weights")
+    def tau(self) -> Mapping[str, float]:
+        """Return the peers' weights, where the method learns them."""
+        weights = self.state.get("weights")
         return {} if weights is None else dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
 
     def models(self) -> dict[str, nn.Module]:
