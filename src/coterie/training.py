@@ -136,8 +136,7 @@ def train(
         rule = rule.settled(found["choice"])
     wanted = measure and "estimates" not in found
     configuration |= found | (_estimates(problem, engine, rule) if wanted else {})
-    sizes = {me.name: _count(me), **dict.fromkeys(engine.names, batch_size), **configuration["peers"]}
-    costs = Costs({name: n if isinstance(n, int) and n < batch_size else batch_size for name, n in sizes.items()})
+    costs = _costs(me, engine.names, configuration["peers"], batch_size)
     watch = _shadowed(problem, every, costs) if guarded else None
     track = _track(problem, rule, engine, costs)
     training = TrainingState(track, loss, me, metrics, watch)
@@ -329,6 +328,12 @@ def _check(loss: Loss, me: User, peers: Sequence[User], numbers: Mapping[str, in
             f"user {user.name!r} has examples of one class only ({targets.flatten()[0].item()}), which says "
             "nothing about telling classes apart; give it examples of another, or leave it out"
         )
+
+
+def _costs(me: User, names: Sequence[str], peers: Mapping[str, int | str], batch_size: int) -> Costs:
+    """Return where what is asked of the users is counted; `peers` has how many examples those have that tell."""
+    examples = {me.name: _count(me), **dict.fromkeys(names, batch_size), **peers}
+    return Costs({name: batch_size if isinstance(n, str) else min(batch_size, n) for name, n in examples.items()})
 
 
 def _count(user: User) -> int | str:
