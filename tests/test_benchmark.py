@@ -211,7 +211,7 @@ def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_p
     task = make(people())
     model = MODELS["linear"](3, 4)
     tuned = Tuning(task, model, steps=4, batch_size=32, seed=0)
-    tail = tuned.trial(Way("tail", lambda _: Alone(), tail=True), 0.1)
+    tail = tuned.trial(Way("tail", lambda task, steps: Alone(), tail=True), 0.1)
     steps = [Tuning(task, model, steps=n, batch_size=32, seed=0) for n in (3, 4)]
     last = []
     for one in steps:
