@@ -284,10 +284,16 @@ def test_wrong_uses_are_named() -> None:
         adaptive(user("me", 10, TRUTH), [])
 
     class Elsewhere:
-        names = ("a",)
+        names, gives_rows = ("a",), False
 
         def gradients(self, *_: object) -> coterie.Gradients:
             raise AssertionError
+
+        def traffic(self) -> dict[str, coterie.engines.Traffic]:
+            return {}
+
+        def close(self) -> None:
+            pass
 
         def describe(self) -> dict[str, Any]:
             return {}

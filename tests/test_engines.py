@@ -1,15 +1,18 @@
 """What every engine must do: each user's gradient is that of a plain loop, whatever the model and the loss.
 
-An engine joins by a line in `ENGINES`.
+An engine joins by a line in `ENGINES`: a context that gives a function which makes engines, and in which their
+processes, if they have any, live.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,35 +21,30 @@ from torch.nn import functional as f
 from torch.utils.data import Dataset
 
 import coterie
+import processes
 from coterie.draws import seeded
+from coterie.engines import MakeEngine
 from coterie.engines.passes import Passes
+from coterie.errors import KnobError
 from coterie.parameters import Parameters
+from coterie.streams import StreamAveraging
 
 SEED, BATCH = 11, 8
 SIZES = (20, 16, 7, 33, 5)  # two peers with fewer examples than a batch: three sizes of batches
 TAU = {"peer 1": 0.4, "peer 2": 0.3, "peer 3": 0.1, "peer 4": 0.2}
 
 
-class MakeEngine(Protocol):
-    def __call__(
-        self,
-        model: nn.Module,
-        loss: Any,
-        me: coterie.User,
-        peers: Sequence[coterie.User],
-        *,
-        batch_size: int,
-        seed: int,
-    ) -> coterie.Engine: ...
-
-
-ENGINES: dict[str, MakeEngine] = {"in process": coterie.InProcess}
+ENGINES: dict[str, Callable[[], AbstractContextManager[MakeEngine]]] = {
+    "in process": lambda: nullcontext(coterie.InProcess),
+    "in process, one by one": lambda: nullcontext(partial(coterie.InProcess, one_by_one=True)),
+    "torch.distributed": processes.torch_distributed,
+}
 
 
 @pytest.fixture(params=ENGINES.values(), ids=list(ENGINES))
-def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
-    engine: MakeEngine = request.param
-    return engine
+def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
+    with request.param() as make:
+        yield make
 
 
 # Models.
@@ -464,6 +462,89 @@ def test_chunks_of_rows_are_the_same(name: str, chunk: int) -> None:
 def test_chunks_bound_the_memory_of_rows() -> None:
     passes = Passes(nn.Linear(999, 1).double(), f.mse_loss, memory=80_000)
     assert passes.chunk == 10  # 1,000 parameters of 8 bytes: 8,000 bytes a row
+
+
+# Runs.
+
+
+RULES: dict[str, coterie.Rule] = {
+    "alone": coterie.Alone(),
+    "averaging": coterie.WeightedAveraging(0.6, TAU),
+    "averaging some": coterie.WeightedAveraging(lambda t: 0.9 / (1 + t), {"peer 4": 0.5, "peer 2": 0.5}),
+    "bias correction": coterie.BiasCorrection(0.8, 0.1, TAU),
+    "half correction": coterie.BiasCorrection(0.8, 0.1, correction=0.5, start="zero", warm_up=False),
+    "oracle": coterie.OracleCorrection(0.7, bias=lambda x: 0.1 * x),
+    "stream": StreamAveraging(horizon=12),
+}
+
+
+def trained(engine: MakeEngine, case: Case, rule: coterie.Rule, **settings: Any) -> coterie.Run:
+    me, *peers = make_users(case)
+    held_out = coterie.User("me", *me.batch(20, seed=0, step=0), validation=me.batch(9, seed=1, step=0))
+    model = make_model(case)
+    keywords = {"steps": 12, "batch_size": BATCH, "seed": SEED, "lr": 0.05, "engine": engine, **settings}
+    return coterie.train(model, case.loss, held_out, peers, rule, **keywords)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("name", ["mlp", "dropout and batch norm"])
+def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule: coterie.Rule) -> None:
+    wanted = trained(coterie.InProcess, CASES[name], rule)
+    found = trained(make_engine, CASES[name], rule)
+    assert found.step == 12
+    for key, value in wanted.model.state_dict().items():
+        torch.testing.assert_close(found.model.state_dict()[key], value, rtol=1e-8, atol=1e-10)
+    for point, other in zip(found.record.points, wanted.record.points, strict=True):
+        assert point == pytest.approx(other, rel=1e-8)
+
+
+def test_a_model_of_ones_own_is_not_touched(make_engine: MakeEngine) -> None:
+    before = copy.deepcopy(make_model(CASES["batch norm"]).state_dict())
+    run = trained(make_engine, CASES["batch norm"], RULES["averaging"])
+    assert int(run.model[1].num_batches_tracked) == run.best_step  # type: ignore[index]  # a BatchNorm1d
+    assert all(torch.equal(v, before[k]) for k, v in make_model(CASES["batch norm"]).state_dict().items())
+
+
+class SumsOnly(coterie.InProcess):
+    """An engine that gives the peers' weighted sum alone, and notes that it was closed."""
+
+    gives_rows = False
+    closed = 0
+
+    def close(self) -> None:
+        SumsOnly.closed += 1
+
+
+def test_a_rule_that_needs_rows_fails_early(tmp_path: Any) -> None:
+    with pytest.raises(KnobError, match="`StreamAveraging` needs every peer's gradient, but this engine gives"):
+        trained(SumsOnly, CASES["mlp"], StreamAveraging(9), out=tmp_path / "run")
+    assert SumsOnly.closed == 1
+    with pytest.raises(KnobError, match="needs every peer's gradient to choose its knobs"):
+        trained(SumsOnly, CASES["mlp"], coterie.WeightedAveraging("auto"), out=tmp_path / "run")
+    assert SumsOnly.closed == 2
+    assert not (tmp_path / "run").exists()
+    trained(SumsOnly, CASES["mlp"], coterie.WeightedAveraging(0.5))
+    assert SumsOnly.closed == 3
+
+
+def test_an_engine_that_is_passed_in_stays_open() -> None:
+    users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
+    engine, before = SumsOnly(model, f.cross_entropy, users[0], users[1:]), SumsOnly.closed
+    coterie.train(
+        model, f.cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5), engine=engine, steps=2
+    )
+    assert SumsOnly.closed == before
+
+
+def test_costs_are_for_everybody_or_nobody(make_engine: MakeEngine) -> None:
+    costs = trained(make_engine, CASES["mlp"], RULES["averaging"]).record.end["traffic"]
+    assert not costs or set(costs) == {"me", *TAU}
+    for name in costs:
+        assert set(costs[name]) == {"sent", "received", "waiting", "computing", "rounding"}
+        assert min(costs[name].values()) >= 0
+        assert costs[name]["sent"] > 0
+        assert costs[name]["received"] > 0
+        assert costs[name]["computing"] > 0
 
 
 # Losses whose mean is not over all examples: what one batch shows need not hold for the next.

@@ -233,6 +233,8 @@ def test_plain_data_and_back() -> None:
 class Watched:
     """Counts what an engine is asked for."""
 
+    gives_rows = True
+
     def __init__(self, engine: Any) -> None:
         self.engine, self.asked = engine, list[tuple[int, int, bool]]()
         self.names = engine.names
@@ -244,6 +246,12 @@ class Watched:
 
     def describe(self) -> dict[str, Any]:
         return {}
+
+    def traffic(self) -> dict[str, coterie.engines.Traffic]:
+        return {}
+
+    def close(self) -> None:
+        pass
 
 
 def test_measuring_takes_eight_passes_and_one_own_gradient() -> None:

@@ -24,9 +24,28 @@ def run(path: Path, folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+SLOW = {"cluster"}  # has a test of its own
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in SLOW],
+    ids=lambda path: path.stem,
+)
 def test_example(path: Path, tmp_path: Path) -> None:
     assert run(path, tmp_path)
+
+
+def test_the_cluster_is_four_processes_and_resumes(tmp_path: Path) -> None:
+    for again in (False, True):
+        out = run(ROOT / "examples" / "cluster.py", tmp_path)
+        steps = 0 if again else 200  # resumed, there is nothing left to do
+        assert sorted(re.findall(r"(writer \d) gave (\d+) gradients", out)) == [
+            (f"writer {k}", str(steps)) for k in (0, 5, 8)
+        ]
+        accuracy = re.search(r"test: loss [\d.]+, accuracy ([\d.]+)", out)
+        assert accuracy is not None
+        assert float(accuracy[1]) > 0.8
 
 
 def test_own_loop_learns(tmp_path: Path) -> None:

@@ -314,6 +314,8 @@ def test_the_same_seed_gives_the_same_bits(make_users: Users) -> None:
 class Engine:
     """The users in this process, some of whose answers are lost, of another shape or not finite."""
 
+    gives_rows = False
+
     def __init__(self, engine: coterie.InProcess, spoil: Callable[[str, int, Tensor], Tensor | None]) -> None:
         self.engine, self.spoil, self.names = engine, spoil, engine.names
 
@@ -328,6 +330,12 @@ class Engine:
         kept, names, left_out = receive(g.own, answers)
         peers, answered = weighted_sum(g.own, kept, [weights[name] for name in names])
         return dataclasses.replace(g, peers=peers, rows=None, names=(), answered=answered, left_out=left_out)
+
+    def traffic(self) -> dict[str, coterie.engines.Traffic]:
+        return {}
+
+    def close(self) -> None:
+        pass
 
     def describe(self) -> dict[str, Any]:
         return {"engine": "spoilt"}

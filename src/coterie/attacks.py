@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from coterie.engines import Engine
+from coterie.engines import Engine, Traffic
 from coterie.errors import DataError, KnobError
 from coterie.examples import InMemory
 from coterie.gradients import Gradients, keep_finite, weighted_sum
@@ -202,6 +202,11 @@ class Attacked:
         """The peers that can be asked."""
         return self.engine.names
 
+    @property
+    def gives_rows(self) -> bool:
+        """Whether every peer's gradient can be had."""
+        return self.engine.gives_rows
+
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x, the attackers' replaced; see `Engine.gradients`."""
         bad = [name for name in weights if name in self.attackers]
@@ -223,6 +228,14 @@ class Attacked:
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed, and of who attacks."""
         return self.engine.describe() | {"attack": describe(self.attack), "attackers": list(self.attackers)}
+
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return what has travelled so far."""
+        return self.engine.traffic()
+
+    def close(self) -> None:
+        """Let the peers go."""
+        self.engine.close()
 
 
 def _repeated(row: Tensor, n: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,3 +40,17 @@ class GradientError(CoterieError, ArithmeticError):
     def __init__(self, message: str, run: Run) -> None:
         super().__init__(message)
         self.run = run
+
+
+class PeerLost(CoterieError, ConnectionError):  # noqa: N818  # it says what happened
+    """Peers that the run cannot do without are gone, or have not answered in time.
+
+    Args:
+        message: who, and where the state is.
+        peers: their names, as far as they are known.
+        run: the run as of the last whole step; None where there is none yet.
+    """
+
+    def __init__(self, message: str, peers: Sequence[str] = (), run: Run | None = None) -> None:
+        super().__init__(message)
+        self.peers, self.run = tuple(peers), run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,6 +90,27 @@ def weighted_sum(own: Tensor, rows: Tensor, weights: Sequence[float]) -> tuple[T
     return complete(own, own.new_tensor(weights) @ rows, sum(weights))
 
 
+def add_up(
+    own: Tensor, found: Iterable[tuple[str, Tensor]], weights: Mapping[str, float]
+) -> tuple[Tensor, float, dict[str, str]]:
+    """Return Σ τ_k g_k added up in the order of arrival, the weight present, and who was left out and why.
+
+    One gradient is held at a time; the same order gives the same bits, wherever the gradients come from.
+
+    Example:
+        >>> add_up(torch.zeros(1), [("a", torch.tensor([4.0])), ("b", torch.tensor([8.0]))], {"a": 0.25, "b": 0.75})
+        (tensor([7.]), 1.0, {})
+    """
+    total, answered, left_out = torch.zeros_like(own), 0.0, {}
+    for name, gradient in found:
+        if is_finite(gradient):
+            total.add_(gradient, alpha=weights[name])
+            answered += weights[name]
+        else:
+            left_out[name] = "not finite"
+    return *complete(own, total, answered), left_out
+
+
 def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float]:
     """Give the weight that did not answer back to g_0; exactly g_0 when nobody did.
 
@@ -97,11 +118,21 @@ def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float
         >>> complete(torch.tensor([8.0]), torch.tensor([0.0]), 0.0)
         (tensor([8.]), 0.0)
     """
+    answered = present([answered])
     if not answered:
         return own.clone(), 0.0
-    if 1 - answered < 1e-12:  # weights that sum to 1 but for rounding
-        return peers, 1.0
-    return peers.add(own, alpha=1 - answered), answered
+    return (peers, 1.0) if answered == 1 else (peers.add(own, alpha=1 - answered), answered)
+
+
+def present(weights: Iterable[float]) -> float:
+    """Return the share of the peers' weight that answered; 1 where the weights sum to it but for rounding.
+
+    Example:
+        >>> present([0.1] * 10), present([0.1] * 5)
+        (1.0, 0.5)
+    """
+    answered = sum(weights)
+    return 1.0 if 1 - answered < 1e-12 else answered
 
 
 def is_finite(vector: Tensor) -> bool:

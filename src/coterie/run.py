@@ -84,6 +84,7 @@ class Run:
             lines.append(f"weight on peers in the last step: {self.state['weight']:.3g}")
         lines += self._constants()
         lines.append(self._verdict() + self._who())
+        lines += _traffic(config["me"]["name"], end.get("traffic", {}))
         if end.get("left_out"):
             counts = (f"{name} in {sum(why.values())} steps" for name, why in end["left_out"].items())
             lines.append("left out for bad gradients: " + ", ".join(counts))
@@ -160,6 +161,18 @@ class Run:
         if self.record.end.get("served") == "alone":
             return {"loss": best["alone_validation_loss"]}
         return {k.removeprefix("validation_"): v for k, v in best.items() if k.startswith("validation_")}
+
+
+def _traffic(me: str, traffic: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Say what travelled, where something did."""
+    if not traffic:
+        return []
+    own, rounding = traffic[me], max(each["rounding"] for each in traffic.values())
+    rounded = f"; rounded on the way by {rounding:.2g} at most" if rounding else ""
+    return [
+        f"sent {own['sent'] / 1e6:.3g} MB and received {own['received'] / 1e6:.3g} MB; computed for "
+        f"{own['computing']:.3g} s, waited for the peers for {own['waiting']:.3g} s{rounded}"
+    ]
 
 
 def _numbers(values: Mapping[str, float]) -> str:

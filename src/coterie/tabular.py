@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from coterie import models
 from coterie.data import Preparation, TableTask
+from coterie.engines import Engine, InProcess, MakeEngine
 from coterie.errors import DataError
 from coterie.evaluation import Metric, accuracy, errors, evaluation_mode, rmse
 from coterie.rules import Alone, Rule
@@ -83,7 +84,15 @@ class Fitted:
 
 
 def fit(
-    task: TableTask, rule: Rule, model: str, out: Path, *, seed: int = 0, resume: bool = False, **settings: Any
+    task: TableTask,
+    rule: Rule,
+    model: str,
+    out: Path,
+    *,
+    seed: int = 0,
+    resume: bool = False,
+    engine: Engine | MakeEngine = InProcess,
+    **settings: Any,
 ) -> Fitted | None:
     """Train by a rule and alone, and write model, preparation, records and a page; None after Ctrl-C.
 
@@ -94,14 +103,14 @@ def fit(
         out: the folder to write.
         seed: what the initial weights and the batches depend on.
         resume: go on with the runs that are in `out`.
+        engine: where the peers are; Alone is trained in this process.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, …
     """
-    rule.weights([peer.name for peer in task.peers])  # an unknown name is an error before Alone is trained
     torch.manual_seed(seed)
     made = models.build(model, task.n_inputs, task.n_outputs)
-    loss = _loss(task.preparation)
+    loss = loss_of(task.preparation)
     runs = []
-    for each, folder in ((Alone(), out / "alone"), (rule, out)):
+    for each, folder, where in ((rule, out, engine), (Alone(), out / "alone", InProcess)):  # peers need not wait
         runs.append(
             train(
                 made,
@@ -112,13 +121,14 @@ def fit(
                 seed=seed,
                 out=folder,
                 resume=resume,
+                engine=where,
                 metrics=_metrics(task.preparation),
                 **settings,
             )
         )
         if runs[-1].stopped == "Ctrl-C":
             return None
-    fitted = Fitted(task, runs[1], runs[0])
+    fitted = Fitted(task, *runs)
     _save(fitted, model, out)
     return fitted
 
@@ -153,16 +163,18 @@ def _save(fitted: Fitted, model: str, out: Path) -> None:
         run.record.configuration["rule"]: [run.record.curve("validation_loss")]
         for run in (fitted.run, fitted.alone)
     }
+    peers = fitted.run.record.configuration["peers"]
     page = [
         Section("Result", [fitted.sentence(), *fitted.run.summary().splitlines()], [fitted.table()]),
         Section("Beside Alone", ["Loss on user 0's validation rows."], figures=[learning_curves(curves, "loss")]),
         *sections(fitted.run.record),
-        Section("Peers", [], [[{"peer": peer.name, "rows": len(peer)} for peer in task.peers]]),
+        Section("Peers", [], [[{"peer": name, "rows": rows} for name, rows in peers.items()]]),
     ]
     write_page(out / "index.html", f"A model for {task.me.name}", page)
 
 
-def _loss(preparation: Preparation) -> Any:
+def loss_of(preparation: Preparation) -> Any:
+    """Return the loss that fits the target."""
     f = nn.functional
     return f.cross_entropy if preparation.kind == "classification" else f.mse_loss
 

@@ -55,9 +55,10 @@ class Track:
     def gradients(self) -> Gradients:
         """Ask everybody for gradients at x; nobody but user 0 before step `listens_from`."""
         weights = self.rule.weights(self.engine.names) if self.step >= self.listens_from else {}
+        g = self.engine.gradients(self.x, self.step, weights, self.rule.needs_rows)
         self.costs.compute([self.costs.me, *weights])
         self.costs.exchange(list(weights), down=self.x.numel(), up=self.x.numel())
-        return self.engine.gradients(self.x, self.step, weights, self.rule.needs_rows)
+        return g
 
     def advance(self, g: Gradients) -> None:
         """Take the step that the rule makes of these gradients."""

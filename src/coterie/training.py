@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from coterie.adaptive import AdaptiveAveraging, Undecided
 from coterie.costs import Costs
 from coterie.display import interruptible, progress_bar, tensorboard
-from coterie.engines import Engine, InProcess
+from coterie.engines import Engine, InProcess, MakeEngine
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.estimates import before_training
 from coterie.evaluation import Metric, binary_accuracy, metrics_for
@@ -63,7 +63,7 @@ def train(
     progress: bool | None = None,
     guard: Literal["auto", "held-out", "off"] = "auto",
     measure: bool = True,
-    engine: Engine | None = None,
+    engine: Engine | MakeEngine = InProcess,
 ) -> Run:
     """Train a personal model for user 0 with its peers' gradients.
 
@@ -101,7 +101,8 @@ def train(
             not; "auto" does where there are 100 validation examples.
         measure: measure noise, bias and curvature before the first step, by nine passes over the users, and report
             them with the plan that they imply.
-        engine: where the gradients come from; `InProcess` over these users when None.
+        engine: where the users are: `InProcess`, another function that makes an engine over this run's model
+            and users, which is closed at the end, or an engine.
 
     Example:
         >>> import coterie
@@ -120,29 +121,29 @@ def train(
     rule = AdaptiveAveraging() if rule is None else rule
     _check(loss, me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
     if isinstance(rule, Method):
-        optimizer, lr = _plain(optimizer, lr, guard, engine)
+        optimizer, lr = _plain(optimizer, lr, guard)
     model, optimizer = _copies(model, optimizer or torch.optim.Adam, lr, device)
-    engine = engine or InProcess(model, loss, me, peers, batch_size=batch_size, seed=seed)
-    if isinstance(rule, Rule):
-        rule.weights(engine.names)  # an unknown name in `tau` is an error before anything is written
     problem = Problem(model, loss, me, tuple(peers), optimizer, scheduler, steps, batch_size, seed)
     guarded, why = _guarded(guard, rule, me)
-    configuration = _configuration(problem, rule) | engine.describe() | {"guard": why, "evaluate_every": every}
+    made, engine = callable(engine), _opened(engine, problem, rule)
+    configuration = _configuration(problem, rule)
     if folder is not None:
         configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
+    configuration |= engine.describe() | {"guard": why, "evaluate_every": every}
     found = found_before(configuration, folder, resume)
     if isinstance(rule, Undecided) and rule.undecided:
         found = found if "choice" in found else _split(rule.settle(problem, engine, progress))
         rule = rule.settled(found["choice"])
     wanted = measure and "estimates" not in found
     configuration |= found | (_estimates(problem, engine, rule) if wanted else {})
-    known = {user.name: min(batch_size, len(user)) for user in (me, *peers)}
-    costs = Costs(dict.fromkeys((me.name, *engine.names), batch_size) | known)
+    costs = _costs(me, engine.names, configuration["peers"], batch_size)
     watch = _shadowed(problem, every, costs) if guarded else None
     track = _track(problem, rule, engine, costs)
     training = TrainingState(track, loss, me, metrics, watch)
     stopped: str | None = None
     with contextlib.ExitStack() as stack:
+        if made:
+            stack.callback(engine.close)
         interrupted = stack.enter_context(interruptible())
         training.open(configuration, folder, resume)
         show = stack.enter_context(progress_bar(progress, type(rule).__name__, steps))
@@ -162,6 +163,44 @@ def train(
             if interrupted():
                 stopped = "Ctrl-C"
     return training.finish(stopped, time.monotonic() - began)
+
+
+def _opened(engine: Engine | MakeEngine, problem: Problem, rule: Rule | Method) -> Engine:
+    """Return the engine, made where it is a function, once it can give what the rule needs."""
+    p = problem
+    made = callable(engine)
+    if callable(engine):
+        engine = engine(p.model, p.loss, p.me, p.peers, batch_size=p.batch_size, seed=p.seed)
+    try:
+        _check_rule(rule, engine)
+    except KnobError:
+        if made:
+            engine.close()
+        raise
+    return engine
+
+
+def _check_rule(rule: Rule | Method, engine: Engine) -> None:
+    """Say before anything is written what the rule cannot have from this engine."""
+    if isinstance(rule, Method):
+        if not isinstance(engine, InProcess):
+            raise KnobError(
+                "a method asks users at points of their own, which only users in this process can answer"
+            )
+        return
+    rule.weights(engine.names)  # an unknown name in `tau`
+    if isinstance(rule, AdaptiveAveraging) and not isinstance(engine, InProcess):
+        raise KnobError(
+            "`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`, or a rule with its "
+            "weights set, such as `WeightedAveraging`"
+        )
+    measures = isinstance(rule, Undecided) and rule.undecided
+    if (rule.needs_rows or measures) and not engine.gives_rows:
+        why = " to choose its knobs" if measures else ""
+        raise KnobError(
+            f"`{type(rule).__name__}` needs every peer's gradient{why}, but this engine gives their weighted sum "
+            "alone; use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows"
+        )
 
 
 def _configuration(problem: Problem, rule: Rule | Method) -> dict[str, Any]:
@@ -234,16 +273,12 @@ def _guarded(guard: str, rule: Rule | Method, me: User) -> tuple[bool, str]:
     return True, f"held-out: {n} validation examples"
 
 
-def _plain(
-    optimizer: OptimizerLike | None, lr: float | None, guard: str, engine: Engine | None
-) -> tuple[OptimizerLike, float]:
+def _plain(optimizer: OptimizerLike | None, lr: float | None, guard: str) -> tuple[OptimizerLike, float]:
     """Return the optimizer that holds a method's step size; what a method cannot use is a `KnobError`."""
     if optimizer not in (None, torch.optim.SGD):
         raise KnobError("a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`")
     if guard == "held-out":
         raise KnobError('a guard watches over a rule, not over a method: leave `guard` out, or set it to "off"')
-    if engine is not None and not isinstance(engine, InProcess):
-        raise KnobError("a method asks users at points of their own, which only users in this process can answer")
     return torch.optim.SGD, 0.1 if lr is None else lr
 
 
@@ -293,6 +328,12 @@ def _check(loss: Loss, me: User, peers: Sequence[User], numbers: Mapping[str, in
             f"user {user.name!r} has examples of one class only ({targets.flatten()[0].item()}), which says "
             "nothing about telling classes apart; give it examples of another, or leave it out"
         )
+
+
+def _costs(me: User, names: Sequence[str], peers: Mapping[str, int | str], batch_size: int) -> Costs:
+    """Return where what is asked of the users is counted; `peers` has how many examples those have that tell."""
+    examples = {me.name: _count(me), **dict.fromkeys(names, batch_size), **peers}
+    return Costs({name: batch_size if isinstance(n, str) else min(batch_size, n) for name, n in examples.items()})
 
 
 def _count(user: User) -> int | str:

@@ -11,7 +11,8 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie import checkpoint
-from coterie.errors import CheckpointError, GradientError, KnobError
+from coterie.engines.traffic import total
+from coterie.errors import CheckpointError, GradientError, KnobError, PeerLost
 from coterie.evaluation import Metric, evaluate
 from coterie.gradients import Gradients, is_finite
 from coterie.guard import Guard
@@ -45,13 +46,17 @@ class TrainingState:
         self.track, self.guard = track, guard
         self.loss, self.me, self.metrics = loss, me, metrics
         self.left_out: dict[str, dict[str, int]] = {}
+        self.travelled: dict[str, dict[str, float]] = {}  # before this session
         self.losses: list[float] = []
         self.out: Path | None = None
         self.saved_at: int | None = None
 
     def advance(self) -> Gradients:
         """Take one step, the guard's shadow too, and return the gradients that were used."""
-        g = self.track.gradients()
+        try:
+            g = self.track.gradients()
+        except PeerLost as lost:
+            raise self._lost(lost) from lost
         if self.guard is not None:
             alone = self.guard.shadow.gradients()
             if not is_finite(alone.own):
@@ -140,6 +145,7 @@ class TrainingState:
             "tau": self._tau(),
             "left_out": self.left_out,
             "costs": self.track.costs.of,
+            "traffic": total(self.travelled, self.track.engine.traffic()),
             "seconds": round(seconds, 3),
         }
         self.record.finish(end)
@@ -154,6 +160,7 @@ class TrainingState:
             "track": self.track.state_dict(),
             "guard": self.guard and self.guard.state_dict(),
             "left_out": self.left_out,
+            "traffic": total(self.travelled, self.track.engine.traffic()),
             "losses": self.losses,
             "costs": self.track.costs.of,
         }
@@ -176,7 +183,7 @@ class TrainingState:
                 f"the checkpoint {path} is of another model: {error}; resume with the same model, or name another "
                 "folder"
             ) from error
-        self.left_out, self.losses = state["left_out"], state["losses"]
+        self.left_out, self.losses, self.travelled = state["left_out"], state["losses"], state["traffic"]
         self.track.costs.of.update(state["costs"])
 
     def _served(self) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -195,11 +202,18 @@ class TrainingState:
             return alone, self.guard.shadow.best, compared
         return model, best, compared
 
+    def _lost(self, lost: PeerLost) -> PeerLost:
+        """Save the state before this step, and return the error with where it is."""
+        path = self.save()
+        run = self.finish("a lost peer", 0.0)
+        where = f"saved in {path}; start everybody again and resume" if path else "in this error's `run`"
+        return PeerLost(f"{lost}. The state after {self.track.step} steps is {where}", lost.peers, run)
+
     def _tau(self) -> dict[str, float]:
         """Return each peer's share of the peers' weight at the end, where there is such a thing."""
         found = self.track.tau()
-        total = sum(found.values())
-        return {name: float(weight / total) for name, weight in found.items()} if total else {}
+        whole = sum(found.values())
+        return {name: float(weight / whole) for name, weight in found.items()} if whole else {}
 
     def _not_finite(self, g: Gradients) -> GradientError:
         """Save the state before this step, and return an error that says where it is."""

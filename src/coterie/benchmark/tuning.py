@@ -178,8 +178,7 @@ class Tuning:
                 batch_size=self.batch_size,
                 seed=self.seed,
             )
-            peers, drawn = problem.peers, {"batch_size": self.batch_size, "seed": self.seed}
-            engine = InProcess(model, self.loss, self.me, peers, **drawn)
+            engine = InProcess(model, self.loss, self.me, problem.peers, batch_size=self.batch_size, seed=self.seed)
             settled = rule.settled(rule.settle(problem, engine, progress=False))
             self._settled[way.rule] = settled, time.process_time() - began
         return self._settled[way.rule][0]

@@ -11,6 +11,7 @@ from coterie.cli.plan import plan
 from coterie.cli.predict import predict
 from coterie.cli.reproduce import reproduce
 from coterie.cli.train import train
+from coterie.cli.worker import worker
 from coterie.errors import CoterieError
 
 
@@ -40,5 +41,5 @@ def main() -> None:
     """Train your model with your peers' gradients: personalized collaborative learning."""
 
 
-for command in (demo, train, predict, plan, reproduce, bench):
+for command in (demo, train, worker, predict, plan, reproduce, bench):
     app.command()(command)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -33,8 +34,24 @@ class KindName(StrEnum):
     regression = "regression"
 
 
+class EngineName(StrEnum):
+    """Where the users are."""
+
+    in_process = "in-process"
+    torch = "torch"
+
+
+class CompressName(StrEnum):
+    """What is sent is rounded to this."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 def train(
-    data: Annotated[Path, typer.Option(help="A CSV or Parquet file with one example a row.")],
+    data: Annotated[
+        Path, typer.Option(help="A CSV or Parquet file, one example a row; torch: {rank} in it for a file each.")
+    ],
     user_column: Annotated[str, typer.Option(help="The column that says whose row it is.")],
     target: Annotated[str, typer.Option(help="The column to predict.")],
     me: Annotated[str, typer.Option(help="Which user is user 0: the one the model is for.")],
@@ -84,6 +101,15 @@ def train(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; more help large models only.")] = 1,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, …")] = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is in --out.")] = False,
+    engine: Annotated[
+        EngineName,
+        typer.Option(help="in-process, or torch: a process for each user, started by torchrun (trusted network)."),
+    ] = EngineName.in_process,
+    gather: Annotated[
+        bool, typer.Option("--gather", help="torch: add up at user 0, in order, to reproducible bits.")
+    ] = False,
+    compress: Annotated[CompressName | None, typer.Option(help="torch: round what is sent.")] = None,
+    timeout: Annotated[float, typer.Option(help="torch: seconds after which a silent process is lost.")] = 120.0,
 ) -> None:
     """Train a personal model for one user of a table, and report it beside the model trained alone.
 
@@ -93,39 +119,49 @@ def train(
     Example: coterie train --data visits.csv --user-column hospital --target ill --me Geneva --out run
 
     With the theory's knobs: add --rule bc --alpha auto --beta auto
+
+    With a process for each user: torchrun --nproc-per-node 4 -m coterie train --engine torch --rule wga …
     """
     import torch
     from rich.console import Console
 
-    from coterie import tabular
+    from coterie import cluster, tabular
     from coterie.cli.shown import rich_table
     from coterie.data import from_table
+    from coterie.engines import InProcess
+    from coterie.engines.torch_distributed import TorchDistributed, join
 
     torch.set_num_threads(threads)
     console = Console()
-    task = from_table(
-        data,
-        user_column=user_column,
-        target=target,
-        me=me,
-        kind=kind.value,
-        categorical=categorical or (),
-        leave_out=leave_out or (),
-        own_examples=own_examples,
-        seed=seed,
-    )
-    chosen = _rule(rule, task, _knob("alpha", alpha), _knob("beta", beta), _weights(tau or []))
-    settings = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
+    columns: dict[str, Any] = {"user_column": user_column, "target": target, "me": me}
+    columns |= {"kind": kind.value, "categorical": categorical or (), "own_examples": own_examples, "seed": seed}
+    settings: dict[str, Any] = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
+    if engine is EngineName.torch:
+        if rule is RuleName.adaptive:
+            raise KnobError(
+                "`--rule adaptive` needs all rows in one process; choose wga or bc for `--engine torch`"
+            )
+        group = join(timeout)
+        if group.rank:
+            part = functools.partial(cluster.part_of, group, str(data), user_column, me, leave_out or [])
+            cluster.follow(group, part, model, device)
+            return
+        settings["device"] = cluster.here(device)
+        task, peers = cluster.lead(group, str(data), model=model, **columns)
+        wire: dict[str, Any] = {"gather": gather, "compress": compress and compress.value, "group": group}
+        where: Any = functools.partial(TorchDistributed, **wire)
+    else:
+        task, where = from_table(data, leave_out=leave_out or (), **columns), InProcess
+        peers = {peer.name: len(peer) for peer in task.peers}
+    chosen = _rule(rule, task, peers, _knob("alpha", alpha), _knob("beta", beta), _weights(tau or []))
     try:
-        fitted = tabular.fit(task, chosen, model, out, seed=seed, resume=resume, **settings)
+        fitted = tabular.fit(task, chosen, model, out, seed=seed, resume=resume, engine=where, **settings)
     except KeyboardInterrupt:  # between the two runs, or pressed twice
         fitted = None
     if fitted is None:
         console.print(f"stopped; everything is saved in {out}, and the same command with --resume goes on")
         raise typer.Exit(130)
-    console.print(
-        rich_table(f"{target} for {me}, {task.preparation.kind}, {len(task.peers)} peers", fitted.table())
-    )
+    console.print(rich_table(f"{target} for {me}, {task.preparation.kind}, {len(peers)} peers", fitted.table()))
     console.print(fitted.sentence())
     console.print(f"Model, preparation, records and a page (index.html): {out}")
     console.print(f"To apply it: coterie predict {out} FILE")
@@ -143,6 +179,7 @@ def _knob(name: str, text: str) -> float | Literal["auto"]:
 def _rule(
     name: RuleName,
     task: TableTask,
+    peers: dict[str, int],
     alpha: float | Literal["auto"],
     beta: float | Literal["auto"],
     tau: dict[str, float] | None,
@@ -155,7 +192,8 @@ def _rule(
     if name is RuleName.alone:
         return Alone()
     if name is RuleName.pooled:
-        return WeightedAveraging.pooled(task.me, task.peers)
+        total = sum(peers.values())
+        return WeightedAveraging(total / (total + len(task.me)), {peer: n / total for peer, n in peers.items()})
     return WeightedAveraging(alpha, tau) if name is RuleName.wga else BiasCorrection(alpha, beta, tau)
 
 

@@ -2,7 +2,8 @@
 
 from coterie.data.digits import digits_by_writer
 from coterie.data.preparation import Preparation
-from coterie.data.table import TableTask, from_table, read_table
+from coterie.data.reading import read_table
+from coterie.data.table import TableTask, from_table
 from coterie.data.task import Task
 
 __all__ = ["Preparation", "TableTask", "Task", "digits_by_writer", "from_table", "read_table"]

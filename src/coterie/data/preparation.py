@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,24 +124,48 @@ class Preparation:
 
     def save(self, folder: Path) -> None:
         """Write it to a folder, as data that can be read without running code."""
-        import skops.io
-
-        plain = {
-            name: getattr(self, name) for name in ("numeric", "categorical", "kind", "classes", "centre", "scale")
-        }
+        plain, transformer = self._parts()
         (folder / "preparation.json").write_text(json.dumps(plain, indent=2), encoding="utf-8")
-        skops.io.dump(self.transformer, folder / "preparation.skops")
+        (folder / "preparation.skops").write_bytes(transformer)
 
     @classmethod
     def load(cls, folder: Path) -> Preparation:
         """Read it from a folder."""
+        plain = json.loads((folder / "preparation.json").read_text(encoding="utf-8"))
+        return cls._from_parts(plain, (folder / "preparation.skops").read_bytes())
+
+    def packed(self) -> str:
+        """Return it as text for another process, which can be read without running code.
+
+        Example:
+            >>> import pandas as pd
+            >>> rows = pd.DataFrame({"age": [3.0, 5.0]})
+            >>> preparation = Preparation.fit(rows, pd.Series([1, 0]), pd.Series([1, 0]), "classification")
+            >>> Preparation.unpacked(preparation.packed()).inputs(rows)
+            tensor([[-1.],
+                    [ 1.]])
+        """
+        plain, transformer = self._parts()
+        return json.dumps([plain, base64.b64encode(transformer).decode()])
+
+    @classmethod
+    def unpacked(cls, text: str) -> Preparation:
+        """Read what `packed` wrote."""
+        plain, transformer = json.loads(text)
+        return cls._from_parts(plain, base64.b64decode(transformer))
+
+    def _parts(self) -> tuple[dict[str, Any], bytes]:
         import skops.io
 
-        plain: dict[str, Any] = json.loads((folder / "preparation.json").read_text(encoding="utf-8"))
-        transformer = skops.io.load(folder / "preparation.skops", trusted=["numpy.dtype"])
-        for name in ("numeric", "categorical", "classes"):
-            plain[name] = tuple(plain[name])
-        return cls(transformer=transformer, **plain)
+        names = ("numeric", "categorical", "kind", "classes", "centre", "scale")
+        return {name: getattr(self, name) for name in names}, skops.io.dumps(self.transformer)
+
+    @classmethod
+    def _from_parts(cls, plain: dict[str, Any], transformer: bytes) -> Preparation:
+        import skops.io
+
+        tuples = {name: tuple(plain[name]) for name in ("numeric", "categorical", "classes")}
+        return cls(transformer=skops.io.loads(transformer, trusted=["numpy.dtype"]), **plain | tuples)
 
 
 def _transformer(numeric: Sequence[str], categorical: Sequence[str]) -> Any:

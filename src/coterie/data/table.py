@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from coterie.data.preparation import Kind, Preparation
+from coterie.data.reading import read_table, some
 from coterie.data.task import Task
 from coterie.errors import DataError
 from coterie.users import User
@@ -52,6 +53,7 @@ def from_table(
     validation: float = 0.2,
     test: float = 0.2,
     seed: int = 0,
+    elsewhere: Sequence[Any] = (),
 ) -> TableTask:
     """Return user 0 and its peers from a table with one row an example.
 
@@ -73,6 +75,7 @@ def from_table(
         validation: the share of user 0's rows held out to choose the best model.
         test: the share held out to report on.
         seed: which rows those are.
+        elsewhere: different targets of users whose rows are not in this table, for the list of classes.
 
     Example:
         >>> import pandas as pd
@@ -81,22 +84,25 @@ def from_table(
         >>> task.me, task.peers, task.preparation.kind
         (User('a', 24 examples), (User('b', 20 examples),), 'classification')
     """
+    import pandas as pd
+
     frame = read_table(data)
     for column in (user_column, target, *(features or ()), *categorical):
         if column not in frame.columns:
-            raise DataError(f"the table has no column {column!r}; it has {_some(frame.columns)}")
+            raise DataError(f"the table has no column {column!r}; it has {some(frame.columns)}")
     _check_complete(frame, user_column, target)
     names = frame[user_column].astype(str)
     kept = ~names.isin([str(name) for name in leave_out])
     frame, names = frame[kept], names[kept]
     if str(me) not in set(names):
         raise DataError(
-            f"`me` names no user: column {user_column!r} has {_some(sorted(set(names)))}, got {str(me)!r}"
+            f"`me` names no user: column {user_column!r} has {some(sorted(set(names)))}, got {str(me)!r}"
         )
-    kind = _kind_of(frame[target]) if kind == "auto" else kind
+    targets = pd.concat([frame[target], pd.Series(elsewhere)]) if elsewhere else frame[target]
+    kind = _kind_of(targets) if kind == "auto" else kind
     parts = _split(frame[names == str(me)], target, kind, (validation, test), own_examples=own_examples, seed=seed)
     columns = [c for c in (features or frame.columns) if c not in (user_column, target)]
-    preparation = Preparation.fit(parts[0][columns], parts[0][target], frame[target], kind, categorical)
+    preparation = Preparation.fit(parts[0][columns], parts[0][target], targets, kind, categorical)
 
     def examples(rows: pd.DataFrame) -> tuple[Tensor, Tensor]:
         return preparation.inputs(rows), preparation.targets(rows[target])
@@ -108,28 +114,16 @@ def from_table(
     return TableTask(mine, peers, preparation.n_inputs, preparation.n_outputs, preparation)
 
 
-def read_table(data: pd.DataFrame | Path | str) -> pd.DataFrame:
-    """Return a DataFrame as it is, or read a CSV or Parquet file.
+def distinct_targets(targets: pd.Series[Any], kind: str) -> list[Any] | None:
+    """Return the different targets where they are classes, and None where they are numbers.
 
     Example:
         >>> import pandas as pd
-        >>> read_table(pd.DataFrame({"a": [1]})).shape
-        (1, 1)
+        >>> distinct_targets(pd.Series([1, 0, 1]), "auto"), distinct_targets(pd.Series([0.5, 1.5]), "auto")
+        ([0, 1], None)
     """
-    import pandas as pd
-
-    if isinstance(data, pd.DataFrame):
-        return data
-    path = Path(data)
-    if not path.exists():
-        raise DataError(f"there is no file {path}")
-    try:
-        frame = pd.read_parquet(path) if path.suffix in (".parquet", ".pq") else pd.read_csv(path)
-    except (ValueError, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as a table: {error}; give a CSV or a .parquet file") from error
-    if frame.empty:
-        raise DataError(f"{path} has no rows")
-    return frame
+    kind = _kind_of(targets) if kind == "auto" else kind
+    return sorted(targets.unique().tolist(), key=str) if kind == "classification" else None
 
 
 def _check_complete(frame: pd.DataFrame, user_column: str, target: str) -> None:
@@ -189,8 +183,3 @@ def _split(
             "take more of its rows, or another user"
         )
     return [training, held_out, tested]
-
-
-def _some(names: Iterable[object], most: int = 12) -> str:
-    shown = [repr(str(name)) for name in names]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from coterie.draws import seeded
 from coterie.engines.batches import Batches, Everyone
 from coterie.engines.passes import Passes, Weights
 from coterie.engines.probe import check_classes, probe
+from coterie.engines.traffic import Traffic
 from coterie.errors import DataError, KnobError
-from coterie.gradients import FiniteLater, Gradients, complete, is_finite, keep_finite, weighted_sum
+from coterie.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite, weighted_sum
 from coterie.users import Loss, User
 
 
@@ -34,6 +35,8 @@ class InProcess:
         peers: the others.
         batch_size: examples a user draws for one gradient; all of them where it has fewer.
         seed: what batches and dropout draw from, with the user's name and the step.
+        one_by_one: take users one by one even where they could share a pass: slower, and to the same bits as
+            where every user has a process of its own.
 
     Example:
         >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
@@ -42,6 +45,8 @@ class InProcess:
         >>> g.own.shape, g.peers.shape, g.rows
         (torch.Size([3]), torch.Size([3]), None)
     """
+
+    gives_rows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class InProcess:
         *,
         batch_size: int = 32,
         seed: int = 0,
+        one_by_one: bool = False,
     ) -> None:
         if batch_size < 1:
             raise KnobError(f"`batch_size` must be at least 1, got {batch_size}")
@@ -64,7 +70,7 @@ class InProcess:
         self.everyone = Everyone(me, peers, batch_size=batch_size, seed=seed, device=device)
         with seeded(seed, me.name, 0, device):
             x, batch = self.passes.parameters.vector(), self.everyone.one(me.name, 0)
-            output, self.allowed = probe(self.passes, x, batch, [me, *peers])
+            output, self.allowed = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
         self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
         check_classes(loss, output, [me, *peers])
 
@@ -121,6 +127,13 @@ class InProcess:
             "rows": "loop: " + self.allowed.loop if self.allowed.loop else "vmap",
         }
 
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return nothing: nothing travels."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: everybody is here."""
+
     def _weights(self, x: Tensor, tau: Mapping[str, float], batches: Sequence[Batches]) -> Weights:
         """Return τ as tensors, kept from step to step while it is the same."""
         asked = tuple(tau.items())  # in order, which a comparison of mappings would not see
@@ -165,15 +178,8 @@ class InProcess:
     def _average_one_by_one(
         self, own: Tensor, x: Tensor, step: int, weights: Mapping[str, float]
     ) -> dict[str, Any]:
-        total, answered, left_out = torch.zeros_like(own), 0.0, {}
-        for name, weight in weights.items():
-            gradient = self._single(x, step, name, self.everyone.one(name, step))[0]
-            if is_finite(gradient):
-                total.add_(gradient, alpha=weight)
-                answered += weight
-            else:
-                left_out[name] = "not finite"
-        peers, answered = complete(own, total, answered)
+        found = ((name, self._single(x, step, name, self.everyone.one(name, step))[0]) for name in weights)
+        peers, answered, left_out = add_up(own, found, weights)
         return {"peers": peers, "answered": answered, "left_out": left_out}
 
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:

@@ -42,8 +42,18 @@ class Allowed:
         return self.one_by_one is not None and (self.moves_buffers or not self.random)
 
 
-def probe(passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User]) -> tuple[Any, Allowed]:
-    """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`."""
+def probe(
+    passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User], *, together: bool = True
+) -> tuple[Any, Allowed]:
+    """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`.
+
+    Args:
+        passes: through the model.
+        x: a point.
+        batch: user 0's.
+        users: everybody.
+        together: whether it is wanted at all that users share a pass.
+    """
     inputs, targets = batch
     before, random_before = passes.buffers(), _random_state(x.device)
     buffers = passes.buffers()
@@ -54,6 +64,8 @@ def probe(passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequen
         one_by_one: str | None = "the model draws random numbers, which belong to (seed, user, step)"
     elif moves_buffers:
         one_by_one = "the model moves its buffers, which only user 0 may"
+    elif not together:
+        one_by_one = "as asked"
     else:
         one_by_one = _why_one_by_one(passes, x, inputs, output)
     loop = one_by_one or _why_loop(passes, x, inputs, targets)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coterie.draws import random_key
+from coterie.engines.traffic import Traffic
 from coterie.errors import KnobError
 from coterie.gradients import Gradients, weighted_sum
 from coterie.linear_gaussian import FloatArray
@@ -75,6 +76,8 @@ class QuadraticEngine:
     seed: int = 0
     walked: dict[int, FloatArray] = field(default_factory=dict, repr=False)
 
+    gives_rows: ClassVar[bool] = True
+
     @property
     def names(self) -> tuple[str, ...]:
         """The peers."""
@@ -98,6 +101,13 @@ class QuadraticEngine:
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
         return {"engine": "noisy quadratic", "seed": self.seed, "coordinates": self.problem.dim}
+
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return nothing: nothing travels."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: everybody is here."""
 
     def optimum(self, step: int) -> FloatArray:
         """Return where user 0's optimum stands at a step."""

@@ -61,7 +61,7 @@ class Rounds(Track):
         scheduler: LRScheduler | None,
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self.method, self.users = method, users
+        self.method, self.users, self.engine = method, users, users.engine
         self.parameters = Parameters(model)
         self.x = self.parameters.share()
         self.state = method.init(users, self.x.clone())

@@ -1,0 +1,177 @@
+"""What a step costs when the peers are in other processes, over the bare calls of the same transport.
+
+    python benchmarks/engines.py                     # 3 peers on this machine, d = 10,000 and 1,000,000
+    python benchmarks/engines.py --engine torch --seconds 30
+
+Every side takes its turn in the same processes. For torch.distributed (gloo):
+
+- calls: one broadcast of x and one reduce of d numbers, nothing else;
+- bare: the same with every rank's gradient by plain autograd between them, as a script without coterie would do;
+- ours: `TorchDistributed.gradients`, with the weights, the notes and the checks; and with `gather`.
+
+The model has d parameters and next to no arithmetic, so that what is compared is the exchange. Another engine joins
+by a function in `ENGINES` that measures it beside its own bare call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import coterie
+from coterie.engines.torch_distributed import TorchDistributed, join, serve
+from coterie.parameters import Parameters
+
+PEERS = 3
+ROUNDS = 15
+"""How often every side takes its turn; the ratio is the median of the rounds', since a machine's load drifts."""
+
+
+class Flat(nn.Module):
+    """A model of d parameters whose output is their sum times the input."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1, 1, d) / d)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return one number an example."""
+        out: Tensor = inputs * self.w.sum()
+        return out
+
+
+def user(rank: int) -> coterie.User:
+    """Return a user of four examples."""
+    generator = torch.Generator().manual_seed(rank)
+    return coterie.User(str(rank), torch.randn(4, 1, generator=generator), torch.randn(4, 1, generator=generator))
+
+
+def timed(step: Callable[[], object], steps: int) -> list[float]:
+    """Return the seconds of each of some steps, after a few that do not count."""
+    for _ in range(3):
+        step()
+    found = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def bare(rank: int, d: int, steps: int, with_gradients: bool) -> list[float]:
+    """Time a broadcast and a reduce, as a script without coterie would call them."""
+    group = join(60)
+    group.connect("gloo")
+    model, mine = Flat(d), user(rank)
+    x = Parameters(model).share()
+    gradient = torch.zeros(d)
+
+    def step() -> None:
+        nonlocal gradient
+        dist.broadcast(x, 0)
+        if with_gradients:
+            inputs, targets = mine.batch(4, seed=0, step=0)
+            (gradient,) = torch.autograd.grad(mse_loss(model(inputs), targets), [model.w])
+            gradient = gradient / PEERS if rank else torch.zeros(d)
+        dist.reduce(gradient, 0)
+
+    found = timed(step, steps)
+    group.disconnect()
+    return found
+
+
+def ours(rank: int, d: int, steps: int, gather: bool) -> list[float]:
+    """Time the engine."""
+    model, mine = Flat(d), user(rank)
+    if rank:
+        serve(model, mse_loss, mine, timeout=60)
+        return []
+    engine = TorchDistributed(model, mse_loss, mine, batch_size=4, timeout=60, gather=gather)
+    x = Parameters(model).share()
+    weights = dict.fromkeys(engine.names, 1 / PEERS)
+    found = timed(lambda: engine.gradients(x, 0, weights), steps)
+    engine.close()
+    return found
+
+
+def rank_of_torch(rank: int, d: int, seconds: float) -> None:
+    """Be one of the processes; the first prints the medians in milliseconds."""
+    torch.set_num_threads(1)
+    sides: dict[str, Callable[[int], list[float]]] = {
+        "calls": lambda steps: bare(rank, d, steps, with_gradients=False),
+        "bare": lambda steps: bare(rank, d, steps, with_gradients=True),
+        "ours": lambda steps: ours(rank, d, steps, gather=False),
+        "gather": lambda steps: ours(rank, d, steps, gather=True),
+    }
+    steps = max(10, int(seconds / ROUNDS / len(sides) / (5e-3 if d < 100_000 else 30e-3)))
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(ROUNDS):
+        for name, side in sides.items():
+            found = side(steps)
+            times[name].append(1e3 * statistics.median(found) if found else 0.0)
+    if not rank:
+        ratios = [a / b for a, b in zip(times["ours"], times["bare"], strict=True)]
+        medians = {name: statistics.median(found) for name, found in times.items()}
+        print(json.dumps(medians | {"ratio": statistics.median(ratios)}))
+
+
+def torch_distributed(d: int, seconds: float) -> dict[str, float]:
+    """Return the median milliseconds of each side, and the `ratio` of ours to the bare calls."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(1 + PEERS)}
+    command = [sys.executable, __file__, "--rank-of", str(d), "--seconds", str(seconds)]
+    ranks = [
+        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        for rank in range(1 + PEERS)
+    ]
+    try:
+        out = [process.communicate(timeout=60 + 20 * seconds)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    found: dict[str, float] = json.loads(out[0])
+    return found
+
+
+ENGINES: dict[str, Callable[[int, float], dict[str, float]]] = {"torch": torch_distributed}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--engine", choices=list(ENGINES), nargs="+", default=list(ENGINES))
+    parser.add_argument("--d", type=int, nargs="+", default=[10_000, 1_000_000], help="numbers of parameters")
+    parser.add_argument("--seconds", type=float, default=30, help="time to spend on each line")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        rank_of_torch(int(os.environ["RANK"]), options.rank_of, options.seconds)
+        return
+    for engine in options.engine:
+        for d in options.d:
+            found = ENGINES[engine](d, options.seconds)
+            if options.json:
+                print(json.dumps({"engine": engine, "d": d, "peers": PEERS, **found}), flush=True)
+            else:
+                ratio = found.pop("ratio")
+                shown = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())
+                print(f"{engine:<8}d = {d:<10,}{shown}; ours / bare = {ratio:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""`coterie worker`: a peer in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def worker(
+    data: Annotated[Path, typer.Option(help="A CSV or Parquet file with this peer's examples, one a row.")],
+    name: Annotated[str, typer.Option(help="This peer's name, by which user 0 knows it.")],
+    user_column: Annotated[
+        str | None, typer.Option(help="The column that says whose row it is; all rows are this peer's if left out.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="module.path:factory, where user 0 uses a model of its own; must be the same."),
+    ] = None,
+    sums_only: Annotated[
+        bool, typer.Option("--sums-only", help="Give gradients as part of a sum only, never on their own.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …; as user 0's.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; more help large models only.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a silent user 0 is lost.")] = 120.0,
+) -> None:
+    """Be a peer: give user 0 gradients of these rows, until its run ends. For a trusted network only.
+
+    User 0 runs `coterie train --engine torch`. Every process is told by its environment who it is: RANK (0 is user
+    0), WORLD_SIZE, MASTER_ADDR and MASTER_PORT (of user 0's machine).
+
+    Example: RANK=2 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 coterie worker --data basel.csv --name Basel
+    """
+    import torch
+
+    from coterie import cluster
+    from coterie.data.reading import read_rows
+    from coterie.engines.torch_distributed import join
+
+    torch.set_num_threads(threads)
+
+    def rows() -> tuple[str, Any]:
+        return name, read_rows(data, user_column, name)
+
+    answered = cluster.follow(join(timeout), rows, model, device, sums_only=sums_only)
+    typer.echo(f"{name} gave {answered} gradients", err=True)

@@ -1,0 +1,94 @@
+"""Reading tables: whole, or one user's rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coterie.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PIECE = 100_000
+"""How many rows of a file are in memory at a time where only one user's are kept."""
+
+
+def read_table(data: pd.DataFrame | Path | str) -> pd.DataFrame:
+    """Return a DataFrame as it is, or read a CSV or Parquet file.
+
+    Example:
+        >>> import pandas as pd
+        >>> read_table(pd.DataFrame({"a": [1]})).shape
+        (1, 1)
+    """
+    import pandas as pd
+
+    if isinstance(data, pd.DataFrame):
+        return data
+    frame = next(_pieces(Path(data), None))
+    if frame.empty:
+        raise DataError(f"{data} has no rows")
+    return frame
+
+
+def users_in(path: Path | str, user_column: str) -> list[str]:
+    """Return the users of a table, in its order.
+
+    Example:
+        >>> import tempfile
+        >>> import pandas as pd
+        >>> path = Path(tempfile.mkdtemp()) / "visits.csv"
+        >>> pd.DataFrame({"ward": ["b", "a", "b"], "age": [3, 4, 5]}).to_csv(path)
+        >>> users_in(path, "ward"), len(read_rows(path, "ward", "b"))
+        (['b', 'a'], 2)
+    """
+    names = (name for piece in _pieces(Path(path)) for name in _whose(piece, user_column))
+    return list(dict.fromkeys(names))
+
+
+def read_rows(path: Path | str, user_column: str | None, user: str) -> pd.DataFrame:
+    """Read one user's rows of a table and keep no others; all rows where no column says whose they are."""
+    import pandas as pd
+
+    if user_column is None:
+        return read_table(path)
+    rows = pd.concat([piece[_whose(piece, user_column) == user] for piece in _pieces(Path(path))])
+    if rows.empty:
+        raise DataError(f"{path} has no row of {user!r} in column {user_column!r}")
+    return rows
+
+
+def some(names: Iterable[object], most: int = 12) -> str:
+    """Return names between commas, the first of them where they are many.
+
+    Example:
+        >>> some(["a", "b", "c"], most=2)
+        "'a', 'b' and 1 more"
+    """
+    shown = [repr(str(name)) for name in names]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def _whose(piece: pd.DataFrame, user_column: str) -> pd.Series[str]:
+    if user_column not in piece.columns:
+        raise DataError(f"the table has no column {user_column!r}; it has {some(piece.columns)}")
+    return piece[user_column].astype(str)
+
+
+def _pieces(path: Path, rows: int | None = PIECE) -> Iterator[pd.DataFrame]:
+    """Read a file some rows at a time; all at once where `rows` is None, and Parquet."""
+    import pandas as pd
+
+    if not path.exists():
+        raise DataError(f"there is no file {path}")
+    try:
+        if path.suffix in (".parquet", ".pq"):
+            yield pd.read_parquet(path)
+        elif rows is None:
+            yield pd.read_csv(path)
+        else:
+            yield from pd.read_csv(path, chunksize=rows)
+    except (ValueError, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as a table: {error}; give a CSV or a .parquet file") from error
