@@ -298,8 +298,12 @@ def test_knobs_are_checked() -> None:
 
 
 @pytest.mark.parametrize("method", [FedFomo(2), Waffle(5, 2), UserCentric(2), Selfish(2)], ids=repr)
-def test_the_record_has_the_peers_weight(method: Method) -> None:
+def test_the_record_has_the_peers_weight_and_each_ones_share(method: Method) -> None:
     run = PROBLEM.train(method, rounds=3, lr=0.02)
+    shares = run.state["weights"][1:] / run.state["weights"][1:].sum()
+    assert run.record.end["tau"] == pytest.approx(
+        dict(zip(("user 1", "user 2", "user 3"), shares.tolist(), strict=False))
+    )
     assert (
         run.record.points[-1]["weight"]
         == run.state["weight"]

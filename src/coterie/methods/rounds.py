@@ -23,7 +23,8 @@ class Method(Protocol):
     """A federated method: rounds in which users take plain gradient steps of their own and share what they found.
 
     The knobs are fields; the state is passed and returned. A state holds tensors and numbers by name, so that a
-    checkpoint can hold it, and `step`, the number of batches that every user has drawn.
+    checkpoint can hold it, and `step`, the number of batches that every user has drawn; where user 0 weighs models,
+    `weights`, a tensor of its own weight and then the peers', and `weight`, the peers' total.
     """
 
     @property
