@@ -6,7 +6,6 @@ Every process runs this script, and torchrun tells each its rank. How to start t
 docs/engines.md. For a trusted network only: nothing is encrypted.
 """
 
-import functools
 import os
 import subprocess
 import sys
@@ -31,7 +30,7 @@ def main(rank: int) -> None:
     loss = torch.nn.functional.cross_entropy
     if rank:
         mine = peers[PEERS[rank - 1]]
-        print(f"{mine.name} gave {serve(model, loss, mine, timeout=60)} gradients")
+        print(f"{mine.name} gave {serve(model, loss, mine)} gradients")
         return
     run = coterie.train(
         model,
@@ -44,7 +43,7 @@ def main(rank: int) -> None:
         steps=200,
         out="cluster-run",
         resume=True,
-        engine=functools.partial(TorchDistributed, timeout=60),
+        engine=TorchDistributed,
     )
     print(run.summary())
 

@@ -36,16 +36,13 @@ def test_example(path: Path, tmp_path: Path) -> None:
     assert run(path, tmp_path)
 
 
-def test_the_cluster_is_four_processes_and_resumes(tmp_path: Path) -> None:
-    for again in (False, True):
-        out = run(ROOT / "examples" / "cluster.py", tmp_path)
-        steps = 0 if again else 200  # resumed, there is nothing left to do
-        assert sorted(re.findall(r"(writer \d) gave (\d+) gradients", out)) == [
-            (f"writer {k}", str(steps)) for k in (0, 5, 8)
-        ]
-        accuracy = re.search(r"test: loss [\d.]+, accuracy ([\d.]+)", out)
-        assert accuracy is not None
-        assert float(accuracy[1]) > 0.8
+def test_the_cluster_is_four_processes(tmp_path: Path) -> None:
+    out = run(ROOT / "examples" / "cluster.py", tmp_path)
+    gave = sorted(re.findall(r"(writer \d) gave (\d+) gradients", out))
+    assert gave == [(f"writer {k}", "200") for k in (0, 5, 8)]
+    accuracy = re.search(r"test: loss [\d.]+, accuracy ([\d.]+)", out)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.8
 
 
 def test_own_loop_learns(tmp_path: Path) -> None:

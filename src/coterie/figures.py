@@ -195,12 +195,19 @@ def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: 
         found = [(row, one[method]) for row, one in enumerate(values.values()) if method in one]
         places = [row + 0.8 * (i + 0.5) / len(methods) - 0.4 for row, _ in found]
         middle, error = np.array([pair for _, pair in found]).T
-        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i // len(COLOURS)]
+        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i // len(COLOURS) % len(MARKS)]
         axes.errorbar(middle, places, xerr=2 * np.nan_to_num(error), fmt=mark, ms=4, color=colour, label=method)
     axes.set_yticks(range(len(values)), list(values))
     axes.set_ylim(len(values) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
-    axes.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(
+        fontsize=8,
+        framealpha=0.85,
+        edgecolor="none",
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        ncols=1 + len(methods) // 25,
+    )
     return figure
 
 

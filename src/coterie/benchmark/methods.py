@@ -215,4 +215,4 @@ and measured constants. `wga-median` and the like: a robust pool of the peers. T
 systems, see docs/methods.md."""
 
 DEFAULT = tuple(METHODS)[: tuple(METHODS).index("bc") + 1]
-"""What `coterie bench` compares if nothing else is asked for: some minutes' work, where all take an hour."""
+"""What `coterie bench` compares if nothing else is asked for: minutes of work, where all take hours."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.benchmark.cells import Store, write
-from coterie.benchmark.methods import BUDGET, RATES
+from coterie.benchmark.methods import BUDGET, PLAIN_RATES, RATES
 from coterie.benchmark.summary import HARMED, PLACE, SIGNIFICANT, overall, summary, table
 
 if TYPE_CHECKING:
@@ -86,9 +86,10 @@ def _write_page(path: Path, store: Store, found: pd.DataFrame, total: pd.DataFra
                 f"Users of real data sets ({users} a set, {seeds}) with few examples each learn a model with "
                 "their peers' gradients. The score is the accuracy on the user's test examples, or −RMSE in "
                 "standard deviations of all targets.",
-                f"Every method chooses among at most {BUDGET} settings, step sizes {', '.join(map(str, RATES))} "
-                f"included, by the loss on the user's validation examples; runs have {store.steps} steps. The "
-                "test examples are looked at once, with the setting chosen.",
+                f"Every method chooses among at most {BUDGET} settings by the loss on the user's validation "
+                f"examples, step sizes included: {', '.join(map(str, RATES))} of Adam, "
+                f"{', '.join(map(str, PLAIN_RATES))} of plain steps. User 0 computes {store.steps} gradients in a "
+                "run. The test examples are looked at once, with the setting chosen.",
                 "± is one standard error over users, seeds averaged within each; differences to Alone are paired. "
                 f"Better and worse: by more than {SIGNIFICANT:g} standard errors. Near best: the best method in "
                 "a set and condition, or behind it by at most one standard error of the difference. Harmed: users "
