@@ -178,7 +178,7 @@ def main() -> None:
             if options.json:
                 print(json.dumps({"engine": engine, "d": d, "peers": PEERS, **found}), flush=True)
             else:
-                ratio = found.pop("ratio")
+                ratio = found.pop("ratio", found["ours"] / found["bare"])
                 shown = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())
                 print(f"{engine:<8}d = {d:<10,}{shown}; ours / bare = {ratio:.2f}", flush=True)
 
