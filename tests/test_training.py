@@ -746,3 +746,22 @@ def test_a_deep_copy_of_a_run_is_independent(make_users: Users) -> None:
         next(run.model.parameters()).zero_()
     assert next(twin.parameters()).any()
     assert list(run.model.parameters())[1].any()  # parameters share no memory that another one's change reaches
+
+
+def test_an_engine_made_for_a_run_is_closed_whatever_ends_it(tmp_path: Path) -> None:
+    closed = []
+
+    class Closing(coterie.InProcess):
+        def close(self) -> None:
+            closed.append(True)
+
+    users = [coterie.User(name, torch.eye(4), torch.ones(4, 1)) for name in ("me", "a")]
+    settings: dict[str, Any] = {"steps": 1, "engine": Closing, "out": tmp_path / "run"}
+    model, loss, rule = nn.Linear(4, 1), nn.functional.mse_loss, coterie.WeightedAveraging(0.5)
+    coterie.train(model, loss, users[0], users[1:], rule, **settings)
+    assert len(closed) == 1
+    with pytest.raises(KnobError, match="already holds a run"):  # before the first step
+        coterie.train(model, loss, users[0], users[1:], rule, **settings)
+    with pytest.raises(KnobError, match="unknown peer"):  # by the check of the rule
+        coterie.train(model, loss, users[0], users[1:], coterie.WeightedAveraging(0.5, {"b": 1.0}), **settings)
+    assert len(closed) == 3

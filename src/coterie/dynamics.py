@@ -21,8 +21,8 @@ from functools import cached_property
 import numpy as np
 
 from coterie.errors import KnobError
+from coterie.knobs import Knob
 from coterie.linear_gaussian import FloatArray, Powers, Transition, chain, identity
-from coterie.rules import Knob
 
 _CHUNK = 1 << 15  # step matrices held at once: a few megabytes, whatever the number of steps
 

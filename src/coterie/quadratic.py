@@ -19,8 +19,9 @@ from scipy.linalg import solve_discrete_lyapunov
 from coterie.dynamics import Dynamics
 from coterie.engines.quadratic import QuadraticEngine, TrueBias
 from coterie.errors import KnobError
+from coterie.knobs import Knob, decided
 from coterie.linear_gaussian import FloatArray, Transition
-from coterie.rules import Alone, BiasCorrection, Knob, OracleCorrection, Rule, WeightedAveraging, decided
+from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
 
 PerCoordinate: TypeAlias = float | Sequence[float] | npt.NDArray[Any]
 """One number for all coordinates, or one for each."""

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.gradients import Gradients
+from coterie.knobs import Auto, Knob, check_knob, check_tau, value_at, weights_over
 from coterie.pools import Pool
 from coterie.users import User
 
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 State: TypeAlias = dict[str, Any]
 """A rule's memory: tensors and numbers by name, so that a checkpoint can hold it. `step` counts the steps
 taken; `weight` is the weight that the peers had in the last one."""
-
-Knob: TypeAlias = float | Callable[[int], float]
-"""A number, or a function of the step."""
-
-Auto: TypeAlias = Literal["auto"]
-"""A knob that `coterie.train` sets before the first step, by the theory and constants it measures."""
 
 
 @runtime_checkable
@@ -105,8 +99,8 @@ class WeightedAveraging:
     pool: Pool | None = None
 
     def __post_init__(self) -> None:
-        _check_knob("alpha", self.alpha, auto=True)
-        _check_tau(self.tau, self.pool)
+        check_knob("alpha", self.alpha, auto=True)
+        check_tau(self.tau, self.pool)
 
     @property
     def needs_rows(self) -> bool:
@@ -144,7 +138,7 @@ class WeightedAveraging:
 
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Return τ over the given peers."""
-        return _weights(self.tau, names, self.pool)
+        return weights_over(self.tau, names, self.pool)
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step."""
@@ -152,7 +146,7 @@ class WeightedAveraging:
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return (1 − α) g_0 + α g_avg and the next state."""
-        alpha = _at("alpha", self.alpha, state["step"])
+        alpha = value_at("alpha", self.alpha, state["step"])
         average = g.average(self.tau, self.pool)
         return (
             _direction(g, average, alpha),
@@ -200,10 +194,10 @@ class BiasCorrection:
     pool: Pool | None = None
 
     def __post_init__(self) -> None:
-        _check_knob("alpha", self.alpha, auto=True)
-        _check_knob("beta", self.beta, auto=True)
-        _check_knob("correction", self.correction)
-        _check_tau(self.tau, self.pool)
+        check_knob("alpha", self.alpha, auto=True)
+        check_knob("beta", self.beta, auto=True)
+        check_knob("correction", self.correction)
+        check_tau(self.tau, self.pool)
         if self.start not in ("first", "zero"):
             raise KnobError(f'`start` must be "first" or "zero", got {self.start!r}')
 
@@ -221,7 +215,7 @@ class BiasCorrection:
         """Choose the knobs that are "auto", and τ where it is None; see `theory.best_corrected_peers`."""
         from coterie import auto_knobs
 
-        alpha, beta = (None if knob == "auto" else _at(name, knob, 0) for name, knob in self._knobs.items())
+        alpha, beta = (None if knob == "auto" else value_at(name, knob, 0) for name, knob in self._knobs.items())
         return auto_knobs.correction(problem, engine, self.tau, alpha=alpha, beta=beta, warm_up=self.warm_up)
 
     def settled(self, choice: Mapping[str, Any]) -> Rule:
@@ -237,7 +231,7 @@ class BiasCorrection:
 
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Return τ over the given peers."""
-        return _weights(self.tau, names, self.pool)
+        return weights_over(self.tau, names, self.pool)
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step; `seen` counts the steps in which a bias was observed."""
@@ -246,7 +240,7 @@ class BiasCorrection:
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the corrected average and the next state."""
         step, seen, c = state["step"], state["seen"], state["c"]
-        alpha, beta = _at("alpha", self.alpha, step), _at("beta", self.beta, step)
+        alpha, beta = value_at("alpha", self.alpha, step), value_at("beta", self.beta, step)
         peers, answered = g.average(self.tau, self.pool)
         if answered:
             bias = peers - g.own
@@ -290,12 +284,12 @@ class OracleCorrection:
     needs_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_knob("alpha", self.alpha)
-        _check_tau(self.tau)
+        check_knob("alpha", self.alpha)
+        check_tau(self.tau)
 
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Return τ over the given peers."""
-        return _weights(self.tau, names)
+        return weights_over(self.tau, names)
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step."""
@@ -305,7 +299,7 @@ class OracleCorrection:
         """Return the corrected average and the next state."""
         if g.x is None:
             raise KnobError("`OracleCorrection` needs the point of the gradients: `Gradients(…, x=x)`")
-        alpha = _at("alpha", self.alpha, state["step"])
+        alpha = value_at("alpha", self.alpha, state["step"])
         average = g.average(self.tau)
         return (
             _direction(g, average, alpha, 1.0, self.bias(g.x)),
@@ -324,60 +318,3 @@ def _direction(
         return torch.lerp(g.own, peers, alpha)
     corrected = torch.sub(peers, c, alpha=correction * answered)
     return torch.lerp(g.own, corrected, alpha, out=corrected)
-
-
-def decided(name: str, knob: Knob | Auto) -> Knob:
-    """Return a knob that is not "auto" any more."""
-    if isinstance(knob, str):
-        raise KnobError(
-            f"`{name}` is {knob!r}, which `coterie.train` sets before the first step; in a loop of your own use "
-            "`rule.settled(rule.settle(problem, engine))`"
-        )
-    return knob
-
-
-def _at(name: str, knob: Knob | Auto, step: int) -> float:
-    """Return a knob's value at a step."""
-    knob = decided(name, knob)
-    if not callable(knob):
-        return float(knob)  # a number of NumPy would not do in a record or a checkpoint
-    value = float(knob(step))
-    _check_knob(name, value, f" at step {step}")
-    return value
-
-
-def _check_knob(name: str, knob: Knob | Auto, where: str = "", *, auto: bool = False) -> None:
-    if callable(knob) or (auto and isinstance(knob, str) and knob == "auto"):
-        return
-    if not isinstance(knob, float | int | np.number) or isinstance(knob, bool) or not 0 <= knob <= 1:
-        raise KnobError(f"`{name}` must lie in [0, 1], got {knob!r}{where}")
-
-
-def _check_tau(tau: Mapping[str, float] | None, pool: Pool | None = None) -> None:
-    if pool is not None and not isinstance(pool, Pool):
-        raise KnobError(f"`pool` must be a pool such as `coterie.pools.TrimmedMean(f=1)`, got {pool!r}")
-    if tau is None:
-        return
-    if pool is not None:
-        raise KnobError("`tau` and `pool` were both given, but a pool takes all peers alike; leave one out")
-    if not isinstance(tau, Mapping) or not tau:
-        raise KnobError(f"`tau` must map each peer's name to its weight, got {tau!r}; None gives equal weights")
-    for name, weight in tau.items():
-        if not weight >= 0:
-            raise KnobError(f"`tau` must not be negative, got {weight!r} for {name!r}")
-    if abs(sum(tau.values()) - 1) > 1e-6:
-        raise KnobError(f"`tau` must sum to 1, got {sum(tau.values()):.6g}; divide each weight by the sum")
-
-
-def _weights(tau: Mapping[str, float] | None, names: Sequence[str], pool: Pool | None = None) -> dict[str, float]:
-    """Return the weight of each peer that has one."""
-    if not names:
-        raise KnobError("no peers: pass at least one, or use `rule=coterie.Alone()`")
-    if pool is not None and len(names) < pool.least:
-        raise KnobError(f"`pool` {pool} needs {pool.least} peers at least, got {len(names)}; lower its `f`")
-    if tau is None:
-        return {name: 1 / len(names) for name in names}
-    unknown = [name for name in tau if name not in names]
-    if unknown:
-        raise KnobError(f"`tau` names an unknown peer {unknown[0]!r}; the peers are {', '.join(map(repr, names))}")
-    return {name: float(tau[name]) for name in names if tau.get(name)}

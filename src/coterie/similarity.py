@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.gradients import Gradients
+from coterie.knobs import check_share
 from coterie.rules import State, WeightedAveraging
 
 TINY = 1e-30
@@ -64,7 +65,7 @@ class CosineSimilarity(_Weighing):
     alpha: float
 
     def __post_init__(self) -> None:
-        _check_alpha(self.alpha)
+        check_share("alpha", self.alpha)
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by similarity and the next state."""
@@ -100,7 +101,7 @@ class SimilarityGate(_Weighing):
     alpha: float
 
     def __post_init__(self) -> None:
-        _check_alpha(self.alpha)
+        check_share("alpha", self.alpha)
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average of what came through and the next state."""
@@ -276,8 +277,3 @@ def _rows(g: Gradients) -> Tensor:
     if g.rows is None or len(g.names) != len(g.rows):
         raise KnobError("this rule needs every peer's gradient and name: `Gradients(rows=…, names=…)`")
     return g.rows
-
-
-def _check_alpha(alpha: float) -> None:
-    if isinstance(alpha, bool) or not 0 <= alpha <= 1:
-        raise KnobError(f"`alpha` must lie in [0, 1], got {alpha!r}")

@@ -5,36 +5,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
 
+from coterie import preparing
 from coterie.adaptive import AdaptiveAveraging, Undecided
 from coterie.costs import Costs
 from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess, MakeEngine
-from coterie.errors import DataError, KnobError, ModelError
+from coterie.errors import DataError
 from coterie.estimates import before_training
-from coterie.evaluation import Metric, binary_accuracy, metrics_for
-from coterie.examples import Examples, InMemory
-from coterie.guard import ENOUGH, Guard
+from coterie.evaluation import Metric
+from coterie.examples import Examples
+from coterie.guard import Guard
 from coterie.many import Problem, Scheduler
 from coterie.methods.federation import Federation
 from coterie.methods.rounds import Method, Rounds
-from coterie.parameters import Parameters
 from coterie.record import describe
 from coterie.rules import Alone, Rule
 from coterie.run import Callback, Run, Step
 from coterie.track import Track
 from coterie.training_state import TrainingState, found_before
 from coterie.users import Loss, User
-
-OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
 
 MOST = 2**30
 """How many bytes of peers' gradients may be held to measure constants that no knob waits for."""
@@ -47,7 +44,7 @@ def train(
     peers: Sequence[User],
     rule: Rule | Method | None = None,
     *,
-    optimizer: OptimizerLike | None = None,
+    optimizer: preparing.OptimizerLike | None = None,
     lr: float | None = None,
     scheduler: Scheduler | None = None,
     steps: int = 1000,
@@ -119,31 +116,29 @@ def train(
     keep = max(1, steps // 10) if checkpoint_every is None else int(checkpoint_every)
     folder = None if out is None else Path(out)
     rule = AdaptiveAveraging() if rule is None else rule
-    _check(loss, me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
+    preparing.check(loss, me, peers, {"steps": steps, "evaluate_every": every, "checkpoint_every": keep})
     if isinstance(rule, Method):
-        optimizer, lr = _plain(optimizer, lr, guard)
-    model, optimizer = _copies(model, optimizer or torch.optim.Adam, lr, device)
+        optimizer, lr = preparing.plain(optimizer, lr, guard)
+    model, optimizer = preparing.copies(model, optimizer or torch.optim.Adam, lr, device)
     problem = Problem(model, loss, me, tuple(peers), optimizer, scheduler, steps, batch_size, seed)
-    guarded, why = _guarded(guard, rule, me)
-    made, engine = callable(engine), _opened(engine, problem, rule)
-    configuration = _configuration(problem, rule)
-    if folder is not None:
-        configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
-    configuration |= engine.describe() | {"guard": why, "evaluate_every": every}
-    found = found_before(configuration, folder, resume)
-    if isinstance(rule, Undecided) and rule.undecided:
-        found = found if "choice" in found else _split(rule.settle(problem, engine, progress))
-        rule = rule.settled(found["choice"])
-    wanted = measure and "estimates" not in found
-    configuration |= found | (_estimates(problem, engine, rule) if wanted else {})
-    costs = _costs(me, engine.names, configuration["peers"], batch_size)
-    watch = _shadowed(problem, every, costs) if guarded else None
-    track = _track(problem, rule, engine, costs)
-    training = TrainingState(track, loss, me, metrics, watch)
-    stopped: str | None = None
+    guarded, why = preparing.guarded(guard, rule, me)
     with contextlib.ExitStack() as stack:
-        if made:
-            stack.callback(engine.close)
+        engine = preparing.opened(engine, problem, rule, stack)
+        configuration = _configuration(problem, rule)
+        if folder is not None:
+            configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
+        configuration |= engine.describe() | {"guard": why, "evaluate_every": every}
+        found = found_before(configuration, folder, resume)
+        if isinstance(rule, Undecided) and rule.undecided:
+            found = found if "choice" in found else _split(rule.settle(problem, engine, progress))
+            rule = rule.settled(found["choice"])
+        wanted = measure and "estimates" not in found
+        configuration |= found | (_estimates(problem, engine, rule) if wanted else {})
+        costs = _costs(me, engine.names, configuration["peers"], batch_size)
+        watch = _shadowed(problem, every, costs) if guarded else None
+        track = _track(problem, rule, engine, costs)
+        training = TrainingState(track, loss, me, metrics, watch)
+        stopped: str | None = None
         interrupted = stack.enter_context(interruptible())
         training.open(configuration, folder, resume)
         show = stack.enter_context(progress_bar(progress, type(rule).__name__, steps))
@@ -163,44 +158,6 @@ def train(
             if interrupted():
                 stopped = "Ctrl-C"
     return training.finish(stopped, time.monotonic() - began)
-
-
-def _opened(engine: Engine | MakeEngine, problem: Problem, rule: Rule | Method) -> Engine:
-    """Return the engine, made where it is a function, once it can give what the rule needs."""
-    p = problem
-    made = callable(engine)
-    if callable(engine):
-        engine = engine(p.model, p.loss, p.me, p.peers, batch_size=p.batch_size, seed=p.seed)
-    try:
-        _check_rule(rule, engine)
-    except KnobError:
-        if made:
-            engine.close()
-        raise
-    return engine
-
-
-def _check_rule(rule: Rule | Method, engine: Engine) -> None:
-    """Say before anything is written what the rule cannot have from this engine."""
-    if isinstance(rule, Method):
-        if not isinstance(engine, InProcess):
-            raise KnobError(
-                "a method asks users at points of their own, which only users in this process can answer"
-            )
-        return
-    rule.weights(engine.names)  # an unknown name in `tau`
-    if isinstance(rule, AdaptiveAveraging) and not isinstance(engine, InProcess):
-        raise KnobError(
-            "`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`, or a rule with its "
-            "weights set, such as `WeightedAveraging`"
-        )
-    measures = isinstance(rule, Undecided) and rule.undecided
-    if (rule.needs_rows or measures) and not engine.gives_rows:
-        why = " to choose its knobs" if measures else ""
-        raise KnobError(
-            f"`{type(rule).__name__}` needs every peer's gradient{why}, but this engine gives their weighted sum "
-            "alone; use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows"
-        )
 
 
 def _configuration(problem: Problem, rule: Rule | Method) -> dict[str, Any]:
@@ -257,77 +214,6 @@ def _shadowed(problem: Problem, every: int, costs: Costs) -> Guard:
     engine = InProcess(model, problem.loss, problem.me, batch_size=problem.batch_size, seed=problem.seed)
     shadow = _track(replace(problem, model=model, optimizer=optimizer), Alone(), engine, costs)
     return Guard(shadow, problem.loss, cast("Examples", problem.me.validation), every)
-
-
-def _guarded(guard: str, rule: Rule | Method, me: User) -> tuple[bool, str]:
-    """Say whether there is to be a guard, and why or why not."""
-    n = 0 if me.validation is None else len(me.validation)
-    if guard not in ("auto", "held-out", "off"):
-        raise KnobError(f'`guard` must be "auto", "held-out" or "off", got {guard!r}')
-    if guard == "off" or isinstance(rule, Alone | Method):
-        return False, "off"
-    if guard == "auto" and n < ENOUGH:
-        return False, f"off: {n} validation examples, fewer than {ENOUGH}"
-    if n < 2:
-        raise KnobError(f"a guard compares on a validation set, but {me.name!r} has {n} validation examples")
-    return True, f"held-out: {n} validation examples"
-
-
-def _plain(optimizer: OptimizerLike | None, lr: float | None, guard: str) -> tuple[OptimizerLike, float]:
-    """Return the optimizer that holds a method's step size; what a method cannot use is a `KnobError`."""
-    if optimizer not in (None, torch.optim.SGD):
-        raise KnobError("a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`")
-    if guard == "held-out":
-        raise KnobError('a guard watches over a rule, not over a method: leave `guard` out, or set it to "off"')
-    return torch.optim.SGD, 0.1 if lr is None else lr
-
-
-def _copies(
-    model: nn.Module, optimizer: OptimizerLike, lr: float | None, device: torch.device | str | None
-) -> tuple[nn.Module, Optimizer]:
-    """Return copies of the model and its optimizer, on the device asked for, that are ours to change."""
-    if isinstance(optimizer, Optimizer):
-        if lr is not None:
-            raise KnobError(
-                f"`lr` ({lr}) and an optimizer that has its own were both given; set it in the optimizer"
-            )
-        model, made = copy.deepcopy((model, optimizer))
-        model = _moved(model, device)
-    else:
-        model = _moved(copy.deepcopy(model), device)
-        trainable = list(Parameters(model).named.values())
-        made = optimizer(trainable) if lr is None else optimizer(trainable, lr=lr)
-    ours = {id(p) for p in model.parameters()}
-    if any(id(p) not in ours for group in made.param_groups for p in group["params"]):
-        raise ModelError("the optimizer holds parameters of another model; make it from `model.parameters()`")
-    if isinstance(made, LBFGS):
-        raise KnobError("LBFGS evaluates the loss several times a step; use an optimizer that takes one gradient")
-    return model, made
-
-
-def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch was built without it, or there is none
-        raise KnobError(
-            f"`device` {str(device)!r} cannot be used here: {error}; leave it out for the CPU"
-        ) from error
-
-
-def _check(loss: Loss, me: User, peers: Sequence[User], numbers: Mapping[str, int]) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise KnobError(f"`{name}` must be at least 1, got {number}")
-    for user in (me, *peers):
-        targets = user.examples.targets if isinstance(user.examples, InMemory) else None
-        if targets is None or targets.numel() > len(targets) or len(torch.unique(targets)) > 1:
-            continue
-        if targets.is_floating_point() and metrics_for(loss).get("accuracy") is not binary_accuracy:
-            continue  # numbers, not classes
-        raise DataError(
-            f"user {user.name!r} has examples of one class only ({targets.flatten()[0].item()}), which says "
-            "nothing about telling classes apart; give it examples of another, or leave it out"
-        )
 
 
 def _costs(me: User, names: Sequence[str], peers: Mapping[str, int | str], batch_size: int) -> Costs:

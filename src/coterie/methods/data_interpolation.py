@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coterie.methods.knobs import check_share
+from coterie.knobs import check_share
 from coterie.rules import WeightedAveraging
 from coterie.users import User
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from coterie.knobs import check_count
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.federation import Federation
-from coterie.methods.knobs import check_count
 from coterie.methods.local import local_steps
 from coterie.methods.rounds import Method
 from coterie.rules import State

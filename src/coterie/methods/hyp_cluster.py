@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from coterie.draws import seeded
+from coterie.knobs import check_count, check_positive
 from coterie.methods.federation import Federation
-from coterie.methods.knobs import check_count, check_positive
 from coterie.methods.local import check_local_steps, local_steps
 from coterie.rules import State
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from coterie.draws import uniform
 from coterie.errors import KnobError
+from coterie.knobs import check_positive
 from coterie.methods.federation import Federation
-from coterie.methods.knobs import check_positive
 from coterie.methods.local import check_local_steps, local_steps
 from coterie.rules import State
 

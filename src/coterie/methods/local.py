@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from coterie.knobs import check_count
 from coterie.methods.federation import Federation
-from coterie.methods.knobs import check_count
 
 
 def local_steps(

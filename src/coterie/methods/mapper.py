@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
+from coterie.knobs import check_share
 from coterie.methods.federation import Federation
-from coterie.methods.knobs import check_share
 from coterie.methods.local import check_local_steps
 from coterie.rules import State
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from coterie.knobs import check_positive
 from coterie.methods.federation import Federation
-from coterie.methods.knobs import check_positive
 from coterie.methods.local import check_local_steps, local_steps
 from coterie.rules import State
 

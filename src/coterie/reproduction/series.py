@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from coterie.draws import random_key
+from coterie.knobs import Knob
 from coterie.linear_gaussian import FloatArray
 from coterie.quadratic import NoisyQuadratic
-from coterie.rules import Knob, Rule
+from coterie.rules import Rule
 
 TRIALS = 100
 
