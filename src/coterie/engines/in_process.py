@@ -124,8 +124,13 @@ class InProcess:
             "engine": "in process",
             "device": str(self.passes.parameters.device),
             "average": "user by user: " + self.allowed.one_by_one if self.allowed.one_by_one else "one pass",
-            "rows": "loop: " + self.allowed.loop if self.allowed.loop else "vmap",
+            "rows": self._way_of_rows(),
         }
+
+    def _way_of_rows(self) -> str:
+        if self.passes.by_layer is not None:
+            return "by layer"
+        return "loop: " + self.allowed.loop if self.allowed.loop else "vmap"
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return nothing: nothing travels."""
@@ -184,7 +189,7 @@ class InProcess:
 
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
         """Return the peers' gradients at x, one point for all or a row for each."""
-        if not self.allowed.loop:
+        if not self.allowed.loop or (self.passes.by_layer is not None and x.ndim == 1):
             return self.passes.rows(x, batches)
         points = x.expand(len(names), -1)
         batches_of = (self.everyone.one(name, step) for name in names)
