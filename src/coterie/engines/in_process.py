@@ -16,7 +16,7 @@ from coterie.engines.passes import Passes, Weights
 from coterie.engines.probe import check_classes, probe
 from coterie.engines.traffic import Traffic
 from coterie.errors import DataError, KnobError
-from coterie.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite, weighted_sum
+from coterie.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite, present, weighted_sum
 from coterie.users import Loss, User
 
 
@@ -176,9 +176,11 @@ class InProcess:
             return self._average_one_by_one(own, x, step, weights)
         # Rows are wanted, or a peer's gradient was not finite and has to be found.
         found, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
-        peers, answered = weighted_sum(own, found, [weights[name] for name in kept])
-        asked = {"rows": found, "names": kept} if rows else {"peers": peers}
-        return asked | {"answered": answered, "left_out": left_out}
+        given = [weights[name] for name in kept]
+        if rows:
+            return {"rows": found, "names": kept, "answered": present(given), "left_out": left_out}
+        peers, answered = weighted_sum(own, found, given)
+        return {"peers": peers, "answered": answered, "left_out": left_out}
 
     def _average_one_by_one(
         self, own: Tensor, x: Tensor, step: int, weights: Mapping[str, float]

@@ -12,12 +12,17 @@ from torch.func import functional_call, grad, vmap
 
 from coterie.engines.batches import Batches
 from coterie.engines.by_layer import ByLayer, Destination, Gram, Rows
+from coterie.engines.room import Room
 from coterie.parameters import Parameters
 from coterie.users import Loss
 
-LOOPED = 2**16
-"""On a CPU, rows of models with more parameters than this are computed user by user: there the work outweighs the
-calls, and a mapped pass is slower."""
+FEW = 2
+"""On a CPU as many users are taken one by one: a pass by layer for them costs more than it saves."""
+FEW_MAPPED = 8
+"""The same for a mapped pass."""
+LARGE = 2**17
+"""On a CPU, so are users whose rows are longer than this where only a mapped pass could take them together: the work
+outweighs the calls then, and a loop does it faster."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Passes:
         self.vmap_loss = True  # whether the loss can be mapped over users
         self.by_layer: ByLayer | None = None  # where each user's gradient can be had from one pass over all
         self.bytes_an_example = 0  # what that takes
+        self._room = Room()
         self._kept_order: tuple[tuple[int, ...], Tensor] | None = None
 
     def buffers(self) -> dict[str, Tensor]:
@@ -102,11 +108,13 @@ class Passes:
             x: one point for all users, or a row for each, in the order of the peers asked.
             batches: theirs.
         """
-        rows = x.new_empty(sum(len(batch.positions) for batch in batches), self.parameters.size)
-        done = 0
+        users = sum(len(batch.positions) for batch in batches)
+        if users == 1:
+            return self.single(x if x.ndim == 1 else x[0], batches[0].inputs, batches[0].targets)[0].unsqueeze(0)
+        rows, done = self._room.empty((users, self.parameters.size), x), 0
         for some in self._parts(x, batches):
-            users = slice(done, done := done + sum(len(batch.positions) for batch in some))
-            self._write_rows(x, some, rows[users])
+            theirs = slice(done, done := done + sum(len(batch.positions) for batch in some))
+            self._write_rows(x, some, rows[theirs])
         if len(batches) == 1:
             return rows
         return rows.index_select(0, self._order(batches, x.device))
@@ -133,23 +141,19 @@ class Passes:
         row = self.parameters.size * self.parameters.dtype.itemsize
         by_layer = self.by_layer is not None and x.ndim == 1
         takes = [row + (self.bytes_an_example * batch.size if by_layer else 0) for batch in batches]
-        if (
-            by_layer
-            and sum(bytes * len(b.positions) for bytes, b in zip(takes, batches, strict=True)) <= self.memory
-        ):
+        if by_layer and sum(t * len(b.positions) for t, b in zip(takes, batches, strict=True)) <= self.memory:
             return [batches]
-        return [
-            [part]
-            for batch, bytes in zip(batches, takes, strict=True)
-            for part in batch.cut(max(1, self.memory // bytes))
-        ]
+        each = zip(batches, takes, strict=True)
+        return [[part] for batch, taken in each for part in batch.cut(max(1, self.memory // taken))]
 
     def _write_rows(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
-        """Write some users' gradients in the way that suits them."""
-        if x.ndim == 1 and self.by_layer is not None and len(rows) > 1:
+        """Write some users' gradients in the way that suits them, which goes by sizes alone."""
+        users, d = rows.shape
+        on_cpu = rows.device.type == "cpu"
+        if x.ndim == 1 and self.by_layer is not None and users > (FEW if on_cpu else 1):
             self.write_by_layer(x, self.by_layer, batches, Rows(self.parameters, rows))
-        elif len(rows) == 1 or (rows.device.type == "cpu" and rows.shape[1] > LOOPED):
-            self._one_by_one(x, batches[0], rows)
+        elif users == 1 or (on_cpu and (users <= FEW_MAPPED or d > LARGE)):
+            self._one_by_one(x, batches, rows)
         else:
             self.mapped(x, batches[0], rows)
 
@@ -169,9 +173,11 @@ class Passes:
             return mean_of_each(self.per_example(output, batch.targets)).sum() / batch.size
         return self._losses(batch.by_user(output), batch.by_user(batch.targets)).sum()
 
-    def _one_by_one(self, x: Tensor, batch: Batches, rows: Tensor) -> None:
-        each = zip(batch.positions, batch.by_user(batch.inputs), batch.by_user(batch.targets), rows, strict=True)
-        for position, inputs, targets, row in each:
+    def _one_by_one(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
+        users = (
+            each for b in batches for each in zip(b.positions, *map(b.by_user, (b.inputs, b.targets)), strict=True)
+        )
+        for row, (position, inputs, targets) in zip(rows, users, strict=True):
             row.copy_(self.single(x if x.ndim == 1 else x[position], inputs, targets)[0])
 
     def mapped(self, x: Tensor, batch: Batches, rows: Tensor) -> None:
@@ -238,6 +244,6 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 def _memory(device: torch.device) -> int:
     """Return how many bytes a pass may take: a quarter of what is free on a GPU, on a CPU what its cache may hold."""
     if device.type != "cuda":
-        return 2**25
+        return 2**26
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (torch.cuda.mem_get_info(device)[0] + held) // 4
