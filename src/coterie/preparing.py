@@ -12,15 +12,17 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from coterie.adaptive import AdaptiveAveraging, Undecided
+from coterie.captured import Captured, tell, why_not
 from coterie.engines import Engine, InProcess, MakeEngine
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import binary_accuracy, metrics_for
 from coterie.examples import InMemory
-from coterie.guard import ENOUGH
+from coterie.guard import ENOUGH, Guard
 from coterie.many import Problem
 from coterie.methods.rounds import Method
 from coterie.parameters import Parameters
 from coterie.rules import Alone, Rule
+from coterie.track import Track
 from coterie.users import Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
@@ -96,6 +98,18 @@ def guarded(guard: str, rule: Rule | Method, me: User) -> tuple[bool, str]:
     if n < 2:
         raise KnobError(f"a guard compares on a validation set, but {me.name!r} has {n} validation examples")
     return True, f"held-out: {n} validation examples"
+
+
+def captured(capture: bool | None, track: Track, guard: Guard | None) -> tuple[Captured | None, str]:
+    """Return the steps as one program where that is wanted and possible, and what a record should say of it."""
+    if capture is False or (capture is None and not track.x.is_cuda):
+        return None, "off"
+    tracks = [track] if guard is None else [track, guard.shadow]
+    why = next(filter(None, map(why_not, tracks)), None)
+    if why is not None:
+        tell(why)
+        return None, f"off: {why}"
+    return Captured(*tracks), "a CUDA graph" if track.x.is_cuda else "one program"
 
 
 def opened(engine: Engine | MakeEngine, problem: Problem, rule: Rule | Method, stack: ExitStack) -> Engine:

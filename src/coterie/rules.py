@@ -51,6 +51,23 @@ class Rule(Protocol):
         """Return the direction and the next state."""
 
 
+@runtime_checkable
+class Capturable(Rule, Protocol):
+    """A rule whose step is the same work on tensors every time, but for knobs that are known beforehand.
+
+    Such steps can be captured as a CUDA graph; see `coterie.captured`.
+    """
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State] | None:
+        """Return the next step's knobs and the plain part of the state after it, if all peers answer.
+
+        None where that step is not like the others, as the first may be.
+        """
+
+    def at(self, knobs: Mapping[str, Tensor]) -> Rule:
+        """Return the rule with these knobs, which the device reads when it takes the step."""
+
+
 @dataclass(frozen=True)
 class Alone:
     """Follow the own gradient: d_t = g_0.
@@ -74,6 +91,14 @@ class Alone:
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return g_0."""
         return g.own, {"step": state["step"] + 1, "weight": 0.0}
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State]:
+        """Return no knobs: there are none."""
+        return {}, {"step": state["step"] + 1, "weight": 0.0}
+
+    def at(self, knobs: Mapping[str, Tensor]) -> Alone:
+        """Return this rule."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -152,6 +177,15 @@ class WeightedAveraging:
             _direction(g, average, alpha),
             {"step": state["step"] + 1, "weight": alpha * average[1]},
         )
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State]:
+        """Return the next α; see `Capturable`."""
+        alpha = value_at("alpha", self.alpha, state["step"])
+        return {"alpha": alpha}, {"step": state["step"] + 1, "weight": alpha}
+
+    def at(self, knobs: Mapping[str, Tensor]) -> WeightedAveraging:
+        """Return the rule with this α."""
+        return replace(self, alpha=knobs["alpha"])
 
 
 @dataclass(frozen=True)
@@ -257,6 +291,19 @@ class BiasCorrection:
             _direction(g, (peers, answered), alpha, self.correction, c),
             {"step": step + 1, "weight": alpha * answered, "seen": seen + bool(answered), "c": following},
         )
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State] | None:
+        """Return the next α and β; see `Capturable`. The first bias, which c starts from, is a step of its own."""
+        step, seen = state["step"], state["seen"]
+        if not seen and self.start == "first":
+            return None
+        alpha, beta = value_at("alpha", self.alpha, step), value_at("beta", self.beta, step)
+        beta = max(beta, 1 / (seen + 1)) if self.warm_up else beta
+        return {"alpha": alpha, "beta": beta}, {"step": step + 1, "weight": alpha, "seen": seen + 1}
+
+    def at(self, knobs: Mapping[str, Tensor]) -> BiasCorrection:
+        """Return the rule with these α and β."""
+        return replace(self, alpha=knobs["alpha"], beta=knobs["beta"], warm_up=False)
 
 
 @dataclass(frozen=True)

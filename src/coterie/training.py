@@ -60,6 +60,7 @@ def train(
     progress: bool | None = None,
     guard: Literal["auto", "held-out", "off"] = "auto",
     measure: bool = True,
+    capture: bool | None = None,
     engine: Engine | MakeEngine = InProcess,
 ) -> Run:
     """Train a personal model for user 0 with its peers' gradients.
@@ -98,6 +99,9 @@ def train(
             not; "auto" does where there are 100 validation examples.
         measure: measure noise, bias and curvature before the first step, by nine passes over the users, and report
             them with the plan that they imply.
+        capture: take steps as one program that the host looks into only where something is recorded: on a GPU a
+            captured CUDA graph. None: on a GPU. What cannot be captured is told, with the reason, and taken step
+            by step; callbacks are called after every step all the same. See docs/performance.md.
         engine: where the users are: `InProcess`, another function that makes an engine over this run's model
             and users, which is closed at the end, or an engine.
 
@@ -137,22 +141,23 @@ def train(
         costs = _costs(me, engine.names, configuration["peers"], batch_size)
         watch = _shadowed(problem, every, costs) if guarded else None
         track = _track(problem, rule, engine, costs)
-        training = TrainingState(track, loss, me, metrics, watch)
+        captured, configuration["capture"] = preparing.captured(capture, track, watch)
+        training = TrainingState(track, loss, me, metrics, watch, captured=captured)
         stopped: str | None = None
         interrupted = stack.enter_context(interruptible())
         training.open(configuration, folder, resume)
         show = stack.enter_context(progress_bar(progress, type(rule).__name__, steps))
         write = stack.enter_context(tensorboard(folder and folder / "tensorboard"))
         while track.step < steps and not stopped:
-            g = training.advance()
+            near = min(every - track.step % every, keep - track.step % keep, steps - track.step)
+            own_loss, left_out = training.advance(1 if callbacks else near)
             point = training.evaluate() if track.step % every == 0 or track.step == steps else None
             if point:
                 write(point)
             if track.step % keep == 0:
                 training.save()
-            own_loss, weight = float(g.own_loss), track.weight
-            show(track.step, own_loss, weight, track.best.get("loss"))
-            told = Step(track.step, own_loss, weight, g.left_out, point, model)
+            show(track.step, own_loss, track.weight, track.best.get("loss"))
+            told = Step(track.step, own_loss, track.weight, left_out, point, model)
             if [callback for callback in callbacks if callback(told) is True]:
                 stopped = "a callback"
             if interrupted():

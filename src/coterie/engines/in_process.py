@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from coterie.draws import seeded
-from coterie.engines.batches import Batches, Everyone
+from coterie.engines.batches import Batches, Drawn, Everyone
+from coterie.engines.beside import beside
 from coterie.engines.passes import Passes, Weights
 from coterie.engines.probe import check_classes, probe
 from coterie.engines.traffic import Traffic
@@ -87,6 +88,24 @@ class InProcess:
         found = self._peers(own, x, step, weights, batches, rows=rows) if names else {}
         self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
         return Gradients(own=own, x=x, own_loss=loss, **found)
+
+    def together(self, x: Tensor, batches: Drawn, weights: Mapping[str, float], *, rows: bool) -> Gradients:
+        """Return everybody's gradients on batches drawn before, unchecked: nothing waits for the device.
+
+        User 0's pass has a stream of its own on a GPU, so that a captured step takes it while the peers' goes on.
+        """
+        own_batch, others = batches
+        with beside(x.device) as join:
+            own, loss, _ = self._single(x, 0, self.me, own_batch)
+        if rows and weights:
+            g = Gradients(own, rows=self.passes.rows(x, others), names=tuple(weights), x=x, own_loss=loss)
+        elif weights:
+            average = self.passes.average(x, others, self._weights(x, weights, others))
+            g = Gradients(own, average, x=x, own_loss=loss)
+        else:
+            g = Gradients(own, x=x, own_loss=loss)
+        join()
+        return g
 
     def with_batch_size(self, size: int) -> InProcess:
         """Return the same users and model with batches of another size."""
