@@ -36,9 +36,23 @@ class Batches:
     inputs: Tensor
     targets: Tensor
 
+    @property
+    def size(self) -> int:
+        """Examples of each user."""
+        return len(self.inputs) // len(self.positions)
+
     def by_user(self, tensor: Tensor) -> Tensor:
         """Return a tensor of one row an example as (users, size, …)."""
         return tensor.reshape(len(self.positions), -1, *tensor.shape[1:])
+
+    def cut(self, users: int) -> list[Batches]:
+        """Return the batches of as many users at a time."""
+        starts = range(0, len(self.positions), users)
+        pieces = (torch.split(tensor, users * self.size) for tensor in (self.inputs, self.targets))
+        return [
+            Batches(self.positions[start : start + users], inputs, targets)
+            for start, inputs, targets in zip(starts, *pieces, strict=True)
+        ]
 
 
 Drawn: TypeAlias = tuple[tuple[Tensor, Tensor], list[Batches]]

@@ -17,7 +17,7 @@ from coterie.engines.passes import Passes, Weights
 from coterie.engines.probe import check_classes, probe
 from coterie.engines.traffic import Traffic
 from coterie.errors import DataError, KnobError
-from coterie.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite, weighted_sum
+from coterie.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite, present, weighted_sum
 from coterie.users import Loss, User
 
 
@@ -143,8 +143,13 @@ class InProcess:
             "engine": "in process",
             "device": str(self.passes.parameters.device),
             "average": "user by user: " + self.allowed.one_by_one if self.allowed.one_by_one else "one pass",
-            "rows": "loop: " + self.allowed.loop if self.allowed.loop else "vmap",
+            "rows": self._way_of_rows(),
         }
+
+    def _way_of_rows(self) -> str:
+        if self.passes.by_layer is not None:
+            return "by layer"
+        return "loop: " + self.allowed.loop if self.allowed.loop else "vmap"
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return nothing: nothing travels."""
@@ -190,9 +195,11 @@ class InProcess:
             return self._average_one_by_one(own, x, step, weights)
         # Rows are wanted, or a peer's gradient was not finite and has to be found.
         found, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
-        peers, answered = weighted_sum(own, found, [weights[name] for name in kept])
-        asked = {"rows": found, "names": kept} if rows else {"peers": peers}
-        return asked | {"answered": answered, "left_out": left_out}
+        given = [weights[name] for name in kept]
+        if rows:
+            return {"rows": found, "names": kept, "answered": present(given), "left_out": left_out}
+        peers, answered = weighted_sum(own, found, given)
+        return {"peers": peers, "answered": answered, "left_out": left_out}
 
     def _average_one_by_one(
         self, own: Tensor, x: Tensor, step: int, weights: Mapping[str, float]
@@ -203,7 +210,7 @@ class InProcess:
 
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
         """Return the peers' gradients at x, one point for all or a row for each."""
-        if not self.allowed.loop:
+        if not self.allowed.loop or (self.passes.by_layer is not None and x.ndim == 1):
             return self.passes.rows(x, batches)
         points = x.expand(len(names), -1)
         batches_of = (self.everyone.one(name, step) for name in names)
