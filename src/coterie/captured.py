@@ -119,7 +119,8 @@ def why_not(track: Track) -> str | None:
     official = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
     if not official or not (isinstance(optimizer, SGD) or "capturable" in optimizer.defaults):
         return f"{type(optimizer).__name__} is not known to be capturable"
-    return engine.allowed.one_by_one or (engine.allowed.loop if rule.needs_rows else None)
+    looped = engine.allowed.loop if rule.needs_rows and engine.passes.by_layer is None else None
+    return engine.allowed.one_by_one or looped
 
 
 def tell(why: str) -> None:

@@ -34,6 +34,19 @@ State: TypeAlias = dict[str, Any]
 taken; `weight` is the weight that the peers had in the last one."""
 
 
+def weights_in(state: State) -> dict[str, float]:
+    """Return the weights in a rule's state by name; none where it has none.
+
+    A rule that finds its weights as it goes keeps them in `tau`, by name or as a tensor with `names` beside it.
+
+    Example:
+        >>> weights_in({"step": 1, "tau": torch.tensor([0.25, 0.75]), "names": ["a", "b"]})
+        {'a': 0.25, 'b': 0.75}
+    """
+    tau = state.get("tau", {})
+    return dict(zip(state["names"], tau.tolist(), strict=True)) if isinstance(tau, Tensor) else dict(tau)
+
+
 @runtime_checkable
 class Rule(Protocol):
     """How user 0 turns gradients into a direction. The knobs are fields; the state is passed and returned."""

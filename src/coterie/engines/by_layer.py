@@ -69,7 +69,7 @@ class ByLayer:
         def catch(layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
             call = _Call(layer, self._layers[layer], arguments[0].detach())
             calls.append(call)
-            output.register_hook(lambda gradient: write(call, gradient))
+            output.register_hook(lambda gradient: write(call, gradient))  # type: ignore[no-untyped-call]
             if not arguments[0].requires_grad:
                 begin.append(get_gradient_edge(output))
 
@@ -86,7 +86,7 @@ class ByLayer:
                 handle.remove()
         held = sum(call.bytes for call in calls)
         written = _Written(batches, to, Counter(name for call in calls for name in call.names.values()))
-        # Every layer's output is on the way back to a layer whose input came from no other. Weights are not asked for.
+        # On the way back to layers whose input came from no other lie all outputs; no weight is asked for.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(total, begin, allow_unused=True)
         written.close(name for names in self._layers.values() for name in names.values())
@@ -113,29 +113,34 @@ class Rows:
 
 
 class Gram:
-    """The inner products of some vectors and all users' gradients, of which one parameter's exist at a time.
+    """The inner products of what some vectors and all users' gradients differ from an origin.
+
+        Σ over parameters p of  (V_p − 1 o_pᵀ)(V_p − 1 o_pᵀ)ᵀ
+
+    Of the gradients, one parameter's exist at a time.
 
     Args:
-        parameters: the layout of the vectors.
+        parameters: the layout of a vector.
         vectors: of shape (m, d), which come first.
+        origin: of shape (d,).
         users: how many.
     """
 
-    def __init__(self, parameters: Parameters, vectors: Tensor, users: int) -> None:
-        self._vectors, self._held = parameters.unflatten(vectors), dict[str, Tensor]()
-        m = len(vectors)
-        self._m, self._users = m, users
-        self.products = vectors.new_zeros(m + users, m + users, dtype=torch.float64)
+    def __init__(self, parameters: Parameters, vectors: Tensor, origin: Tensor, users: int) -> None:
+        self._vectors, self._origin = parameters.unflatten(vectors), parameters.unflatten(origin)
+        self._held: dict[str, Tensor] = {}
+        self._m, self._users = len(vectors), users
+        self.products = vectors.new_zeros(self._m + users, self._m + users, dtype=torch.float64)
 
     def room(self, name: str) -> Tensor:
         """Return room for one parameter, below that of the vectors."""
-        theirs = self._vectors[name]
-        self._held[name] = torch.cat([theirs, theirs.new_empty(self._users, *theirs.shape[1:])])
+        first = self._vectors[name]
+        self._held[name] = torch.cat([first, first.new_empty(self._users, *first.shape[1:])])
         return self._held[name][self._m :]
 
     def complete(self, name: str) -> None:
         """Add the products of one parameter's part, and let it go."""
-        part = self._held.pop(name).flatten(1)
+        part = self._held.pop(name).sub_(self._origin[name]).flatten(1)
         self.products += part @ part.mT
 
 
@@ -190,12 +195,12 @@ class _Written:
         examples = [len(batch.inputs) for batch in self.batches]
         lengths = [n * len(gradient) // sum(examples) for n in examples]  # a layer may see an example in parts
         start = 0
-        for batch, *parts in zip(
+        for batch, part, its_gradient in zip(
             self.batches, torch.split(inputs, lengths), torch.split(gradient, lengths), strict=True
         ):
             users = slice(start, start := start + len(batch.positions))
             theirs = {kind: tensor[users] for kind, tensor in into.items()}
-            gradients_of(layer, *map(batch.by_user, parts), theirs)
+            gradients_of(layer, batch.by_user(part), batch.by_user(its_gradient), theirs)
 
     def _room(self, name: str) -> Tensor:
         if name not in self.rooms:

@@ -133,6 +133,23 @@ class InProcess:
         self._keep_buffers(own, buffers)
         return torch.cat([own.unsqueeze(0), rows]), loss
 
+    def gram(self, x: Tensor, step: int, origin: Tensor) -> Tensor:
+        """Return the inner products of what everybody's gradient differs from a vector, user 0's first, in float64.
+
+        The gradients of a model whose layers are known do not exist at once. Buffers stay as they are.
+
+        Args:
+            x: the point.
+            step: the step, from which every user draws its batch.
+            origin: the vector.
+        """
+        own_batch, batches = self.everyone.draw(() if self.allowed.one_by_one else self.names, step)
+        own = self._single(x, step, self.me, own_batch)[0].unsqueeze(0)
+        if self.passes.by_layer is not None:
+            return self.passes.gram(x, own, batches, origin)
+        differences = torch.cat([own, self._rows(x, step, self.names, batches)]) - origin
+        return (differences @ differences.mT).double()
+
     def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return one user's gradient and loss at x on its examples at these indices; the step seeds randomness."""
         batch = self.everyone.users[name].take(indices, seed=self.seed, step=step)

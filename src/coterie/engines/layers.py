@@ -66,7 +66,7 @@ def _convolution(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | 
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         padded = functional.pad(inputs.flatten(0, 1), layer._reversed_padding_repeated_twice, mode=mode)
-        inputs, padding = padded.unflatten(0, inputs.shape[:2]), (0,) * len(layer.stride)
+        inputs, padding = padded.reshape(*inputs.shape[:2], *padded.shape[1:]), (0,) * len(layer.stride)
     # One user at a time: of what was tried (users as groups, unfolded inputs), nothing was faster.
     lanes = LANES if inputs.is_cuda else 1
     joins = []
@@ -90,7 +90,7 @@ def _group_norm(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | N
     over = (1, *range(3, gradient.ndim))
     if weight is not None:
         normalised = functional.group_norm(inputs.flatten(0, 1), layer.num_groups, eps=layer.eps)
-        torch.sum(normalised.unflatten(0, gradient.shape[:2]).mul_(gradient), over, out=weight)
+        torch.sum(normalised.reshape(gradient.shape).mul_(gradient), over, out=weight)
     if bias is not None:
         torch.sum(gradient, over, out=bias)
 
@@ -110,8 +110,8 @@ def _embedding(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | No
     users, entries = weight.shape[:2]
     own = torch.arange(0, users * entries, entries, device=inputs.device)  # where each user's entries begin
     places = inputs.flatten(1) + own[:, None]
-    found = torch.ops.aten.embedding_dense_backward(gradient.flatten(1, -2), places, users * entries, -1, False)
-    weight.copy_(found.view_as(weight))
+    found = torch.ops.aten.embedding_dense_backward
+    weight.copy_(found(gradient.flatten(1, -2), places, users * entries, -1, False).view_as(weight))  # noqa: FBT003
     if layer.padding_idx is not None:
         weight[:, layer.padding_idx] = 0
 

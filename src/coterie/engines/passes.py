@@ -22,8 +22,8 @@ FEW = 2
 FEW_MAPPED = 8
 """The same for a mapped pass."""
 LARGE = 2**17
-"""On a CPU, so are users whose rows are longer than this where only a mapped pass could take them together: the work
-outweighs the calls then, and a loop does it faster."""
+"""On a CPU, so are users whose rows are longer than this where only a mapped pass could take them together: there
+the work outweighs the calls, and a loop does it faster."""
 
 
 @dataclass(frozen=True)
@@ -126,21 +126,24 @@ class Passes:
             return rows
         return rows.index_select(0, self._order(batches, x.device))
 
-    def gram(self, x: Tensor, vectors: Tensor, batches: Sequence[Batches]) -> Tensor:
-        """Return the inner products of some vectors, of shape (m, d), and every user's gradient, in float64.
+    def gram(self, x: Tensor, vectors: Tensor, batches: Sequence[Batches], origin: Tensor) -> Tensor:
+        """Return the inner products of what some vectors and every user's gradient differ from an origin, by layer.
 
-        Where `by_layer` serves, gradients exist one parameter at a time, whatever the number of users.
+        Args:
+            x: one point for all users.
+            vectors: of shape (m, d), which come first.
+            batches: the users'.
+            origin: of shape (d,).
         """
-        users = sum(len(batch.positions) for batch in batches)
         if self.by_layer is None:
-            everyone = torch.cat([vectors, self.rows(x, batches)])
-            return (everyone @ everyone.mT).double()
-        found = Gram(self.parameters, vectors, users)
+            raise AssertionError("`InProcess.gram` knows other ways")
+        found = Gram(self.parameters, vectors, origin, sum(len(batch.positions) for batch in batches))
         self.write_by_layer(x, self.by_layer, batches, found)
         if len(batches) == 1:
             return found.products
-        kept = torch.arange(len(vectors), device=x.device)
-        order = torch.cat([kept, len(vectors) + self._order(batches, x.device)])
+        order = torch.cat(
+            [torch.arange(len(vectors), device=x.device), len(vectors) + self._order(batches, x.device)]
+        )
         return found.products[order][:, order]
 
     def _parts(self, x: Tensor, batches: Sequence[Batches]) -> list[Sequence[Batches]]:
@@ -251,7 +254,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _memory(device: torch.device) -> int:
-    """Return how many bytes a pass may take: a quarter of what is free on a GPU, on a CPU what its cache may hold."""
+    """Return how many bytes a pass may take: a quarter of a GPU's free memory, on a CPU about its cache."""
     if device.type != "cuda":
         return 2**26
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
