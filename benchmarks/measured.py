@@ -19,8 +19,8 @@ TURN = 64
 """How many steps a side takes in its turn, where that stays under a second: as many as batches are drawn ahead."""
 
 
-def milliseconds(steps: dict[str, Step], device: torch.device, seconds: float) -> dict[str, float]:
-    """Return the median over turns of each side's time a step, in milliseconds.
+def milliseconds(steps: dict[str, Step], device: torch.device, seconds: float) -> dict[str, list[float]]:
+    """Return each side's time a step in milliseconds, turn by turn.
 
     The sides take turns, so that all see the same machine, many steps at a time, so that one side's use of
     the cache and the allocator is not charged to the next, and so that what happens once in many steps counts.
@@ -31,8 +31,13 @@ def milliseconds(steps: dict[str, Step], device: torch.device, seconds: float) -
     while time.monotonic() < end or len(next(iter(times.values()))) < 5:
         for name, step in steps.items():
             _seconds(step, max(1, turn // 8), device)
-            times[name].append(_seconds(step, turn, device))
-    return {name: 1e3 * statistics.median(found) for name, found in times.items()}
+            times[name].append(1e3 * _seconds(step, turn, device))
+    return times
+
+
+def ratio(times: list[float], to: list[float]) -> float:
+    """Return the median over rounds of turns of one side's time over another's, since a machine's load drifts."""
+    return statistics.median(a / b for a, b in zip(times, to, strict=True))
 
 
 def _seconds(step: Step, count: int, device: torch.device) -> float:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import torch
-from measured import Step, captured, milliseconds, peak_bytes
+from measured import Step, captured, milliseconds, peak_bytes, ratio
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -191,13 +192,19 @@ def sides(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Ste
 
 
 def costs(setting: Setting, seconds: float, names: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    """Return the milliseconds a step and the megabytes of each side."""
+    """Return the milliseconds a step and the megabytes of each side, and its ratios to the first side's."""
     steps = sides(setting, names)
     chosen, times = list(steps), milliseconds(steps, setting.device, seconds)
-    del steps  # so that the memory of one side is not pressed by the others
-    memory = {name: peak_bytes(partial(SIDES[name], setting), setting.device) for name in chosen}
-    beside = {name: 0 if "floor" in name or name == "loop" else setting.example_bytes() for name in chosen}
-    return {"ms": times, "MB": {name: (memory[name] - beside[name]) / 1e6 for name in chosen}}
+    del steps  # so that each side's memory is its own
+    memory = {name: float(peak_bytes(partial(SIDES[name], setting), setting.device)) for name in chosen}
+    for name in chosen:
+        memory[name] -= 0 if "floor" in name or name == "loop" else setting.example_bytes()
+    return {
+        "ms": {name: statistics.median(times[name]) for name in chosen},
+        "time ×": {name: ratio(times[name], times[chosen[0]]) for name in chosen},
+        "MB": {name: memory[name] / 1e6 for name in chosen},
+        "memory ×": {name: memory[name] / memory[chosen[0]] for name in chosen},
+    }
 
 
 def main() -> None:
@@ -226,13 +233,11 @@ def main() -> None:
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    """Return a line for each measure, and one for its ratio to the first side's."""
-    names = list(found["ms"])
-    lines = [" " * 8 + "".join(f"{name:>16}" for name in names)]
-    for unit, values in found.items():
-        first = values[names[0]]
-        lines.append(f"{unit:>8}" + "".join(f"{values[name]:>16.3f}" for name in names))
-        lines.append(f"{'×':>8}" + "".join(f"{values[name] / first:>16.2f}" for name in names))
+    """Return a line for each measure."""
+    lines = [" " * 10 + "".join(f"{name:>16}" for name in found["ms"])]
+    lines += [
+        f"{what:>10}" + "".join(f"{value:>16.2f}" for value in values.values()) for what, values in found.items()
+    ]
     return "\n".join(lines)
 
 

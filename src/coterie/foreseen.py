@@ -40,7 +40,7 @@ class Foreseen:
         self.device = track.x.device
         self.scheduler = None if isinstance(track.scheduler, ReduceLROnPlateau) else track.scheduler
         self.counter = torch.zeros(1, dtype=torch.long, device=self.device)  # the row of the next step
-        self.total = track.x.new_zeros(())  # of all gradients: not finite if one of them is not
+        self.total = track.x.new_zeros(())  # of what was computed: not finite if a gradient is not
         self.indices, self.numbers = self.counter.new_zeros(0, 0), track.x.new_zeros(0, 0)
         self.losses = track.x.new_zeros(0)
         self.first = -1  # the step of the first row
@@ -103,10 +103,8 @@ class Foreseen:
         for key, tensor in self.memory.items():
             if key in state:
                 tensor.copy_(state[key])
-        for found in (g.own, g.peers, g.rows):
-            if found is not None:
-                self.total.add_(found.sum())
-        track.parameters.set_gradient(direction)
+        self.total.add_(direction.sum() if g.rows is None else direction.sum() + g.rows.sum())
+        track.parameters.lend_gradient(direction)
         with self._step_sizes(self.rates[taken], numbers[len(self.knobs) :]):
             track.optimizer.step()
         self.losses.index_copy_(0, self.counter, cast("Tensor", g.own_loss).reshape(1))
@@ -203,5 +201,4 @@ def _make_capturable(track: Track) -> None:
         for group in track.optimizer.param_groups:
             group["capturable"] = True
         for parameter, state in track.optimizer.state.items():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(parameter.device)
+            state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, Tensor)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from coterie.adaptive import AdaptiveAveraging, Undecided
 from coterie.captured import Captured, tell, why_not
 from coterie.engines import Engine, InProcess, MakeEngine
+from coterie.engines.passing import AS_IT_IS, Passing
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import binary_accuracy, metrics_for
 from coterie.examples import InMemory
@@ -112,9 +114,17 @@ def captured(capture: bool | None, track: Track, guard: Guard | None) -> tuple[C
     return Captured(*tracks), "a CUDA graph" if track.x.is_cuda else "one program"
 
 
-def opened(engine: Engine | MakeEngine, problem: Problem, rule: Rule | Method, stack: ExitStack) -> Engine:
+def opened(
+    engine: Engine | MakeEngine, problem: Problem, rule: Rule | Method, passing: Passing, stack: ExitStack
+) -> Engine:
     """Return the engine once it can give what the rule needs; one that is made here is closed with the stack."""
     p = problem
+    if engine is InProcess:
+        engine = partial(InProcess, passing=passing)
+    elif passing != AS_IT_IS:
+        raise KnobError(
+            "`passing` is for users in this process; leave `engine` out, or make it with the `passing` it takes"
+        )
     if callable(engine):
         engine = engine(p.model, p.loss, p.me, p.peers, batch_size=p.batch_size, seed=p.seed)
         stack.callback(engine.close)

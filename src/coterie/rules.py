@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, r
 import torch
 from torch import Tensor
 
+from coterie import fused
 from coterie.errors import KnobError
 from coterie.gradients import Gradients
 from coterie.knobs import Auto, Knob, check_knob, check_tau, value_at, weights_over
@@ -289,6 +290,9 @@ class BiasCorrection:
         step, seen, c = state["step"], state["seen"], state["c"]
         alpha, beta = value_at("alpha", self.alpha, step), value_at("beta", self.beta, step)
         peers, answered = g.average(self.tau, self.pool)
+        if isinstance(self.alpha, Tensor) and isinstance(self.beta, Tensor) and peers.is_cuda:  # captured
+            direction, following = fused.corrected(g.own, peers, c, (self.alpha, self.beta), self.correction)
+            return direction, {**state, "c": following}
         if answered:
             bias = peers - g.own
             if self.start == "first" and not seen:

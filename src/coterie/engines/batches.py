@@ -98,8 +98,11 @@ class Everyone:
         held = [user.examples for user in self.users.values() if isinstance(user.examples, InMemory)]
         if len(held) == len(self.users):
             self._pool = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held]))
-            starts = torch.tensor([0, *(len(e) for e in held)]).cumsum(0).tolist()
-            self._offsets = dict(zip(self.users, starts, strict=False))
+            ends = torch.tensor([len(e) for e in held]).cumsum(0).tolist()
+            for user, end in zip(self.users.values(), ends, strict=True):
+                cut = slice(end - len(user), end)
+                self._offsets[user.name] = cut.start
+                user.examples = InMemory(self._pool.inputs[cut], self._pool.targets[cut])  # not held twice
 
     def with_batch_size(self, size: int) -> Everyone:
         """Return the same users, on the same memory, with batches of another size."""

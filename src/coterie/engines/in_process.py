@@ -14,6 +14,7 @@ from coterie.draws import seeded
 from coterie.engines.batches import Batches, Drawn, Everyone
 from coterie.engines.beside import beside
 from coterie.engines.passes import Passes, Weights
+from coterie.engines.passing import AS_IT_IS, Passing
 from coterie.engines.probe import check_classes, probe
 from coterie.engines.traffic import Traffic
 from coterie.errors import DataError, KnobError
@@ -38,6 +39,7 @@ class InProcess:
         seed: what batches and dropout draw from, with the user's name and the step.
         one_by_one: take users one by one even where they could share a pass: slower, and to the same bits as
             where every user has a process of its own.
+        passing: autocast, channels last and compilation, for training; what the model allows is found without.
 
     Example:
         >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
@@ -59,6 +61,7 @@ class InProcess:
         batch_size: int = 32,
         seed: int = 0,
         one_by_one: bool = False,
+        passing: Passing = AS_IT_IS,
     ) -> None:
         if batch_size < 1:
             raise KnobError(f"`batch_size` must be at least 1, got {batch_size}")
@@ -74,6 +77,7 @@ class InProcess:
             output, self.allowed = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
         self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
         check_classes(loss, output, [me, *peers])
+        self.passes.pass_by(passing)
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
@@ -161,6 +165,7 @@ class InProcess:
             "device": str(self.passes.parameters.device),
             "average": "user by user: " + self.allowed.one_by_one if self.allowed.one_by_one else "one pass",
             "rows": self._way_of_rows(),
+            **{name: str(value) for name, value in vars(self.passes.passing).items() if value},
         }
 
     def _way_of_rows(self) -> str:

@@ -12,6 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from coterie.engines.beside import beside
+
+
+LANES = 4
+"""On a GPU the convolutions of so many users go on side by side: one user's does not fill it."""
+
 
 def is_known(layer: nn.Module) -> bool:
     """Say whether this is a layer whose formula is here; a subclass may do anything, and is not.
@@ -62,13 +68,22 @@ def _convolution(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | 
         padded = functional.pad(inputs.flatten(0, 1), layer._reversed_padding_repeated_twice, mode=mode)
         inputs, padding = padded.reshape(*inputs.shape[:2], *padded.shape[1:]), (0,) * len(layer.stride)
     # One user at a time: of what was tried (users as groups, unfolded inputs), nothing was faster.
-    for each, its_gradient, found in zip(inputs, gradient, weight, strict=True):
-        found.copy_(
-            torch.ops.aten.convolution_backward(
-                *(its_gradient, each, layer.weight.detach(), None, layer.stride, padding, layer.dilation),
-                *(False, [0] * len(layer.stride), layer.groups, [False, True, False]),
-            )[1]
-        )
+    lanes = LANES if inputs.is_cuda else 1
+    joins = []
+    for lane in range(lanes):
+        with beside(inputs.device) as join:
+            for each, its_gradient, found in zip(
+                inputs[lane::lanes], gradient[lane::lanes], weight[lane::lanes], strict=True
+            ):
+                found.copy_(
+                    torch.ops.aten.convolution_backward(
+                        *(its_gradient, each, layer.weight.detach(), None, layer.stride, padding, layer.dilation),
+                        *(False, [0] * len(layer.stride), layer.groups, [False, True, False]),
+                    )[1]
+                )
+        joins.append(join)
+    for join in joins:
+        join()
 
 
 def _group_norm(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
