@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from coterie.engines.beside import beside
 
-
 LANES = 4
 """On a GPU the convolutions of so many users go on side by side: one user's does not fill it."""
 
