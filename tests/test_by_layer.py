@@ -351,6 +351,30 @@ def test_one_pass_serves_all_and_memory_bounds_how_many() -> None:
     assert sizes == [4] * 10
 
 
+def test_other_peers_are_asked_in_turn() -> None:
+    """Users of different sizes stand in another order in a pass than they were asked in."""
+    model, shape = case("linear, sequences")
+    users = make_users(shape, [6, 2, 5, 2, 5, 3])
+    engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=5)
+    x = engine.passes.parameters.vector() + 0.1
+    wanted = plain(model, x, users[1:], 5)
+    for chosen in ([0, 1, 2, 3], [3, 2, 1, 0], [4, 1, 0, 3], [0, 1, 2, 3]):
+        rows = engine.gradients(x, 3, {engine.names[k]: 0.25 for k in chosen}, rows=True).rows
+        assert rows is not None
+        close(rows, wanted[chosen])
+
+
+def test_a_compiled_model_is_watched_as_it_is() -> None:
+    """Layers inside a compiled program cannot be watched."""
+    model, shape = case("linear")
+    users = make_users(shape, [6] * 5)
+    engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=4)
+    x = engine.passes.parameters.share()
+    batches = engine.everyone.draw(engine.names, 3)[1]
+    engine.passes._forward = lambda _: 1 / 0
+    close(engine.passes.rows(x, batches), plain(model, x, users[1:], 4))
+
+
 def test_a_mapped_pass_is_cut_too() -> None:
     model, shape = case("a parameter of its own", known=False)
     users = make_users(shape, [8] * 25)

@@ -180,9 +180,31 @@ def test_who_does_not_answer_is_known_again(rule: Any) -> None:
         assert set(weights_in(state)) - {OWN} == set(NAMES)
         if step == 3 and isinstance(rule, CosineSimilarity | SimilarityGate):
             assert weights_in(state)["b"] == 0
-    if isinstance(rule, WeightErosion):
+    if isinstance(rule, WeightErosion) and g.rows is not None:
         before, after = state, rule(Gradients(g.own, rows=g.rows[:2], names=NAMES[:2]), state)[1]
         assert weights_in(after)["c"] == weights_in(before)["c"] > weights_in(after)["a"]
+
+
+def test_first_order_where_nobody_helps() -> None:
+    """Weights stay as they were where user 0's loss falls along nobody's last gradient."""
+    rule, g = FirstOrder(0.5), gradients(0)
+    state = rule(gradients(1), rule(g, rule.init(g.own))[1])[1]
+    assert g.rows is not None
+    ahead = rule(Gradients(g.own, rows=g.own.expand(3, -1), names=NAMES), state)[1]
+    back = rule(Gradients(-g.own, rows=g.rows, names=NAMES), ahead)[1]
+    assert torch.equal(back["tau"], ahead["tau"])
+
+
+def own_mean(output: Tensor, targets: Tensor) -> Tensor:
+    """A loss that vmap does not take."""
+    return ((output - targets) ** 2).mean() * math.exp(0 * float(output.detach().mean().item()))
+
+
+def test_rows_by_layer_are_captured_where_vmap_fails() -> None:
+    me, *peers = (coterie.User(name, torch.randn(9, 3), torch.randn(9, 1)) for name in ("me", *NAMES))
+    rule, settings = SimilarityGate(0.5), {"steps": 3, "capture": True, "progress": False, "measure": False}
+    run = coterie.train(nn.Linear(3, 1), own_mean, me, peers, rule, **settings)  # type: ignore[arg-type]
+    assert not run.record.configuration["capture"].startswith("off")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)

@@ -171,7 +171,7 @@ class Passes:
         """Write every user's gradient in one pass; see `ByLayer.backward`."""
 
         def loss() -> Tensor:
-            output = self._output(self._leaves(x), _joined([batch.inputs for batch in batches]))
+            output = self._output(self._leaves(x), _joined([batch.inputs for batch in batches]), watched=True)
             cuts = torch.split(output, [len(batch.inputs) for batch in batches])
             return torch.stack([self._sum(batch, cut) for batch, cut in zip(batches, cuts, strict=True)]).sum()
 
@@ -225,11 +225,17 @@ class Passes:
         return {name: view.requires_grad_() for name, view in self.parameters.unflatten(x.detach()).items()}
 
     def _output(
-        self, leaves: Mapping[str, Tensor], inputs: Tensor, buffers: dict[str, Tensor] | None = None
+        self,
+        leaves: Mapping[str, Tensor],
+        inputs: Tensor,
+        buffers: dict[str, Tensor] | None = None,
+        *,
+        watched: bool = False,
     ) -> Any:
+        """Return the model's output; one whose layers are watched is not compiled, which would leave them out."""
         if leaves is self.parameters.named and not buffers:
             # This spares the tenth of a millisecond that `functional_call` takes.
-            return self.passing.through(self._forward, inputs)
+            return self.passing.through(self.model if watched else self._forward, inputs)
         values = {**leaves, **(buffers or {})}
         output = self.passing.through(lambda inputs: functional_call(self.model, values, (inputs,)), inputs)
         if buffers:  # a module may assign a buffer anew, which `functional_call` writes back to `values`
