@@ -44,6 +44,21 @@ class Allowed:
         return self.one_by_one is not None and (self.moves_buffers or not self.random)
 
 
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    """Let a GPU round as float32 does: by TensorFloat32 two ways to the same numbers differ by hundredths."""
+    places: tuple[Any, Any] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for place, allowed in zip(places, before, strict=True):
+            place.allow_tf32 = allowed
+
+
+@exactly()
 def probe(
     passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User], *, together: bool = True
 ) -> tuple[Any, Allowed]:
@@ -73,8 +88,7 @@ def probe(
     loop = one_by_one or _why_loop(passes, x, inputs, targets)
     if one_by_one is None:
         passes.per_example = _per_example(passes.loss, users)
-        with _exact():
-            _try_by_layer(passes, x, inputs, targets)
+        _try_by_layer(passes, x, inputs, targets)
     return output, Allowed(one_by_one, loop, moves_buffers, random)
 
 
@@ -188,20 +202,6 @@ def _try_by_layer(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) ->
     slight = 1e-4 * alone.norm()
     if all(bool(error.norm() <= 1e-2 * size.norm() + slight) for error, size in lengths):
         passes.by_layer = layers
-
-
-@contextlib.contextmanager
-def _exact() -> Iterator[None]:
-    """Let a GPU round as float32 does: by TensorFloat32 two ways to the same gradient differ by hundredths."""
-    places: tuple[Any, Any] = (torch.backends.cudnn, torch.backends.cuda.matmul)
-    before = [place.allow_tf32 for place in places]
-    for place in places:
-        place.allow_tf32 = False
-    try:
-        yield
-    finally:
-        for place, allowed in zip(places, before, strict=True):
-            place.allow_tf32 = allowed
 
 
 def _per_example(loss: Loss, users: Sequence[User]) -> Loss | None:
