@@ -201,9 +201,9 @@ def costs(setting: Setting, seconds: float, names: Sequence[str] | None = None) 
         memory[name] -= 0 if "floor" in name or name == "loop" else setting.example_bytes()
     return {
         "ms": {name: statistics.median(times[name]) for name in chosen},
-        "time ×": {name: ratio(times[name], times[chosen[0]]) for name in chosen},
+        "time_ratio": {name: ratio(times[name], times[chosen[0]]) for name in chosen},
         "MB": {name: memory[name] / 1e6 for name in chosen},
-        "memory ×": {name: memory[name] / memory[chosen[0]] for name in chosen},
+        "memory_ratio": {name: memory[name] / memory[chosen[0]] for name in chosen},
     }
 
 
