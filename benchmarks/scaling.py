@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from measured import Step, milliseconds, ratio
+from measured import Steps, milliseconds, ratio
 from step_cost import SIDES, Setting, costs
 from torch import nn
 
@@ -58,10 +58,10 @@ def line(options: argparse.Namespace, sweep: str, n_peers: int, parameters: int,
     device = torch.device(options.device)
     setting = Setting.of(partial(network, parameters), SHAPE, n_peers, batch, device)
     d = sum(p.numel() for p in setting.make().parameters())
-    names = ["captured floor"] * (device.type == "cuda") + ["floor", "average"]
+    names = ["floor", "average"]
     if 4 * d * n_peers <= options.rows_gb * 1e9:
         names.append("rows")
-    found = costs(setting, options.seconds, names)
+    found = costs(setting, options.seconds, {name: SIDES[name] for name in names})
     where = {"sweep": sweep, "n_peers": n_peers, "parameters": d, "examples": (n_peers + 1) * batch}
     return where | {"device": options.device, **found}
 
@@ -87,7 +87,7 @@ def shown(found: dict[str, Any]) -> str:
 def growth(options: argparse.Namespace) -> dict[str, Any]:
     """Return the time of the average path at each number of peers over that at the first, all in turns."""
     device, make = torch.device(options.device), partial(network, int(options.fixed_parameters))
-    steps: dict[str, Step] = {}
+    steps: dict[str, Steps] = {}
     for n_peers in options.peers:
         setting = Setting.of(make, SHAPE, n_peers, shared(options.examples, n_peers), device)
         steps[str(n_peers)] = SIDES["average"](setting)
