@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.profiler import profile
 
-Step: TypeAlias = Callable[[], None]
+Steps: TypeAlias = Callable[[int], None]
+"""Takes so many steps."""
 
 TURN = 64
 """How many steps a side takes in its turn, where that stays under a second: as many as batches are drawn ahead."""
 
 
-def milliseconds(steps: dict[str, Step], device: torch.device, seconds: float) -> dict[str, list[float]]:
+def milliseconds(steps: dict[str, Steps], device: torch.device, seconds: float) -> dict[str, list[float]]:
     """Return each side's time a step in milliseconds, turn by turn.
 
     The sides take turns, so that all see the same machine, many steps at a time, so that one side's use of
@@ -40,12 +41,11 @@ def ratio(times: list[float], to: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, to, strict=True))
 
 
-def _seconds(step: Step, count: int, device: torch.device) -> float:
+def _seconds(steps: Steps, count: int, device: torch.device) -> float:
     """Return the seconds a step, over some steps that follow on each other as in training."""
     _wait(device)
     began = time.perf_counter()
-    for _ in range(count):
-        step()
+    steps(count)
     _wait(device)
     return (time.perf_counter() - began) / count
 
@@ -55,7 +55,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_bytes(build: Callable[[], Step], device: torch.device) -> int:
+def peak_bytes(build: Callable[[], Steps], device: torch.device) -> int:
     """Return the most bytes of tensors that a side holds at once in its steps, what it was built with included.
 
     On a GPU as its allocator counts them. On a CPU as torch's allocator tells its profiler, which leaves out what
@@ -65,18 +65,16 @@ def peak_bytes(build: Callable[[], Step], device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
-        step = build()
+        steps = build()
         torch.cuda.reset_peak_memory_stats(device)
-        for _ in range(3):
-            step()
+        steps(8)
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell of its starts and stops
     with profile(use_kineto=True, profile_memory=True) as building:
-        step = build()
+        steps = build()
     with profile(use_kineto=True, profile_memory=True) as stepping:
-        for _ in range(3):
-            step()
+        steps(3)
     return sum(_changes(building)) + max(accumulate(_changes(stepping), initial=0))
 
 
@@ -87,22 +85,32 @@ def _changes(profiled: profile) -> list[int]:
     return [size for _, size in found]
 
 
-def captured(step: Step) -> Step:
+def repeated(step: Callable[[], None]) -> Steps:
+    """Return what takes a step again and again."""
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            step()
+
+    return steps
+
+
+def captured(step: Callable[[], None]) -> Steps:
     """Return a step as a CUDA graph, warmed up and captured when it is first taken."""
     graph: torch.cuda.CUDAGraph | None = None
 
-    def replay() -> None:
+    def steps(count: int) -> None:
         nonlocal graph
         if graph is None:
             warm_up = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             warm_up.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(warm_up):
-                for _ in range(3):
-                    step()
+                repeated(step)(3)
             torch.cuda.current_stream().wait_stream(warm_up)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 step()
-        graph.replay()
+        for _ in range(count):
+            graph.replay()
 
-    return replay
+    return steps

@@ -1,6 +1,6 @@
 """The same rounds through `coterie` and through public libraries for federated learning, on one CPU thread.
 
-    python benchmarks/peers.py [--regimes paper,fedavg] [--libraries pfl,flower] [--turns 3] [--json]
+    python benchmarks/peers.py [--regimes paper,fedavg] [--libraries pfl,flower] [--turns 5] [--json]
 
 Eleven users, user 0 and 10 peers, with 20 examples each; a network 784-100-10; plain gradient steps. Two regimes:
 
@@ -15,8 +15,8 @@ tensors as data, no metrics printed; Flower by `run_simulation` on Ray with one 
 model and data.
 
 Every side has a process of its own, in turn with the others, and is timed between rounds, so that nobody's start
-counts; a side's time is the median of its turns'. Flower's server and actor are two processes, so that it
-may use two cores. A library that is not installed is left out.
+counts; a ratio is between two turns that follow on each other. Flower's server and actor are two processes, so that
+it may use two cores. A library that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ LOCAL_STEPS = {"paper": 1, "fedavg": 20}
 ROUNDS = {
     "coterie": {"paper": 1000, "fedavg": 60},
     "pfl": {"paper": 200, "fedavg": 60},
-    "flower": {"paper": 60, "fedavg": 40},
+    "flower": {"paper": 40, "fedavg": 30},
 }
 """How many rounds a turn times, by library and regime."""
 
@@ -120,7 +121,7 @@ def taken(library: str, regime: str, folder: Path) -> tuple[float, Any]:
 
 
 def measured(regime: str, libraries: list[str], turns: int) -> dict[str, Any]:
-    """Return each side's milliseconds a round, its ratio to ours, and how far its parameters are from ours."""
+    """Return each side's milliseconds a round, its turns over ours, and how far its parameters are from ours."""
     sides = ["coterie", *libraries]
     times: dict[str, list[float]] = {library: [] for library in sides}
     ends: dict[str, Any] = {}
@@ -134,8 +135,8 @@ def measured(regime: str, libraries: list[str], turns: int) -> dict[str, Any]:
     apart = {library: float(np.linalg.norm(ends[library] - ends["coterie"]) / moved) for library in libraries}
     for library, distance in apart.items():
         assert distance < 1e-4, f"{library} computes something else: {distance:.1e} of the way apart"
-    ratios = {library: medians[library] / medians["coterie"] for library in libraries}
-    return {"regime": regime, "ms": medians, "turns_ms": times, "ratio": ratios, "apart": apart}
+    ratios = {library: sorted(map(truediv, times[library], times["coterie"])) for library in libraries}
+    return {"regime": regime, "ms": medians, "ratios": ratios, "apart": apart}
 
 
 def main() -> None:
@@ -143,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regimes", default="paper,fedavg")
     parser.add_argument("--libraries", default="pfl,flower")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--turn", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -165,8 +166,10 @@ def main() -> None:
             continue
         print(f"{regime}: coterie {found['ms']['coterie']:.2f} ms a round", flush=True)
         for name in libraries:
-            shown = f"{found['ms'][name]:.2f} ms, {found['ratio'][name]:.1f} × coterie's"
-            print(f"{regime}: {name} {shown} (parameters apart: {found['apart'][name]:.0e})", flush=True)
+            ratios = found["ratios"][name]
+            spread = f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}–{ratios[-1]:.1f})"
+            shown = f"{found['ms'][name]:.2f} ms, {spread} × coterie's"
+            print(f"{regime}: {name} {shown}; parameters apart: {found['apart'][name]:.0e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from measured import Step, milliseconds, ratio
+from measured import Steps, milliseconds, ratio
 from step_cost import SIDES, Setting, costs
 from torch import nn
 
@@ -58,10 +58,10 @@ def line(options: argparse.Namespace, sweep: str, n_peers: int, parameters: int,
     device = torch.device(options.device)
     setting = Setting.of(partial(network, parameters), SHAPE, n_peers, batch, device)
     d = sum(p.numel() for p in setting.make().parameters())
-    names = ["captured floor"] * (device.type == "cuda") + ["floor", "average"]
+    names = ["floor", "average"]
     if 4 * d * n_peers <= options.rows_gb * 1e9:
         names.append("rows")
-    found = costs(setting, options.seconds, names)
+    found = costs(setting, options.seconds, {name: SIDES[name] for name in names})
     where = {"sweep": sweep, "n_peers": n_peers, "parameters": d, "examples": (n_peers + 1) * batch}
     return where | {"device": options.device, **found}
 
@@ -79,7 +79,7 @@ def sweeps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def shown(found: dict[str, Any]) -> str:
     """Return a line of the table: the floor, and each side's ratios to it in time and memory."""
     (floor, ms), *_ = found["ms"].items()
-    ratios = [f"{name} {x:.2f} ({found['memory ×'][name]:.2f})" for name, x in found["time ×"].items()]
+    ratios = [f"{name} {x:.2f} ({found['memory_ratio'][name]:.2f})" for name, x in found["time_ratio"].items()]
     sizes = f"{found['n_peers']:>5} peers {found['parameters']:>11,} parameters {found['examples']:>6,} examples"
     return f"{sizes}   {floor} {ms:.2f} ms, {found['MB'][floor]:.1f} MB   × " + "   ".join(ratios[1:])
 
@@ -87,13 +87,13 @@ def shown(found: dict[str, Any]) -> str:
 def growth(options: argparse.Namespace) -> dict[str, Any]:
     """Return the time of the average path at each number of peers over that at the first, all in turns."""
     device, make = torch.device(options.device), partial(network, int(options.fixed_parameters))
-    steps: dict[str, Step] = {}
+    steps: dict[str, Steps] = {}
     for n_peers in options.peers:
         setting = Setting.of(make, SHAPE, n_peers, shared(options.examples, n_peers), device)
         steps[str(n_peers)] = SIDES["average"](setting)
     times = milliseconds(steps, device, options.seconds * len(steps))
     first = times[str(FEW if FEW in options.peers else options.peers[0])]
-    return {"sweep": "growth", "time ×": {name: ratio(found, first) for name, found in times.items()}}
+    return {"sweep": "growth", "time_ratio": {name: ratio(found, first) for name, found in times.items()}}
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
@@ -102,14 +102,19 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     panels = figure.subplots(2, 2, sharey="row")
     for column, (sweep, key) in enumerate((("peers", "n_peers"), ("parameters", "parameters"))):
         points = [found for found in lines if found["sweep"] == sweep]
-        for row, ratios in enumerate(("time ×", "memory ×")):
+        for row, ratios in enumerate(("time_ratio", "memory_ratio")):
             panel = panels[row][column]
             for name in ("average", "rows"):
                 at = [(p[key], p[ratios][name]) for p in points if name in p[ratios]]
                 if at:
                     panel.plot(*zip(*at, strict=True), marker="o", label=name)
             panel.axhline(1, color="0.6", linewidth=1)
-            panel.set(xscale="log", yscale="log", xlabel=sweep, ylabel=f"{ratios} the floor" if not column else "")
+            panel.set(
+                xscale="log",
+                yscale="log",
+                xlabel=sweep,
+                ylabel=f"{ratios.removesuffix('_ratio')}, × the floor" if not column else "",
+            )
     panels[0][0].legend(frameon=False)
     figure.savefig(path)
 
@@ -135,7 +140,7 @@ def main() -> None:
         print(json.dumps(found) if options.json else shown(found), flush=True)
     if len(options.peers) > 1:
         found = growth(options)
-        grown = ", ".join(f"{n_peers} {100 * (x - 1):+.1f} %" for n_peers, x in found["time ×"].items())
+        grown = ", ".join(f"{n_peers} {100 * (x - 1):+.1f} %" for n_peers, x in found["time_ratio"].items())
         print(json.dumps(found) if options.json else f"average path at equal examples, by peers: {grown}")
     if options.plot:
         plot(lines, options.plot)

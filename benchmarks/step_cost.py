@@ -1,12 +1,15 @@
 """The cost of one collaborative step over its floor, all sides timed in one run.
 
 The floor is one forward and backward pass of the same examples, user 0's and all peers', in one batch that
-lies ready, plus the optimizer's update; on a GPU also captured as a CUDA graph, and then that is what ratios are
-to. Beside it: the whole step of `coterie` (draw the batches, the passes, the rule, the update) by the average path,
-as `WeightedAveraging` and as `BiasCorrection`, and by the rows path, and a plain loop over users.
+lies ready, plus the optimizer's update. Beside it the whole step of `coterie` (draw the batches, the passes, the
+rule, the update): by the average path, as `WeightedAveraging` and as `BiasCorrection`; by the rows path, with their
+mean for a rule and as `CosineSimilarity`; and a plain loop over users. On a GPU the floor and ours are captured as
+CUDA graphs, as `train` does by default, and the floor and averaging are also measured without.
 
     python benchmarks/step_cost.py [--device cuda] [--threads 1] [--models mlp,cnn,resnet] [--peers 10 50] [--json]
+    python benchmarks/step_cost.py --device cuda --models cnn,resnet --passing
 
+`--passing` compares averaging in full precision with `Passing`'s options: bfloat16, channels last, compiled.
 Memory is the peak of each side's tensors, the users' examples left out, each side on its own.
 """
 
@@ -15,18 +18,23 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import torch
-from measured import Step, captured, milliseconds, peak_bytes, ratio
+from measured import Steps, captured, milliseconds, peak_bytes, ratio, repeated
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.parameters import Parameters
+from coterie import Passing
+from coterie.captured import Captured
+from coterie.costs import Costs
+from coterie.engines.passing import AS_IT_IS
+from coterie.similarity import CosineSimilarity
+from coterie.track import Track
 
 
 def mlp() -> nn.Module:
@@ -78,6 +86,8 @@ def resnet() -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
+AVERAGING = coterie.WeightedAveraging(alpha=0.5)
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (1, 28, 28)),
     "cnn": (cnn, (1, 28, 28)),
@@ -127,7 +137,19 @@ class Setting:
         return sum(tensor.nbytes for e in held for tensor in (e.inputs, e.targets))
 
 
-def floor(setting: Setting) -> Step:
+class MeanOfRows(coterie.WeightedAveraging):
+    """Averaging of every peer's gradient: the least that a rule which needs rows can do."""
+
+    needs_rows = True
+
+    def __call__(self, g: coterie.Gradients, state: coterie.State) -> tuple[Tensor, coterie.State]:
+        """Return (1 − α) g_0 + α mean g_k."""
+        if g.rows is None:
+            raise AssertionError("rows were asked for")
+        return torch.lerp(g.own, g.rows.mean(0), self.alpha), {**state, "step": state["step"] + 1}  # type: ignore[arg-type]  # no function here
+
+
+def floor(setting: Setting) -> Callable[[], None]:
     """Return one pass of all examples in one batch that lies ready, and the update."""
     model, (inputs, targets) = setting.model(), setting.ready_batch()
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -140,7 +162,7 @@ def floor(setting: Setting) -> Step:
     return step
 
 
-def loop(setting: Setting) -> Step:
+def loop(setting: Setting) -> Steps:
     """Return a plain loop over users, whose batches lie ready, and the update."""
     model, ready = setting.model(), setting.ready_batch()
     batches = list(zip(*(torch.split(column, setting.batch) for column in ready), strict=True))
@@ -152,58 +174,72 @@ def loop(setting: Setting) -> Step:
             torch.autograd.backward(cross_entropy(model(inputs), targets) / len(batches))
         sgd.step()
 
-    return step
+    return repeated(step)
 
 
-def ours(setting: Setting, rule: coterie.Rule, rows: bool = False) -> Step:
-    """Return the whole step of `coterie`: batches, gradients, rule, update."""
+def ours(
+    setting: Setting, rule: coterie.Rule = AVERAGING, capture: bool | None = None, passing: Passing = AS_IT_IS
+) -> Steps:
+    """Return the steps of `coterie`: batches, gradients, rule, update; captured on a GPU where nothing is said."""
     model, (me, *peers) = setting.model(), setting.everyone
-    engine = coterie.InProcess(model, cross_entropy, me, peers, batch_size=setting.batch)
-    parameters = Parameters(model)
-    x = parameters.share()
+    engine = coterie.InProcess(model, cross_entropy, me, peers, batch_size=setting.batch, passing=passing)
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
-    state, weights, taken = rule.init(x), rule.weights(engine.names), 0
+    costs = Costs({user.name: setting.batch for user in setting.everyone})
+    track = Track(model, rule, engine, sgd, scheduler=None, costs=costs)
+    whole = Captured(track) if capture or (capture is None and setting.device.type == "cuda") else None
 
-    def step() -> None:
-        nonlocal state, taken
-        direction, state = rule(engine.gradients(x, taken, weights, rows), state)
-        parameters.set_gradient(direction)
-        sgd.step()
-        taken += 1
+    def steps(count: int) -> None:
+        end = track.step + count
+        while track.step < end:
+            if whole is None or whole.advance(end - track.step) is None:
+                track.advance(track.gradients())
 
-    return step
+    return steps
 
 
-SIDES: dict[str, Callable[[Setting], Step]] = {
-    "captured floor": lambda setting: captured(floor(setting)),
-    "floor": floor,
-    "average": partial(ours, rule=coterie.WeightedAveraging(alpha=0.5)),
+SIDES: dict[str, Callable[[Setting], Steps]] = {
+    "floor": lambda setting: (captured if setting.device.type == "cuda" else repeated)(floor(setting)),
+    "average": ours,
     "corrected": partial(ours, rule=coterie.BiasCorrection(alpha=0.5, beta=0.1)),
-    "rows": partial(ours, rule=coterie.WeightedAveraging(alpha=0.5), rows=True),
+    "rows": partial(ours, rule=MeanOfRows(alpha=0.5)),
+    "similarity": partial(ours, rule=CosineSimilarity(alpha=0.5)),
     "loop": loop,
 }
-"""By name, what builds one step of each side; those called captured need a GPU. Ratios are to the first."""
+"""By name, what builds the steps of each side. Ratios are to the first."""
+
+UNCAPTURED: dict[str, Callable[[Setting], Steps]] = {
+    "eager floor": lambda setting: repeated(floor(setting)),
+    "eager average": partial(ours, capture=False),
+}
+"""What is measured on a GPU besides."""
+
+PASSING: dict[str, Callable[[Setting], Steps]] = {
+    "full precision": ours,
+    "channels last": partial(ours, passing=Passing(channels_last=True)),
+    "bfloat16": partial(ours, passing=Passing(torch.bfloat16)),
+    "both": partial(ours, passing=Passing(torch.bfloat16, channels_last=True)),
+    "compiled": partial(ours, passing=Passing(compile=True)),
+    "all three": partial(ours, passing=Passing(torch.bfloat16, channels_last=True, compile=True)),
+}
+"""By name, averaging with the options of `Passing`."""
 
 
-def sides(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Step]:
-    """Return one step of each side, ready to be timed: of all that the device allows when no names are given."""
-    possible = [name for name in SIDES if setting.device.type == "cuda" or "captured" not in name]
-    return {name: SIDES[name](setting) for name in names or possible}
-
-
-def costs(setting: Setting, seconds: float, names: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+def costs(
+    setting: Setting, seconds: float, sides: Mapping[str, Callable[[Setting], Steps]]
+) -> dict[str, dict[str, float]]:
     """Return the milliseconds a step and the megabytes of each side, and its ratios to the first side's."""
-    steps = sides(setting, names)
-    chosen, times = list(steps), milliseconds(steps, setting.device, seconds)
+    steps = {name: build(setting) for name, build in sides.items()}
+    times = milliseconds(steps, setting.device, seconds)
     del steps  # so that each side's memory is its own
-    memory = {name: float(peak_bytes(partial(SIDES[name], setting), setting.device)) for name in chosen}
-    for name in chosen:
+    memory = {name: float(peak_bytes(partial(build, setting), setting.device)) for name, build in sides.items()}
+    for name in sides:
         memory[name] -= 0 if "floor" in name or name == "loop" else setting.example_bytes()
+    first = next(iter(sides))
     return {
-        "ms": {name: statistics.median(times[name]) for name in chosen},
-        "time ×": {name: ratio(times[name], times[chosen[0]]) for name in chosen},
-        "MB": {name: memory[name] / 1e6 for name in chosen},
-        "memory ×": {name: memory[name] / memory[chosen[0]] for name in chosen},
+        "ms": {name: statistics.median(found) for name, found in times.items()},
+        "time_ratio": {name: ratio(found, times[first]) for name, found in times.items()},
+        "MB": {name: found / 1e6 for name, found in memory.items()},
+        "memory_ratio": {name: found / memory[first] for name, found in memory.items()},
     }
 
 
@@ -216,15 +252,17 @@ def main() -> None:
     parser.add_argument("--peers", type=int, nargs="+", default=[10])
     parser.add_argument("--batch", type=int, default=32, help="examples a user")
     parser.add_argument("--seconds", type=float, default=20, help="time to spend on each model and number of peers")
+    parser.add_argument("--passing", action="store_true", help="compare the options of `Passing` instead")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
+    sides = PASSING if options.passing else SIDES | (UNCAPTURED if device.type == "cuda" else {})
     names = options.models.split(",") if options.models else list(MODELS)[: 3 if device.type == "cuda" else 2]
     for name in names:
         for n_peers in options.peers:
             setting = Setting.of(*MODELS[name], n_peers, options.batch, device)
-            found = costs(setting, options.seconds)
+            found = costs(setting, options.seconds, sides)
             if options.json:
                 line = {"model": name, "n_peers": n_peers, "batch": options.batch, "device": options.device}
                 print(json.dumps(line | found), flush=True)

@@ -223,6 +223,7 @@ class Odd(nn.Module):
         (Odd(), {}, "depends on the others"),
         (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), {}, "random numbers"),
         (nn.Linear(4, 3), {"optimizer": Adagrad}, "Adagrad is not known"),
+        (nn.Linear(4, 3), {"rule": WeightedAveraging(0.4, pool=coterie.pools.Mean())}, "a pool looks"),
         (nn.Linear(4, 3), {"rule": FedAvg(2), "lr": 0.1}, "rounds of its own"),
     ],
 )
@@ -236,3 +237,19 @@ def test_what_cannot_be_captured_is_told_once_and_trained_all_the_same(
     assert len(told) == 1
     assert run.step == 5
     assert run.record.configuration["capture"].startswith("off: ")
+
+
+ROWS: dict[str, Rule] = {
+    "similarity": coterie.similarity.CosineSimilarity(0.5),
+    "gate": coterie.similarity.SimilarityGate(0.5),
+    "erosion": coterie.similarity.WeightErosion(),
+    "mirror": coterie.similarity.MirrorDescent(),
+    "first order": coterie.similarity.FirstOrder(),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS)
+def test_rules_that_need_every_gradient_step_as_one_by_one(rule: Rule, device: str) -> None:
+    one_by_one, captured = (train(rule, users(), capture=flag, device=device) for flag in (False, True))
+    assert_same(one_by_one, captured, device)

@@ -114,6 +114,8 @@ def why_not(track: Track) -> str | None:
     engine, rule, optimizer = track.engine, track.rule, track.optimizer
     if not isinstance(rule, Capturable):
         return f"`{type(rule).__name__}` does not say beforehand what a step needs"
+    if getattr(rule, "pool", None) is not None:
+        return "a pool looks into its rows"
     if not isinstance(engine, InProcess) or not engine.everyone.in_memory:
         return "not all examples are in memory here"
     official = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)

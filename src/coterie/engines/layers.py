@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from coterie.engines.beside import beside
 
-LANES = 4
+LANES = 8
 """On a GPU the convolutions of so many users go on side by side: one user's does not fill it."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -43,6 +44,21 @@ class Allowed:
         return self.one_by_one is not None and (self.moves_buffers or not self.random)
 
 
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    """Let a GPU round as float32 does: by TensorFloat32 two ways to the same numbers differ by hundredths."""
+    places: tuple[Any, Any] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for place, allowed in zip(places, before, strict=True):
+            place.allow_tf32 = allowed
+
+
+@exactly()
 def probe(
     passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User], *, together: bool = True
 ) -> tuple[Any, Allowed]:
