@@ -28,6 +28,7 @@ from coterie.examples import Examples
 from coterie.figures import differences
 from coterie.rules import Alone
 from coterie.training import train
+from coterie.training_many import train_many
 from coterie.users import User
 
 RUNNER = CliRunner()
@@ -182,7 +183,12 @@ def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(monkey
         seen.append(args[2])
         return train(*args, **kwargs)
 
+    def spy_many(*args: Any, **kwargs: Any) -> Any:
+        seen.extend(wanted.me for wanted in args[2])
+        return train_many(*args, **kwargs)
+
     monkeypatch.setattr("coterie.benchmark.tuning.train", spy)
+    monkeypatch.setattr("coterie.benchmark.tuning.train_many", spy_many)
     task = make(people())
     tuned = Tuning(task, MODELS["linear"](3, 4), steps=2, batch_size=32, seed=0)
     outcomes = {name: tuned.outcome(ways) for name, ways in METHODS.items()}

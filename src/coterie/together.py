@@ -135,9 +135,8 @@ class Together:
         called = [run for run in sorted(self.running) if self.begun[run].callbacks]
         own_loss = self.program.own_loss.tolist() if called else []
         for run in called:
-            state = self.states[run]
-            weight = self.program.state(run)["weight"]
-            told = Step(self.program.step, own_loss[run], weight, {}, points.get(run), state.track.model)
+            weight, model = self.program.weight(run), self.states[run].track.model
+            told = Step(self.program.step, own_loss[run], weight, {}, points.get(run), model)
             if [callback for callback in self.begun[run].callbacks if callback(told) is True]:
                 self._finish({run}, "a callback")
 

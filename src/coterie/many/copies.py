@@ -126,19 +126,19 @@ class Copies:
         groups, rows = inputs.shape[:2]
         copies = next(iter(values.values())).shape[1]
         names = {id(p): name for name, p in self.parameters.named.items()}
-        h, shared = inputs.mT, True
+        h, shared, fresh = inputs.mT, True, False  # by all copies of a group; and of no use to the backward pass
         for layer in self._layers or ():
-            if not isinstance(layer, nn.Linear):
-                h = layer(h) if not isinstance(layer, nn.Flatten) else h
-                continue
-            weight = values[names[id(layer.weight)]]
-            if shared:
-                h = (weight.flatten(1, 2) @ h).view(groups * copies, -1, rows)
-            else:
-                h = weight.flatten(0, 1) @ h
-            if layer.bias is not None:
-                h = h + values[names[id(layer.bias)]].flatten(0, 1).unsqueeze(2)
-            shared = False
+            if isinstance(layer, nn.Linear):
+                weight = values[names[id(layer.weight)]].flatten(*(1, 2) if shared else (0, 1))
+                if layer.bias is None:
+                    h = weight @ h
+                else:
+                    bias = values[names[id(layer.bias)]].flatten(*(1, 2) if shared else (0, 1))
+                    h = torch.baddbmm(bias.unsqueeze(2), weight, h)
+                h, shared, fresh = h.view(groups * copies, -1, rows), False, True
+            elif not isinstance(layer, nn.Flatten):
+                h = h.relu_() if fresh and type(layer) is nn.ReLU else layer(h)
+                fresh = False
         return h.mT.unflatten(0, (groups, copies))
 
 

@@ -66,15 +66,14 @@ class Directions:
             self._c = torch.lerp(c, bias, beta)
         return torch.lerp(own, peers, alpha)
 
-    def state(self, run: int, steps: int) -> dict[str, Any]:
-        """Return what a run's rule would remember after so many steps, beside their number."""
-        if run not in self._rows:
-            return {}
-        row = self._rows[run]
-        found: dict[str, Any] = {"weight": self._alpha.last[row] if steps else 0.0}
-        if row in self._place:
-            found |= {"seen": steps, "c": self._c[self._place[row]].clone()}
-        return found
+    def weight(self, run: int) -> float:
+        """Return the weight that a run's peers had in the last step."""
+        return self._alpha.last[self._rows[run]] if run in self._rows else 0.0
+
+    def bias(self, run: int, steps: int) -> dict[str, Any]:
+        """Return what a run's rule remembers of its peers' bias after so many steps, where it does."""
+        place = self._place.get(self._rows.get(run, -1))
+        return {} if place is None else {"seen": steps, "c": self._c[place].clone()}
 
 
 class _Column:

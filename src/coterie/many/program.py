@@ -86,9 +86,13 @@ class Program:
         # A finite sum has finite terms, and no knob hides what is not finite: 0 · ∞ is not a number.
         return (~self._sums.isfinite()).tolist()
 
+    def weight(self, run: int) -> float:
+        """Return the weight that a run's peers had in the last step."""
+        return self._directions.weight(run) if self.step else 0.0
+
     def state(self, run: int) -> State:
         """Return the state of a run's rule after the last step."""
-        return {"step": self.step, "weight": 0.0, **self._directions.state(run, self.step)}
+        return {"step": self.step, "weight": self.weight(run), **self._directions.bias(run, self.step)}
 
     def held_out(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the outputs and targets on the validation set of each run that has one in memory."""
