@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +81,7 @@ class Together:
             alike.setdefault(_setting(each.problem), []).append(each)
         self.begun = [each for some in alike.values() for each in some]
         self.states = [each.state(metrics) for each in self.begun]
-        for each, state in zip(self.begun, self.states, strict=True):
+        for state in self.states:
             state.record.configuration["runs"] = f"one program of {len(begun)}"
         x = torch.stack([state.track.x for state in self.states])
         stack = Stack(x, [(some[0].problem, len(some)) for some in alike.values()])
@@ -102,7 +103,7 @@ class Together:
             due = self.program.step % self.every == 0 or self.program.step == steps
             points = self._evaluate() if due else {}
             self._call(points)
-            show(self.program.step, float(self.losses.mean()) if due else float("nan"), float("nan"), None)
+            show(self.program.step, float(self.program.own_loss.mean()) if due else math.nan, math.nan, None)
             stopped = interrupted()
         self._finish(self.running, "Ctrl-C" if stopped else None)
         return self.runs, stopped

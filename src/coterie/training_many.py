@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -18,6 +18,7 @@ from coterie.draws import seeded
 from coterie.engines import InProcess
 from coterie.errors import GradientError
 from coterie.evaluation import Metric
+from coterie.examples import InMemory
 from coterie.many import Problem, Scheduler, engine_of, why_one_by_one
 from coterie.methods.rounds import Method
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
@@ -40,7 +41,8 @@ class Wanted:
         model: where to start: the model of all runs with other parameters.
         optimizer: as for `train`.
         scheduler: as for `train`; runs that are given the same one share it.
-        callbacks: called with a `Step` after every step of this run; one that returns True ends it.
+        callbacks: called with a `Step` after every step of this run; one that returns True ends it. Where the run
+            is taken up again by itself, they are told its steps from the first again.
     """
 
     me: User
@@ -76,9 +78,9 @@ def train_many(
     rows. Batches are those of `train`, so that a run differs from the same run by itself in rounding only. `Alone`,
     `WeightedAveraging` and `BiasCorrection` can take part, and whatever is settled into them before the first step.
 
-    A run that cannot take part is trained by `train` after the others, and `record.configuration["runs"]` says why. So
-    is one whose gradients turn out not to be finite; where they are user 0's own, its `stopped` says so. Ctrl-C ends
-    all runs after the step they are in.
+    A run that cannot take part is trained by `train` after the others, and `record.configuration["runs"]` says
+    why. So is one whose gradients turn out not to be finite; where they are user 0's own, its `stopped` says so.
+    Ctrl-C ends all runs after the step they are in.
 
     Args:
         model: any module; every run starts from its parameters, unless it has a model of its own.
@@ -98,9 +100,8 @@ def train_many(
         >>> import coterie
         >>> inputs = torch.eye(4).repeat(5, 1)
         >>> me, *peers = (User(name, inputs, inputs.sum(1, keepdim=True)) for name in ("me", "a", "b"))
-        >>> wanted = [
-        ...     Wanted(me, peers, coterie.WeightedAveraging(alpha), seed=seed) for alpha in (0.1, 0.9) for seed in (0, 1)
-        ... ]
+        >>> rules = [coterie.WeightedAveraging(alpha) for alpha in (0.1, 0.9)]
+        >>> wanted = [Wanted(me, peers, rule, seed) for rule in rules for seed in (0, 1)]
         >>> runs = train_many(nn.Linear(4, 1), nn.functional.mse_loss, wanted, lr=0.1, steps=500)
         >>> [run.record.points[-1]["own_loss"] < 1e-3 for run in runs]
         [True, True, True, True]
@@ -161,7 +162,7 @@ def _begin(wanted: Sequence[Wanted], common: _Common) -> list[Begun]:
     for place, asked in enumerate(wanted):
         rule = AdaptiveAveraging() if asked.rule is None else asked.rule
         problem = common.problem(asked, rule)
-        alike = asked.model is None or _alike(common.model, problem)
+        alike = asked.model in (None, common.model) or _alike(common.model, problem)
         users = (asked.me, *asked.peers)
         key = tuple(id(user) for user in users) + (() if alike else (place,))
         if key not in engines:
@@ -172,6 +173,8 @@ def _begin(wanted: Sequence[Wanted], common: _Common) -> list[Begun]:
         why = _why(rule, problem, engines[key])
         if not alike:
             why = why or "its model is not the one of all runs with other parameters"
+        if _form(asked.me) != _form(wanted[0].me):
+            why = why or "its examples have another shape or dtype than those of the first run"
         configuration = configuration_of(problem, rule) | engines[key].describe()
         configuration |= {"guard": "off", "evaluate_every": common.every}
         begun.append(Begun(place, problem, rule, engines[key], configuration, asked.callbacks, why))
@@ -211,11 +214,21 @@ def _alike(model: nn.Module, problem: Problem) -> bool:
     device = next(iter(other.values())).device
     inputs = problem.me.batch(problem.batch_size, seed=problem.seed, step=0)[0].to(device)
     trained = {name: p for name, p in other.items() if p.requires_grad}
-    with torch.no_grad(), seeded(problem.seed, problem.me.name, 0, device):
-        expected = problem.model(inputs)
-    with torch.no_grad(), seeded(problem.seed, problem.me.name, 0, device):
-        found = functional_call(copy.deepcopy(model).to(device), trained, (inputs,))
-    return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+    try:
+        with torch.no_grad(), seeded(problem.seed, problem.me.name, 0, device):
+            expected = copy.deepcopy(problem.model)(inputs)
+            found = functional_call(copy.deepcopy(model).to(device), trained, (inputs,))
+            return bool(torch.allclose(found, expected))
+    except Exception:  # a model that does not fit says so better where it is tried by itself
+        return False
+
+
+def _form(user: User) -> tuple[object, ...]:
+    """Return what the examples of runs in one program have in common."""
+    held = user.examples
+    if not isinstance(held, InMemory):
+        return ()
+    return held.inputs.shape[1:], held.inputs.dtype, held.targets.shape[1:], held.targets.dtype
 
 
 def _by_itself(asked: Wanted, common: _Common, why: str | None) -> Run:
@@ -243,5 +256,5 @@ def _by_itself(asked: Wanted, common: _Common, why: str | None) -> Run:
         )
     except GradientError as error:  # the others must not be lost with it
         run = error.run
-    run.record.configuration["runs"] = f"by itself: {why or 'a gradient was not finite'}"
+    run.record.configuration["runs"] = f"by itself: {why or 'with the others, a gradient was not finite'}"
     return run

@@ -117,4 +117,3 @@ class _Draws:
             found = used.to(self.like.device), shares[:, used][self.which].to(self.like)
             self.kept = step, found
         return self.kept[1]
-

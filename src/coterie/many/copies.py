@@ -62,9 +62,7 @@ class Copies:
         sums = (self._losses(leaves, inputs, targets) * shares).sum(2)
         with torch.autograd.set_multithreading_enabled(False):
             found = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
-        flat = [
-            torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves.values(), strict=True)
-        ]
+        flat = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves.values(), strict=True)]
         return torch.cat([g.flatten(2) for g in flat], dim=2), sums.detach()
 
     def losses(self, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:

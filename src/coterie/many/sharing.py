@@ -67,8 +67,8 @@ def passes(copies: Copies, pool: Pool, needs: Needs, x: Tensor) -> list[Pass]:
         cut += [(list(some), draws) for some in _batched(runs, most)]
     cut.sort(key=lambda group: (len(group[0]), sum(each.size for each in group[1])))
     found = []
-    for _, alike in groupby(cut, key=lambda group: len(group[0])):
-        alike = list(alike)
+    for _, same in groupby(cut, key=lambda group: len(group[0])):
+        alike = list(same)
         largest = example.numel() * sum(each.size for each in alike[-1][1])
         together = max(1, copies.most(largest, x.device) // len(alike[0][0]))
         for some in _batched(alike, together):

@@ -60,7 +60,9 @@ class Pool:
                 held.append(user.examples)
                 total += len(user)
             self._first[id(user.examples)] = known[mark]
-        self.examples = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held])).to(device)
+        self.examples = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held])).to(
+            device
+        )
 
     def draws(self, user: User, batch_size: int, seed: int) -> Draws:
         """Return a user's batches under a seed, those of `User.batch`."""
@@ -102,8 +104,8 @@ class Table:
         found = torch.zeros(len(self.groups), len(weights[0]), self.rows, dtype=torch.float64)
         for group, runs, shares in zip(self.groups, weights, found, strict=True):
             sizes = torch.tensor([draws.size for draws in group])
-            each = torch.tensor([[run.get(draws, 0.0) / draws.size for draws in group] for run in runs])
-            shares[:, : int(sizes.sum())] = each.double().repeat_interleave(sizes, dim=1)
+            each = found.new_tensor([[run.get(draws, 0.0) / draws.size for draws in group] for run in runs])
+            shares[:, : int(sizes.sum())] = each.repeat_interleave(sizes, dim=1)
         return found
 
     def _indices(self, step: int) -> Tensor:
