@@ -17,8 +17,9 @@ import coterie
 from coterie import Alone, BiasCorrection, Run, Step, User, Wanted, WeightedAveraging, train_many
 from coterie.benchmark.models import cnn
 from coterie.engines import InProcess
-from coterie.many import Copies, Pool
+from coterie.many.copies import Copies
 from coterie.many.sharing import Needs, passes
+from coterie.many.tables import Pool
 from coterie.methods import FedAvg
 from coterie.pools import CoordinateMedian
 
@@ -48,14 +49,14 @@ def by_itself(model: nn.Module, loss: Any, wanted: Wanted, **settings: Any) -> R
     """Return the run that `train` gives."""
     own = {"lr": wanted.lr, "optimizer": wanted.optimizer, "scheduler": wanted.scheduler}
     settings = settings | {name: value for name, value in own.items() if value is not None}
-    users, start = (wanted.me, wanted.peers, wanted.rule), wanted.model or model
-    others = {"seed": wanted.seed, "callbacks": wanted.callbacks, "guard": "off", "measure": False}
-    return coterie.train(start, loss, *users, **settings, **others)
+    users: dict[str, Any] = {"me": wanted.me, "peers": wanted.peers, "rule": wanted.rule}
+    others: dict[str, Any] = {"seed": wanted.seed, "callbacks": wanted.callbacks, "guard": "off", "measure": False}
+    return coterie.train(wanted.model or model, loss, **users, **settings, **others)
 
 
 def assert_same(found: Run, expected: Run, tolerance: float = 1e-9) -> None:
     """Compare all that a run holds, but for how long it took."""
-    close = {"rel": tolerance, "abs": tolerance}
+    close: dict[str, Any] = {"rel": tolerance, "abs": tolerance}
     assert (found.step, found.best_step, found.stopped) == (expected.step, expected.best_step, expected.stopped)
     assert found.test == pytest.approx(expected.test, **close)
     for a, b in zip(found.record.points, expected.record.points, strict=True):
@@ -133,7 +134,8 @@ class Places(nn.Module):
         self.register_buffer("scale", torch.tensor(1.5))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.linear(inputs * self.scale).reshape(len(inputs), 3, 2) * self.frozen
+        output: Tensor = self.linear(inputs * self.scale).reshape(len(inputs), 3, 2)
+        return output * self.frozen
 
 
 def targets_of(kind: str, n: int, generator: torch.Generator) -> Tensor:
@@ -370,7 +372,7 @@ def test_callbacks_are_told_of_their_run_and_may_end_it(make_users: Users) -> No
 
         return tell
 
-    rules = [WeightedAveraging(falling), Alone(), BiasCorrection(0.5, 0.1)]
+    rules: list[coterie.Rule] = [WeightedAveraging(falling), Alone(), BiasCorrection(0.5, 0.1)]
     runs = train_many(
         network(),
         f.cross_entropy,

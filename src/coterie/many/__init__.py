@@ -14,10 +14,8 @@ from torch import Tensor
 from coterie.engines.in_process import InProcess
 from coterie.examples import InMemory
 from coterie.many.batched import Batched
-from coterie.many.copies import Copies
 from coterie.many.one_by_one import OneByOne
 from coterie.many.problem import Problem, Runs, Scheduler
-from coterie.many.tables import Pool
 
 __all__ = [
     "ELEMENTWISE",

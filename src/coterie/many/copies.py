@@ -76,7 +76,7 @@ class Copies:
             return self._outputs(self._pieces(x), inputs)
 
     def most(self, numbers: int, device: torch.device) -> int:
-        """Return how many copies may share a pass over so many numbers, guessing that activations are a few times."""
+        """Return how many copies may share a batch of so many numbers, guessing at their activations."""
         numbers = 2 * self.parameters.size + 8 * numbers
         return max(1, MEMORY.get(device.type, 2**28) // (numbers * self.parameters.dtype.itemsize))
 
@@ -128,16 +128,16 @@ class Copies:
         for layer in self._layers or ():
             if isinstance(layer, nn.Linear):
                 weight = values[names[id(layer.weight)]].flatten(*(1, 2) if shared else (0, 1))
-                if layer.bias is None:
+                bias = values.get(names.get(id(layer.bias), ""))
+                if bias is None:
                     h = weight @ h
                 else:
-                    bias = values[names[id(layer.bias)]].flatten(*(1, 2) if shared else (0, 1))
-                    h = torch.baddbmm(bias.unsqueeze(2), weight, h)
+                    h = torch.baddbmm(bias.flatten(*(1, 2) if shared else (0, 1)).unsqueeze(2), weight, h)
                 h, shared, fresh = h.view(groups * copies, -1, rows), False, True
             elif not isinstance(layer, nn.Flatten):
                 h = h.relu_() if fresh and type(layer) is nn.ReLU else layer(h)
                 fresh = False
-        return h.mT.unflatten(0, (groups, copies))
+        return h.mT.reshape(groups, copies, rows, -1)
 
 
 def _layers(model: nn.Module, trainable: set[str]) -> list[nn.Module] | None:

@@ -1,4 +1,4 @@
-"""Many runs as one program: a pass over the own batches of all, one over the peers', then all their rules at once."""
+"""Many runs as one program: a pass over the own batches of all, one over the peers', then the rules of all."""
 
 from __future__ import annotations
 
@@ -109,19 +109,12 @@ class Program:
 
 def _validation(copies: Copies, users: Sequence[User], x: Tensor) -> list[Pass]:
     """Return the passes over the validation sets that are in memory."""
-    needs = Needs()
-    held = {run: _held_out(user) for run, user in enumerate(users) if isinstance(user.validation, InMemory)}
-    if held:
-        pool = Pool(held.values(), x.device)
-        for run, user in held.items():
-            needs[run] = {pool.draws(user, len(user), 0): 1.0}
-        return passes(copies, pool, needs, x)
-    return []
-
-
-def _held_out(user: User) -> User:
-    """Return a user whose examples are the other's validation set."""
-    other = copy.copy(user)
-    assert user.validation is not None
-    other.examples = user.validation
-    return other
+    held = {}
+    for run, user in enumerate(users):
+        if isinstance(user.validation, InMemory):
+            held[run] = copy.copy(user)  # a user whose examples are the validation set
+            held[run].examples = user.validation
+    if not held:
+        return []
+    pool = Pool(held.values(), x.device)
+    return passes(copies, pool, {run: {pool.draws(user, len(user), 0): 1.0} for run, user in held.items()}, x)

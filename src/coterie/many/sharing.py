@@ -18,7 +18,7 @@ Needs: TypeAlias = dict[int, dict[Draws, float]]
 """For each run, the batches that it needs, and what the mean loss over each weighs."""
 
 SPARE = 1.25
-"""How many times the examples that it needs a run may be taken through, those of others with no weight, to share."""
+"""How many times the examples that it needs a run may see, those of others with no weight, in order to share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Pass:
         return copies.outputs(self._rows(x), inputs), targets
 
     def _rows(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self.runs).unflatten(0, self.shares.shape[:2])
+        return x.index_select(0, self.runs).view(*self.shares.shape[:2], -1)
 
 
 def passes(copies: Copies, pool: Pool, needs: Needs, x: Tensor) -> list[Pass]:

@@ -90,7 +90,7 @@ class Table:
         if self._kept is not None:
             return self._kept
         found = self.examples.take(self._indices(step))
-        inputs, targets = (tensor.unflatten(0, (len(self.groups), self.rows)) for tensor in found)
+        inputs, targets = (tensor.view(len(self.groups), self.rows, *tensor.shape[1:]) for tensor in found)
         if self._whole:  # every batch is all there is
             self._kept = inputs, targets
         return inputs, targets
