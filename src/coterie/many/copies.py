@@ -11,8 +11,8 @@ from torch.func import functional_call, vmap
 from coterie.engines.passes import Passes
 from coterie.evaluation import evaluation_mode
 
-MEMORY = {"cpu": 2**24, "cuda": 2**30}
-"""About how many bytes of activations the copies that share a pass may hold: on a CPU, no more than its caches."""
+MEMORY = {"cpu": 2**22, "cuda": 2**30}
+"""About how many bytes of activations the copies that share a pass hold: on a CPU, no more than a near cache."""
 
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus),
@@ -42,6 +42,7 @@ class Copies:
     def __init__(self, passes: Passes) -> None:
         self.passes, self.parameters = passes, passes.parameters
         self._layers = _layers(passes.model, set(self.parameters.named))
+        self._width: int | None = None
         f = nn.functional
         self._classes = passes.loss in (f.cross_entropy, f.nll_loss) or isinstance(
             passes.loss, nn.CrossEntropyLoss | nn.NLLLoss
@@ -75,10 +76,19 @@ class Copies:
         with torch.no_grad(), evaluation_mode(self.passes.model):
             return self._outputs(self._pieces(x), inputs)
 
-    def most(self, numbers: int, device: torch.device) -> int:
-        """Return how many copies may share a batch of so many numbers, guessing at their activations."""
-        numbers = 2 * self.parameters.size + 8 * numbers
-        return max(1, MEMORY.get(device.type, 2**28) // (numbers * self.parameters.dtype.itemsize))
+    def most(self, inputs: Tensor, rows: int) -> int:
+        """Return how many copies may share a pass over batches of so many rows.
+
+        Args:
+            inputs: some examples.
+            rows: how many make a batch.
+        """
+        if self._width is None:
+            self._width = _width(self.passes, inputs[:2])
+        bytes_a_copy = 1 + self._width * rows * self.parameters.dtype.itemsize
+        memory = MEMORY.get(inputs.device.type, 2**28)
+        # Few copies do not fill the time that a pass takes to begin, so that four may take more.
+        return max(1, min(4, 4 * memory // bytes_a_copy), memory // bytes_a_copy)
 
     def _pieces(self, x: Tensor) -> dict[str, Tensor]:
         """Return copies of the parameters by name, each of shape (G, M, …)."""
@@ -163,3 +173,18 @@ def _in_a_row(model: nn.Module) -> Iterator[nn.Module]:
             yield from _in_a_row(child)
     else:
         yield model
+
+
+def _width(passes: Passes, inputs: Tensor) -> int:
+    """Return how many numbers a pass keeps for each example: the output, and what the backward pass needs."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    held = (inputs, *passes.model.parameters(), *passes.model.buffers())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), evaluation_mode(passes.model):
+        output = passes.model(inputs)
+    known = {tensor.data_ptr() for tensor in held}
+    return int(output.numel() + sum(n for place, n in kept.items() if place not in known)) // len(inputs)

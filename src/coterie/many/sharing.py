@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -60,18 +60,16 @@ def passes(copies: Copies, pool: Pool, needs: Needs, x: Tensor) -> list[Pass]:
         needs: by run.
         x: the parameters, for their dtype and device.
     """
-    example = pool.examples.inputs[:1]
     cut: list[tuple[list[int], list[Draws]]] = []
     for runs, draws in _groups(needs):
-        most = copies.most(example.numel() * sum(each.size for each in draws), x.device)
-        cut += [(list(some), draws) for some in _batched(runs, most)]
-    cut.sort(key=lambda group: (len(group[0]), sum(each.size for each in group[1])))
+        most = copies.most(pool.examples.inputs, _rows(draws))
+        cut += [(list(some), draws) for some in _evenly(runs, most)]
+    cut.sort(key=lambda group: (len(group[0]), _rows(group[1])))
     found = []
-    for _, same in groupby(cut, key=lambda group: len(group[0])):
+    for size, same in groupby(cut, key=lambda group: len(group[0])):
         alike = list(same)
-        largest = example.numel() * sum(each.size for each in alike[-1][1])
-        together = max(1, copies.most(largest, x.device) // len(alike[0][0]))
-        for some in _batched(alike, together):
+        most = copies.most(pool.examples.inputs, _rows(alike[-1][1]))
+        for some in _evenly(alike, max(1, most // size)):
             table = Table(pool.examples, [draws for _, draws in some])
             shares = table.shares([[needs[run] for run in runs] for runs, _ in some])
             order = torch.tensor([run for runs, _ in some for run in runs], device=x.device)
@@ -84,10 +82,10 @@ def _groups(needs: Needs) -> list[tuple[list[int], list[Draws]]]:
     groups: list[tuple[list[int], dict[Draws, None], int]] = []
     known: dict[frozenset[Draws], int] = {}
     for run, need in needs.items():
-        wanted, rows = frozenset(need), sum(draws.size for draws in need)
+        wanted, rows = frozenset(need), _rows(need)
         if wanted not in known:
             for place, (_, there, least) in enumerate(groups):
-                union = sum(draws.size for draws in there.keys() | wanted)
+                union = _rows(there.keys() | wanted)
                 if union <= SPARE * min(rows, least):
                     groups[place] = (groups[place][0], there | dict.fromkeys(need), min(rows, least))
                     known[wanted] = place
@@ -99,5 +97,12 @@ def _groups(needs: Needs) -> list[tuple[list[int], list[Draws]]]:
     return [(runs, list(there)) for runs, there, _ in groups]
 
 
-def _batched(values: Sequence[T], most: int) -> list[Sequence[T]]:
-    return [values[first : first + most] for first in range(0, len(values), most)]
+def _rows(draws: Iterable[Draws]) -> int:
+    return sum(each.size for each in draws)
+
+
+def _evenly(values: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Return values in parts of about one size, which is at most that."""
+    parts = -(-len(values) // most)
+    ends = [len(values) * part // parts for part in range(parts + 1)]
+    return [values[first:last] for first, last in pairwise(ends)]
