@@ -110,7 +110,10 @@ RULES: list[coterie.Rule] = [
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_rule_and_optimizer_gives_the_runs_of_train(make_users: Users, kind: str) -> None:
-    one, other = make_users(), make_users((3, 16, 9, 5, 7))  # fewer examples than the batch, and other peers
+    one, other = (
+        make_users(),
+        make_users((3, 16, 9, 5, 7), held_out=9),
+    )  # fewer examples than the batch, and other peers
     everybody = [one, other, [one[1], *one[2:]]]  # a peer as user 0, without anything held out
     wanted = [
         Wanted(users[0], users[1:], rule, seed=k % 2, lr=(0.02, 0.05)[k % 2])
@@ -162,6 +165,11 @@ def targets_of(kind: str, n: int, generator: torch.Generator) -> Tensor:
         ),
         ("classes", nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(1)), f.nll_loss),
         ("classes", nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3)), f.cross_entropy),
+        (
+            "classes",
+            nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.ReLU(), nn.Linear(4, 3)),
+            f.cross_entropy,
+        ),
         ("places", Places(), f.cross_entropy),
         ("shares", nn.Linear(3, 3), f.cross_entropy),
         ("numbers", nn.Sequential(nn.Linear(3, 4), nn.ELU(), nn.Linear(4, 2)), f.mse_loss),
@@ -213,10 +221,10 @@ def test_users_in_turn_share_their_batches(make_users: Users) -> None:
     (found,) = passes(Copies(engine.passes), pool, needs, torch.zeros(1, 1))
     assert found.shares.shape == (2, 5, 5 * 4)  # two seeds, five runs each, all five users once
     assert torch.equal(found.shares.sum(2), torch.ones(2, 5))
-    far = {0: dict(list(needs[0].items())[:1]), 1: dict(list(needs[0].items())[1:])}
-    assert [each.shares.shape for each in passes(Copies(engine.passes), pool, far, torch.zeros(1, 1))] == [
-        (2, 1, 12)
-    ]
+    (found,) = passes(
+        Copies(engine.passes), pool, {0: dict([*needs[0].items()][:1]), 1: needs[0]}, torch.zeros(1, 1)
+    )
+    assert found.shares.shape == (2, 1, 4 * 4)  # who needs one user only is not taken through four
 
 
 def test_memory_bounds_what_goes_together(make_users: Users, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +341,33 @@ def test_a_run_that_fails_does_not_hurt_the_others(make_users: Users) -> None:
     with pytest.raises(coterie.errors.GradientError) as caught:
         by_itself(model, f.cross_entropy, wanted[2], optimizer=torch.optim.SGD, **SETTINGS)
     assert_same(runs[2], caught.value.run)
+
+
+def test_a_run_that_has_failed_is_not_ended_by_its_callback(make_users: Users) -> None:
+    users = make_users()
+    settings = SETTINGS | {"evaluate_every": 12, "optimizer": torch.optim.SGD}
+    wanted = [Wanted(users[0], users[1:], Alone(), lr=lr, callbacks=[lambda s: s.step == 7]) for lr in (0.1, 1e308)]
+    runs = train_many(network(), f.cross_entropy, wanted, **settings)
+    assert [run.stopped for run in runs] == ["a callback", "a non-finite gradient"]
+
+
+class OverPlaces(nn.Linear):
+    """A linear model of the mean over any number of places."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.mean(2))
+
+
+def test_examples_of_another_shape_are_taken_by_themselves(make_users: Users) -> None:
+    users = make_users()
+    wanted = []
+    for places in (2, 2, 5):
+        inputs, targets = users[0].examples.take(torch.arange(12))
+        held = [User(name, inputs.unsqueeze(2).repeat(1, 1, places), targets) for name in ("me", "a")]
+        wanted.append(Wanted(held[0], held[1:], WeightedAveraging(0.5)))
+    runs = compared(OverPlaces(3, 3, dtype=torch.float64), f.cross_entropy, wanted)
+    assert together(runs) == [True, True, False]
+    assert "another shape" in runs[2].record.configuration["runs"]
 
 
 def test_ctrl_c_returns_what_is_there(make_users: Users) -> None:
