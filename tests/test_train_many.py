@@ -167,7 +167,7 @@ def targets_of(kind: str, n: int, generator: torch.Generator) -> Tensor:
         ("classes", nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3)), f.cross_entropy),
         (
             "classes",
-            nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.ReLU(), nn.Linear(4, 3)),
+            nn.Sequential(nn.Linear(3, 4).requires_grad_(requires_grad=False), nn.ReLU(), nn.Linear(4, 3)),
             f.cross_entropy,
         ),
         ("places", Places(), f.cross_entropy),

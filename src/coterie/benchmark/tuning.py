@@ -42,7 +42,7 @@ class Trial:
         model: the model it gave.
         validation_loss: of that model.
         wrong_weight: the weight that peers with wrong labels had in the last step, where there are weights.
-        seconds: of CPU time that it took.
+        seconds: of CPU time that it took; of a program of many, its share by examples.
     """
 
     way: Way
