@@ -25,7 +25,6 @@ import processes
 from coterie.draws import seeded
 from coterie.engines import MakeEngine
 from coterie.engines.flare import Flare
-from coterie.engines.passes import Passes
 from coterie.errors import KnobError
 from coterie.federation.collaborator import Collaborator, Collaborators
 from coterie.parameters import Parameters
@@ -248,7 +247,7 @@ class Case:
     loss: Any = f.cross_entropy
     targets: Callable[[Tensor], Tensor] = lambda targets: targets
     average: str = "one pass"
-    rows: str = "vmap"
+    rows: str = "by layer"
 
 
 def one_by_one(model: Callable[[], nn.Module], loss: Any = f.cross_entropy) -> Case:
@@ -264,7 +263,7 @@ CASES = {
     "batch norm": one_by_one(lambda: mlp(nn.BatchNorm1d(8))),
     "batch norm, cnn": one_by_one(lambda: cnn(nn.BatchNorm2d(4))),
     "batch norm, no statistics": one_by_one(lambda: mlp(nn.BatchNorm1d(8, track_running_stats=False))),
-    "batch norm, evaluating": Case(batch_norm_off),
+    "batch norm, evaluating": Case(batch_norm_off, rows="vmap"),
     "dropout": one_by_one(lambda: mlp(nn.Dropout(0.5))),
     "dropout, evaluating": Case(lambda: mlp(nn.Dropout(0.5)).eval()),
     "dropout and batch norm": one_by_one(lambda: mlp(nn.Dropout(0.3), nn.BatchNorm1d(8))),
@@ -276,8 +275,8 @@ CASES = {
     "examples that mix": one_by_one(Centred),
     "output not a tensor": one_by_one(Pair, of_logits),
     "examples not first": one_by_one(ClassFirst, transposed),
-    "not vmappable": Case(Branching, rows="loop"),
-    "loss with item": Case(mlp, with_item, rows="loop"),
+    "not vmappable": Case(Branching),
+    "loss with item": Case(mlp, with_item),
     "loss of one's own": Case(mlp, focal),
     "module of one's own": Case(mlp, OwnLoss()),
     "subclassed loss": Case(mlp, SubclassedLoss()),
@@ -291,7 +290,7 @@ CASES = {
     "bce, class weights": Case(
         mlp, nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0, 1.0, 0.5], dtype=torch.float64)), one_hot
     ),
-    "soft margin": Case(mlp, f.soft_margin_loss, lambda t: 2 * one_hot(t) - 1, rows="loop"),
+    "soft margin": Case(mlp, f.soft_margin_loss, lambda t: 2 * one_hot(t) - 1),
     "kl": Case(lambda: nn.Sequential(mlp(), nn.LogSoftmax(1)), nn.KLDivLoss(reduction="batchmean"), one_hot),
     "nll": Case(lambda: nn.Sequential(mlp(), nn.LogSoftmax(1)), f.nll_loss),
 }
@@ -450,40 +449,6 @@ def test_the_average_takes_two_passes(name: str, n_peers: int) -> None:
         passes.clear()
         engine.gradients(point, 0, {})
         assert len(passes) == 1
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "tied", "class weights"])
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-def test_chunks_of_rows_are_the_same(name: str, chunk: int) -> None:
-    case = CASES[name]
-    users = make_users(case, [20, *[16] * 5, 6, 6])
-    model = make_model(case)
-    engine = coterie.InProcess(model, case.loss, users[0], users[1:], batch_size=BATCH, seed=SEED)
-    weights = dict.fromkeys(engine.names, 1 / 7)
-    whole = engine.gradients(some_point(model), 1, weights, rows=True).rows
-    sizes: list[int] = []
-    engine.passes.chunk = chunk
-    split = torch.split
-
-    def noting(tensor: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, ...]:
-        pieces: tuple[Tensor, ...] = split(tensor, *arguments, **keywords)
-        if tensor.ndim == 3 and arguments == (chunk,):
-            sizes.extend(len(piece) for piece in pieces)
-        return pieces
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "split", noting)
-        cut = engine.gradients(some_point(model), 1, weights, rows=True).rows
-    assert sum(sizes) == 7
-    assert max(sizes) <= chunk
-    assert whole is not None
-    assert cut is not None
-    close(cut, whole)
-
-
-def test_chunks_bound_the_memory_of_rows() -> None:
-    passes = Passes(nn.Linear(999, 1).double(), f.mse_loss, memory=80_000)
-    assert passes.chunk == 10  # 1,000 parameters of 8 bytes: 8,000 bytes a row
 
 
 # Runs.

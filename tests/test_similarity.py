@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import coterie
 from coterie import Gradients
 from coterie.errors import KnobError
+from coterie.rules import weights_in
 from coterie.similarity import OWN, CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
 
 RULES: list[Any] = [
@@ -50,7 +51,7 @@ def two_steps(rule: Any) -> tuple[list[float], dict[str, float], Gradients, Grad
     _, state = rule(first, rule.init(first.own))
     direction, state = rule(second, state)
     assert state["step"] == 2
-    return direction.tolist(), state["tau"], first, second
+    return direction.tolist(), weights_in(state), first, second
 
 
 def test_cosine_similarity() -> None:
@@ -151,12 +152,94 @@ def test_training_by_it_prefers_users_alike(rule: Any, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     whole = coterie.train(model, mse_loss, me, peers, rule, **settings)
-    assert whole.state["tau"]["alike"] > whole.state["tau"]["contrary"]
+    assert weights_in(whole.state)["alike"] > weights_in(whole.state)["contrary"]
     stopping: Any = [lambda step: step.step == 30]
     coterie.train(model, mse_loss, me, peers, rule, out=tmp_path, callbacks=stopping, **settings)
     resumed = coterie.train(model, mse_loss, me, peers, rule, out=tmp_path, resume=True, **settings)
-    assert resumed.state["tau"] == whole.state["tau"]
+    assert torch.equal(resumed.state["tau"], whole.state["tau"])
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_who_does_not_answer_is_known_again(rule: Any) -> None:
+    """Peers that answer in another order, or not at all in a step, are told apart by name."""
+    state, other = rule.init(torch.zeros(4)), rule.init(torch.zeros(4))
+    for step in range(6):
+        g = gradients(step)
+        assert g.rows is not None
+        kept = [0, 2] if step in (0, 3) else [0, 1, 2]
+        names, left_out = tuple(NAMES[k] for k in kept), {NAMES[k]: "no answer" for k in {0, 1, 2} - {*kept}}
+        some = Gradients(g.own, rows=g.rows[kept], names=names, left_out=left_out, answered=len(kept) / 3)
+        back = Gradients(
+            g.own, rows=g.rows[kept[::-1]], names=names[::-1], left_out=left_out, answered=len(kept) / 3
+        )
+        direction, state = rule(some, state)
+        mirrored, other = rule(back, other)
+        torch.testing.assert_close(mirrored, direction)
+        assert weights_in(state) == pytest.approx(weights_in(other))
+        assert set(weights_in(state)) - {OWN} == set(NAMES)
+        if step == 3 and isinstance(rule, CosineSimilarity | SimilarityGate):
+            assert weights_in(state)["b"] == 0
+    if isinstance(rule, WeightErosion) and g.rows is not None:
+        before, after = state, rule(Gradients(g.own, rows=g.rows[:2], names=NAMES[:2]), state)[1]
+        assert weights_in(after)["c"] == weights_in(before)["c"] > weights_in(after)["a"]
+
+
+def test_first_order_where_nobody_helps() -> None:
+    """Weights stay as they were where user 0's loss falls along nobody's last gradient."""
+    rule, g = FirstOrder(0.5), gradients(0)
+    state = rule(gradients(1), rule(g, rule.init(g.own))[1])[1]
+    assert g.rows is not None
+    ahead = rule(Gradients(g.own, rows=g.own.expand(3, -1), names=NAMES), state)[1]
+    back = rule(Gradients(-g.own, rows=g.rows, names=NAMES), ahead)[1]
+    assert torch.equal(back["tau"], ahead["tau"])
+
+
+def own_mean(output: Tensor, targets: Tensor) -> Tensor:
+    """A loss that vmap does not take."""
+    return ((output - targets) ** 2).mean() * math.exp(0 * float(output.detach().mean().item()))
+
+
+def test_rows_by_layer_are_captured_where_vmap_fails() -> None:
+    me, *peers = (coterie.User(name, torch.randn(9, 3), torch.randn(9, 1)) for name in ("me", *NAMES))
+    rule, settings = SimilarityGate(0.5), {"steps": 3, "capture": True, "progress": False, "measure": False}
+    run = coterie.train(nn.Linear(3, 1), own_mean, me, peers, rule, **settings)  # type: ignore[arg-type]
+    assert not run.record.configuration["capture"].startswith("off")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_a_step_asks_the_host_for_nothing(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    g, again = gradients(0), gradients(1)
+    state = rule(g, rule.init(g.own))[1]
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("the host waits for the device")
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy", "cpu", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refused)
+    rule(again, state)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_captured_steps_are_the_same(rule: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    me, *peers = (
+        coterie.User(name, torch.randn(40, 3, generator=generator), torch.randn(40, 1, generator=generator))
+        for name in ("me", *NAMES)
+    )
+    settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.02, "steps": 100, "progress": False}
+    runs = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        runs.append(coterie.train(nn.Linear(3, 1), mse_loss, me, peers, rule, capture=capture, **settings))
+    one_by_one, captured = runs
+    assert captured.record.configuration["capture"] != "off"
+    assert not captured.record.configuration["capture"].startswith("off")
+    assert torch.equal(captured.model.weight, one_by_one.model.weight)  # type: ignore[arg-type]
+    assert weights_in(captured.state) == weights_in(one_by_one.state)
+    assert captured.record.end["tau"] == one_by_one.record.end["tau"]
+    assert [p["weight"] for p in captured.record.points] == [p["weight"] for p in one_by_one.record.points]
 
 
 @pytest.mark.parametrize(

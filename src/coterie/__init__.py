@@ -3,6 +3,7 @@
 from coterie import attacks, data, errors, pools, theory
 from coterie.adaptive import AdaptiveAveraging
 from coterie.engines import Engine, InProcess
+from coterie.engines.passing import Passing
 from coterie.evaluation import evaluate
 from coterie.gradients import Gradients
 from coterie.record import Record
@@ -22,6 +23,7 @@ __all__ = [
     "Gradients",
     "InProcess",
     "OracleCorrection",
+    "Passing",
     "Record",
     "Rule",
     "Run",

@@ -28,11 +28,11 @@ class Costs:
         self.of = {name: {"gradients": 0, "examples": 0, "sent": 0, "received": 0} for name in batches}
         self.me = next(iter(batches))
 
-    def compute(self, names: Sequence[str], examples: int | None = None) -> None:
-        """Count a gradient of each of these users, over a batch where nothing else is said."""
+    def compute(self, names: Sequence[str], examples: int | None = None, *, times: int = 1) -> None:
+        """Count a gradient of each of these users, over a batch where nothing else is said, so many times."""
         for name in names:
-            self.of[name]["gradients"] += 1
-            self.of[name]["examples"] += self.batches[name] if examples is None else examples
+            self.of[name]["gradients"] += times
+            self.of[name]["examples"] += times * (self.batches[name] if examples is None else examples)
 
     def exchange(self, peers: Sequence[str], down: int, up: int) -> None:
         """Count numbers that user 0 sends to each of these peers, and numbers that each sends back."""
@@ -41,9 +41,3 @@ class Costs:
             self.of[name]["sent"] += up
         self.of[self.me]["sent"] += down * len(peers)
         self.of[self.me]["received"] += up * len(peers)
-
-    def repeat(self, times: int) -> None:
-        """Count all that was counted so far so many times in all."""
-        for counts in self.of.values():
-            for what in counts:
-                counts[what] *= times

@@ -135,6 +135,28 @@ def present(weights: Iterable[float]) -> float:
     return 1.0 if 1 - answered < 1e-12 else answered
 
 
+def by_name(values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwise: Tensor | float = 0.0) -> Tensor:
+    """Return the values of the names wanted, one a row, without the host or the device waiting for the other.
+
+    Args:
+        values: one a row, of the users in `names`.
+        names: whose they are.
+        wanted: whose are wanted, in which order.
+        otherwise: what stands for a name that has none: a number, or a value for each name wanted.
+
+    Example:
+        >>> by_name(torch.tensor([1.0, 2.0]), ("a", "b"), ("b", "c", "a"))
+        tensor([2., 0., 1.])
+    """
+    if list(names) == list(wanted):
+        return values
+    if not isinstance(otherwise, Tensor):
+        otherwise = values.new_full((len(wanted), *values.shape[1:]), otherwise)
+    place = {name: i for i, name in enumerate(names)}
+    found = [values[place[name]] if name in place else otherwise[i] for i, name in enumerate(wanted)]
+    return torch.stack(found) if found else otherwise
+
+
 def is_finite(vector: Tensor) -> bool:
     """Say whether every entry is finite, in one pass over the vector.
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
+from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.pools import Pool
 
-Knob: TypeAlias = float | Callable[[int], float]
-"""A number, or a function of the step."""
+Knob: TypeAlias = float | Tensor | Callable[[int], float]
+"""A number, or a function of the step; in a captured step a number that the device reads from a tensor."""
 
 Auto: TypeAlias = Literal["auto"]
 """A knob that `coterie.train` sets before the first step, by the theory and constants it measures."""
@@ -61,6 +62,8 @@ def decided(name: str, knob: Knob | Auto) -> Knob:
 def value_at(name: str, knob: Knob | Auto, step: int) -> float:
     """Return a knob's value at a step."""
     knob = decided(name, knob)
+    if isinstance(knob, Tensor):
+        return cast("float", knob)  # torch takes either, and a captured step must not wait for the number
     if not callable(knob):
         return float(knob)  # a number of NumPy would not do in a record or a checkpoint
     value = float(knob(step))
@@ -70,7 +73,7 @@ def value_at(name: str, knob: Knob | Auto, step: int) -> float:
 
 def check_knob(name: str, knob: Knob | Auto, where: str = "", *, auto: bool = False) -> None:
     """Check a knob in [0, 1], which may also be a function of the step, or "auto" where that is allowed."""
-    if callable(knob) or (auto and isinstance(knob, str) and knob == "auto"):
+    if callable(knob) or isinstance(knob, Tensor) or (auto and isinstance(knob, str) and knob == "auto"):
         return
     if not isinstance(knob, float | int | np.number) or isinstance(knob, bool) or not 0 <= knob <= 1:
         raise KnobError(f"`{name}` must lie in [0, 1], got {knob!r}{where}")

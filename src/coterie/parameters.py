@@ -84,3 +84,8 @@ class Parameters:
         self._gradient.copy_(direction)
         for p, view in zip(self.named.values(), self._views, strict=True):
             p.grad = view
+
+    def lend_gradient(self, direction: Tensor) -> None:
+        """Let the parameters' `.grad` be views of a flat direction, which the optimizer may change."""
+        for p, view in zip(self.named.values(), self.unflatten(direction).values(), strict=True):
+            p.grad = view

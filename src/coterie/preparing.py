@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -12,15 +13,18 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from coterie.adaptive import AdaptiveAveraging, Undecided
+from coterie.captured import Captured, tell, why_not
 from coterie.engines import Engine, InProcess, MakeEngine
+from coterie.engines.passing import AS_IT_IS, Passing
 from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import binary_accuracy, metrics_for
 from coterie.examples import InMemory
-from coterie.guard import ENOUGH
+from coterie.guard import ENOUGH, Guard
 from coterie.many import Problem
 from coterie.methods.rounds import Method
 from coterie.parameters import Parameters
 from coterie.rules import Alone, Rule
+from coterie.track import Track
 from coterie.users import Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
@@ -98,9 +102,29 @@ def guarded(guard: str, rule: Rule | Method, me: User) -> tuple[bool, str]:
     return True, f"held-out: {n} validation examples"
 
 
-def opened(engine: Engine | MakeEngine, problem: Problem, rule: Rule | Method, stack: ExitStack) -> Engine:
+def captured(capture: bool | None, track: Track, guard: Guard | None) -> tuple[Captured | None, str]:
+    """Return the steps as one program where that is wanted and possible, and what a record should say of it."""
+    if capture is False or (capture is None and not track.x.is_cuda):
+        return None, "off"
+    tracks = [track] if guard is None else [track, guard.shadow]
+    why = next(filter(None, map(why_not, tracks)), None)
+    if why is not None:
+        tell(why)
+        return None, f"off: {why}"
+    return Captured(*tracks), "a CUDA graph" if track.x.is_cuda else "one program"
+
+
+def opened(
+    engine: Engine | MakeEngine, problem: Problem, rule: Rule | Method, passing: Passing, stack: ExitStack
+) -> Engine:
     """Return the engine once it can give what the rule needs; one that is made here is closed with the stack."""
     p = problem
+    if engine is InProcess:
+        engine = partial(InProcess, passing=passing)
+    elif passing != AS_IT_IS:
+        raise KnobError(
+            "`passing` is for users in this process; leave `engine` out, or make it with the `passing` it takes"
+        )
     if callable(engine):
         engine = engine(p.model, p.loss, p.me, p.peers, batch_size=p.batch_size, seed=p.seed)
         stack.callback(engine.close)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, r
 import torch
 from torch import Tensor
 
+from coterie import fused
 from coterie.errors import KnobError
 from coterie.gradients import Gradients
 from coterie.knobs import Auto, Knob, check_knob, check_tau, value_at, weights_over
@@ -31,6 +32,19 @@ if TYPE_CHECKING:
 State: TypeAlias = dict[str, Any]
 """A rule's memory: tensors and numbers by name, so that a checkpoint can hold it. `step` counts the steps
 taken; `weight` is the weight that the peers had in the last one."""
+
+
+def weights_in(state: State) -> dict[str, float]:
+    """Return the weights in a rule's state by name; none where it has none.
+
+    A rule that finds its weights as it goes keeps them in `tau`, by name or as a tensor with `names` beside it.
+
+    Example:
+        >>> weights_in({"step": 1, "tau": torch.tensor([0.25, 0.75]), "names": ["a", "b"]})
+        {'a': 0.25, 'b': 0.75}
+    """
+    tau = state.get("tau", {})
+    return dict(zip(state["names"], tau.tolist(), strict=True)) if isinstance(tau, Tensor) else dict(tau)
 
 
 @runtime_checkable
@@ -49,6 +63,23 @@ class Rule(Protocol):
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the direction and the next state."""
+
+
+@runtime_checkable
+class Capturable(Rule, Protocol):
+    """A rule whose step is the same work on tensors every time, but for knobs that are known beforehand.
+
+    Such steps can be captured as a CUDA graph; see `coterie.captured`.
+    """
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State] | None:
+        """Return the next step's knobs and the plain part of the state after it, if all peers answer.
+
+        None where that step is not like the others, as the first may be.
+        """
+
+    def at(self, knobs: Mapping[str, Tensor]) -> Rule:
+        """Return the rule with these knobs, which the device reads when it takes the step."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +105,14 @@ class Alone:
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return g_0."""
         return g.own, {"step": state["step"] + 1, "weight": 0.0}
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State]:
+        """Return no knobs: there are none."""
+        return {}, {"step": state["step"] + 1, "weight": 0.0}
+
+    def at(self, knobs: Mapping[str, Tensor]) -> Alone:
+        """Return this rule."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -152,6 +191,15 @@ class WeightedAveraging:
             _direction(g, average, alpha),
             {"step": state["step"] + 1, "weight": alpha * average[1]},
         )
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State]:
+        """Return the next α; see `Capturable`."""
+        alpha = value_at("alpha", self.alpha, state["step"])
+        return {"alpha": alpha}, {"step": state["step"] + 1, "weight": alpha}
+
+    def at(self, knobs: Mapping[str, Tensor]) -> WeightedAveraging:
+        """Return the rule with this α."""
+        return replace(self, alpha=knobs["alpha"])
 
 
 @dataclass(frozen=True)
@@ -242,6 +290,9 @@ class BiasCorrection:
         step, seen, c = state["step"], state["seen"], state["c"]
         alpha, beta = value_at("alpha", self.alpha, step), value_at("beta", self.beta, step)
         peers, answered = g.average(self.tau, self.pool)
+        if isinstance(self.alpha, Tensor) and isinstance(self.beta, Tensor) and peers.is_cuda:  # captured
+            direction, following = fused.corrected(g.own, peers, c, (self.alpha, self.beta), self.correction)
+            return direction, {**state, "c": following}
         if answered:
             bias = peers - g.own
             if self.start == "first" and not seen:
@@ -257,6 +308,19 @@ class BiasCorrection:
             _direction(g, (peers, answered), alpha, self.correction, c),
             {"step": step + 1, "weight": alpha * answered, "seen": seen + bool(answered), "c": following},
         )
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State] | None:
+        """Return the next α and β; see `Capturable`. The first bias, which c starts from, is a step of its own."""
+        step, seen = state["step"], state["seen"]
+        if not seen and self.start == "first":
+            return None
+        alpha, beta = value_at("alpha", self.alpha, step), value_at("beta", self.beta, step)
+        beta = max(beta, 1 / (seen + 1)) if self.warm_up else beta
+        return {"alpha": alpha, "beta": beta}, {"step": step + 1, "weight": alpha, "seen": seen + 1}
+
+    def at(self, knobs: Mapping[str, Tensor]) -> BiasCorrection:
+        """Return the rule with these α and β."""
+        return replace(self, alpha=knobs["alpha"], beta=knobs["beta"], warm_up=False)
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,23 @@
 """Other ways to weigh peers from their gradients, each a few lines, to compare `AdaptiveAveraging` with.
 
 All need every peer's gradient, and none needs to know more. They differ in what they take for likeness: the angle
-between gradients, their distance, or what a peer's last gradient would have done for user 0's loss. `state["tau"]`
-holds the weights of the last step, the own under the empty name.
+between gradients, their distance, or what a peer's last gradient would have done for user 0's loss.
+
+`state["tau"]` holds the weights of the last step, of the users in `state["names"]`, the own under the empty name.
+It stays on the device, where the next step needs it, and a step asks the host for nothing: it can be captured.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.gradients import Gradients
+from coterie.gradients import Gradients, by_name
 from coterie.knobs import check_share
 from coterie.rules import State, WeightedAveraging
 
@@ -38,7 +39,15 @@ class _Weighing:
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step."""
-        return {"step": 0, "weight": 0.0, "tau": {}}
+        return {"step": 0, "weight": 0.0}
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State] | None:
+        """Return no knobs, and the next step's number; the first step, which learns who is there, is on its own."""
+        return ({}, {"step": state["step"] + 1}) if "tau" in state else None
+
+    def at(self, knobs: Mapping[str, Tensor]) -> Self:
+        """Return this rule."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,8 @@ class CosineSimilarity(_Weighing):
         >>> rule = CosineSimilarity(alpha=0.5)
         >>> g = Gradients(torch.tensor([1.0, 0.0]), rows=torch.tensor([[3.0, 0.0], [-1.0, 0.0]]), names=("a", "b"))
         >>> direction, state = rule(g, rule.init(torch.zeros(2)))
-        >>> direction, state["tau"]
-        (tensor([2., 0.]), {'a': 1.0, 'b': 0.0})
+        >>> direction, state["names"], state["tau"]
+        (tensor([2., 0.]), ['a', 'b'], tensor([1., 0.]))
 
     Reference: the similarity that Sattler, Müller and Samek, *Clustered Federated Learning* (2021), group by.
     """
@@ -71,9 +80,9 @@ class CosineSimilarity(_Weighing):
         """Return the average by similarity and the next state."""
         rows = _rows(g)
         likeness = _cosines(g.own, rows).clamp(min=0)
-        total = float(likeness.sum())
-        tau = likeness / total if total else likeness
-        alpha = self.alpha if total else 0.0
+        total = likeness.sum()
+        tau = likeness / total.clamp(min=TINY)
+        alpha = self.alpha * (total > 0).to(rows)
         return torch.lerp(g.own, tau @ rows, alpha), _next(state, g, tau, alpha)
 
 
@@ -108,7 +117,7 @@ class SimilarityGate(_Weighing):
         rows = _rows(g)
         tau = (_cosines(g.own, rows) >= 0).to(rows) * (g.answered / max(1, len(rows)))
         direction = g.own + self.alpha * (tau @ rows - tau.sum() * g.own)
-        return direction, _next(state, g, tau, self.alpha * float(tau.sum()))
+        return direction, _next(state, g, tau, self.alpha * tau.sum())
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ class WeightErosion(_Weighing):
         >>> rule = WeightErosion(penalty=0.25)
         >>> g = Gradients(torch.tensor([1.0, 0.0]), rows=torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), names=("a", "b"))
         >>> rule(g, rule.init(torch.zeros(2)))[1]["tau"]
-        {'a': 1.0, 'b': 0.5}
+        tensor([1.0000, 0.5000])
 
     Reference: Grimberg, Hartley, Jaggi and Karimireddy, *Weight Erosion: an Update Aggregation Scheme for
     Personalized Collaborative Machine Learning* (2020), without its penalty for small data sets.
@@ -140,13 +149,13 @@ class WeightErosion(_Weighing):
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by what is left of the weights, and the next state."""
-        rows = _rows(g)
-        before = rows.new_tensor([state["tau"].get(name, 1.0) for name in g.names])
+        rows, names = _rows(g), _everybody(g, state)
+        before = state["tau"] if "tau" in state else rows.new_ones(len(names))
         far = (rows - g.own).norm(dim=1) / g.own.norm().clamp(min=TINY)
-        omega = (before - self.penalty * far).clamp(min=0)
+        omega = (by_name(before, names, g.names) - self.penalty * far).clamp(min=0)
         total = 1 + omega.sum()
-        following = _next(state, g, omega, 1 - float(1 / total))
-        following["tau"] = state["tau"] | following["tau"]  # who does not answer keeps the weight it had
+        kept = by_name(omega, g.names, names, otherwise=before)  # who does not answer keeps the weight it had
+        following = {"step": state["step"] + 1, "weight": 1 - 1 / total, "tau": kept, "names": names}
         return (g.own + omega @ rows) / total, following
 
 
@@ -169,8 +178,9 @@ class MirrorDescent(_Weighing):
         >>> rule = MirrorDescent(rate=1.0)
         >>> g = Gradients(torch.tensor([1.0]), rows=torch.tensor([[1.0], [-1.0]]), names=("a", "b"))
         >>> state = rule(g, rule.init(torch.zeros(1)))[1]
-        >>> {name: round(w, 3) for name, w in rule(g, state)[1]["tau"].items()}
-        {'': 0.468, 'a': 0.468, 'b': 0.063}
+        >>> state = rule(g, state)[1]
+        >>> state["names"], state["tau"]
+        (['', 'a', 'b'], tensor([0.4683, 0.4683, 0.0634], dtype=torch.float64))
 
     Reference: Tupitsa, Horváth, Takáč and Gorbunov, *Federated Learning Can Find Friends That Are Advantageous*
     (MeritFed, 2024).
@@ -184,14 +194,12 @@ class MirrorDescent(_Weighing):
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by the weights learned so far, and the next state."""
-        gains = _gains(g, state)
-        weights = state["tau"] or dict.fromkeys((OWN, *g.names), 1.0)
-        scale = max((abs(length) for length, _ in gains.values()), default=0.0) * float(g.own.norm()) + TINY
-        raised = {
-            name: weight * math.exp(self.rate * gains.get(name, (0.0, 0.0))[1] / scale)
-            for name, weight in weights.items()
-        }
-        return _by_own_and_rows(g, raised, state)
+        weights = _weights(g, state)
+        if "last" in state:
+            lengths, gains = _lengths_and_gains(g, state)
+            scale = lengths.max() * g.own.norm().double() + TINY
+            weights = weights * torch.exp(self.rate * gains / scale)
+        return _by_own_and_rows(g, weights / weights.sum(), state)
 
 
 @dataclass(frozen=True)
@@ -210,8 +218,8 @@ class FirstOrder(_Weighing):
         >>> rule = FirstOrder(memory=0.0)
         >>> g = Gradients(torch.tensor([1.0]), rows=torch.tensor([[2.0], [-1.0]]), names=("a", "b"))
         >>> state = rule(g, rule.init(torch.zeros(1)))[1]
-        >>> rule(g, state)[1]["tau"]
-        {'': 0.5, 'a': 0.5, 'b': 0.0}
+        >>> rule(g, state)[1]["tau"].tolist()
+        [0.5, 0.5, 0.0]
 
     Reference: Zhang, Sapra, Fidler, Yeung and Alvarez, *Personalized Federated Learning with First Order Model
     Optimization* (FedFomo, 2021).
@@ -225,47 +233,53 @@ class FirstOrder(_Weighing):
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by what everybody's last gradient was worth, and the next state."""
-        weights = state["tau"] or dict.fromkeys((OWN, *g.names), 1.0)
-        gains = {name: max(0.0, gain / (length + TINY)) for name, (length, gain) in _gains(g, state).items()}
-        total = sum(gains.values())
-        if total:
-            weights = {
-                name: self.memory * weight + (1 - self.memory) * gains.get(name, 0.0) / total
-                for name, weight in _to_one(weights).items()
-            }
+        weights = _weights(g, state)
+        if "last" in state:
+            lengths, gains = _lengths_and_gains(g, state)
+            worth = (gains / (lengths + TINY)).clamp(min=0)
+            total = worth.sum()
+            moved = torch.lerp(worth / total.clamp(min=TINY), weights, self.memory)
+            weights = torch.where(total > 0, moved, weights)
         return _by_own_and_rows(g, weights, state)
 
 
-def _gains(g: Gradients, state: State) -> dict[str, tuple[float, float]]:
-    """Return, for the own and each peer's gradient of the last step, its length and ⟨g_0 now, it⟩."""
-    if "last" not in state:
-        return {}
-    lengths, gains = state["last"].norm(dim=1).tolist(), (state["last"] @ g.own).tolist()
-    return dict(zip(state["names"], zip(lengths, gains, strict=True), strict=True))
+def _everybody(g: Gradients, state: State) -> list[str]:
+    """Return the peers asked, in the order of the first step."""
+    names: list[str] = state.get("names", [*g.names, *g.left_out])
+    return names
 
 
-def _by_own_and_rows(g: Gradients, weights: Mapping[str, float], state: State) -> tuple[Tensor, State]:
+def _weights(g: Gradients, state: State) -> Tensor:
+    """Return the weights so far, which sum to 1: equal at first."""
+    if "tau" in state:
+        return torch.as_tensor(state["tau"])
+    n = 1 + len(g.names) + len(g.left_out)
+    return torch.full((n,), 1 / n, dtype=torch.float64, device=g.own.device)
+
+
+def _lengths_and_gains(g: Gradients, state: State) -> tuple[Tensor, Tensor]:
+    """Return the length of the own and each peer's gradient of the last step, and ⟨g_0 now, it⟩."""
+    return state["last"].norm(dim=1).double(), (state["last"] @ g.own).double()
+
+
+def _by_own_and_rows(g: Gradients, weights: Tensor, state: State) -> tuple[Tensor, State]:
     """Return Σ w_k g_k over the own gradient and the rows, the own in the place of who did not answer."""
     everyone = torch.cat([g.own.unsqueeze(0), _rows(g)])
-    weights = _to_one(weights)
-    used = everyone.new_tensor([weights[OWN], *(weights.get(name, 0.0) for name in g.names)])
-    used[0] = 1 - used[1:].sum()
+    names = state.get("names", [OWN, *g.names, *g.left_out])
+    theirs = by_name(weights, names, [OWN, *g.names])[1:]
+    used = torch.cat([1 - theirs.sum().reshape(1), theirs]).to(everyone)
     return used @ everyone, {
         "step": state["step"] + 1,
-        "weight": float(used[1:].sum()),
+        "weight": used[1:].sum(),
         "tau": weights,
-        "last": everyone.clone(),
-        "names": [OWN, *g.names],
+        "last": by_name(everyone, [OWN, *g.names], names),
+        "names": names,
     }
 
 
-def _to_one(weights: Mapping[str, float]) -> dict[str, float]:
-    total = sum(weights.values())
-    return {name: weight / total for name, weight in weights.items()}
-
-
-def _next(state: State, g: Gradients, tau: Tensor, weight: float) -> State:
-    return {"step": state["step"] + 1, "weight": weight, "tau": dict(zip(g.names, tau.tolist(), strict=True))}
+def _next(state: State, g: Gradients, tau: Tensor, weight: Tensor) -> State:
+    names = _everybody(g, state)
+    return {"step": state["step"] + 1, "weight": weight, "tau": by_name(tau, g.names, names), "names": names}
 
 
 def _cosines(own: Tensor, rows: Tensor) -> Tensor:

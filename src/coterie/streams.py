@@ -2,27 +2,33 @@
 
 With fresh samples a gradient is unbiased wherever x is, and the noises of two steps are independent. So products of
 gradients across steps show the peers' bias without their noise.
+
+The running means stay on the device. Every few steps they are sent to the host, which finds weights from them when
+it comes to the next such step: nothing waits, and what is found does not depend on how fast they travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coterie.errors import KnobError
-from coterie.gradients import Gradients
+from coterie.gradients import Gradients, by_name
 from coterie.rules import State, WeightedAveraging
 from coterie.weights import simplex_minimum
 
 EVERY = 5
-"""Steps from one solution for the weights to the next."""
+"""Steps from one solution for the weights to the next. Each is for the running means as they were at the last."""
 PATIENCE = 10
 """Steps that a peer must have been seen in before it can have weight."""
+MEANS = ("bias", "squares", "counts", "noise")
+"""The running means, by their names in the state."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,8 @@ class StreamAveraging:
         ...     own, *rows = torch.randn(4, 3, generator=noise)
         ...     rows[2] += 9
         ...     direction, state = rule(Gradients(own, rows=torch.stack(rows), names=("a", "b", "c")), state)
-        >>> {name: round(weight, 1) for name, weight in state["tau"].items()}
-        {'a': 0.3, 'b': 0.3, 'c': 0.0}
+        >>> [round(weight, 1) for weight in state["tau"].tolist()]
+        [0.3, 0.3, 0.0]
     """
 
     horizon: int
@@ -69,56 +75,60 @@ class StreamAveraging:
         return WeightedAveraging(1.0).weights(names)
 
     def init(self, x: Tensor) -> State:
-        """Return the state before the first step; `tau` is the peers' part of κ."""
-        return {"step": 0, "weight": 0.0, "tau": {}}
+        """Return the state before the first step; `tau` will be the peers' part of κ, in the order of `names`."""
+        return {"step": 0, "weight": 0.0}
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by the weights found so far, and the next state."""
         if g.rows is None or len(g.names) != len(g.rows):
             raise KnobError("`StreamAveraging` needs every peer's gradient: `Gradients(rows=…, names=…)`")
-        names = state.get("names") or [*g.names, *g.left_out]
-        seen = self._observed(g, state, names)
-        tau = state["tau"]
-        if state["step"] % EVERY == 0 and bool((seen["counts"].diag() >= PATIENCE).any()):
-            tau = dict(zip(names, self._kappa(seen).tolist()[1:], strict=True))
-        used = g.rows.new_tensor([tau.get(name, 0.0) for name in g.names])
-        weight = float(used.sum())
-        direction = torch.lerp(g.own, used @ g.rows / weight, weight) if weight else g.own
-        return direction, {"step": state["step"] + 1, "weight": weight, "tau": tau, "names": names, **seen}
+        if "tau" not in state:
+            state = state | self._start(g)
+        seen = self._observed(g, g.rows, state)
+        if state["step"] % EVERY == 0:
+            seen |= self._found(state) | {f"sent {name}": _send(seen[name]) for name in MEANS}
+        following = state | seen
+        used = by_name(following["tau"], following["names"], g.names)
+        weight = used.sum()
+        average = used @ g.rows / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+        following |= {"step": state["step"] + 1, "weight": weight}
+        return torch.lerp(g.own, average, weight), following
 
     @property
     def _remembered(self) -> int:
         """How many steps the running means go back over; before that they are means of all."""
         return max(100, self.horizon // 5)
 
-    def _observed(self, g: Gradients, state: State, names: Sequence[str]) -> State:
+    def _start(self, g: Gradients) -> State:
+        """Return what has been seen before the first step: nothing."""
+        names = [*g.names, *g.left_out]
+        n, d = len(names), len(g.own)
+        matrix, noise = g.own.new_zeros(n, n, dtype=torch.float64), g.own.new_zeros(1 + n, dtype=torch.float64)
+        return {
+            "names": names,
+            "tau": g.own.new_zeros(n),
+            "rows": g.own.new_zeros(1 + n, d),
+            "present": noise[1:],
+            "bias": matrix,
+            "squares": matrix,
+            "counts": matrix,
+            "noise": noise,
+        }
+
+    def _observed(self, g: Gradients, rows: Tensor, state: State) -> State:
         """Return the running means after one more step: bias products, their squares, noise, and counts."""
-        n = len(names)
-        here = torch.tensor([names.index(name) for name in g.names], dtype=torch.long)
-        rows = g.own.new_zeros(1 + n, len(g.own))
-        rows[0], rows[1 + here] = g.own, g.rows if g.rows is not None else g.own
-        present = torch.zeros(n, dtype=torch.bool)
-        present[here] = True
-        if "rows" not in state:
-            zeros = torch.zeros(n, n, dtype=torch.float64)
-            noise = torch.zeros(1 + n, dtype=torch.float64)
-            return {
-                "rows": rows,
-                "present": present,
-                "bias": zeros,
-                "squares": zeros,
-                "noise": noise,
-                "counts": zeros,
-            }
-        both = present & state["present"]
-        mask = (both[:, None] & both).double()
+        names = state["names"]
+        rows = torch.cat([g.own.unsqueeze(0), by_name(rows, g.names, names)])
+        present = by_name(state["noise"].new_ones(len(g.names)), g.names, names)
+        both = present * state["present"]  # nobody was at the step before the first
+        mask = both[:, None] * both
         counts = state["counts"] + mask
         rate = mask / counts.clamp(min=1, max=self._remembered)
         now, before = rows[1:] - rows[0], state["rows"][1:] - state["rows"][0]
-        lagged = (now @ before.mT).double().cpu()
+        lagged = (now @ before.mT).double()
         lagged = (lagged + lagged.mT) / 2
-        change = ((rows - state["rows"]).square().sum(1) / 2).double().cpu()
-        own_rate = torch.cat([rate.max().reshape(1), rate.diag()])
+        change = ((rows - state["rows"]).square().sum(1) / 2).double()
+        own_rate = torch.cat([rate.amax().reshape(1) if names else rate.new_zeros(1), rate.diag()])
         return {
             "rows": rows,
             "present": present,
@@ -128,7 +138,15 @@ class StreamAveraging:
             "counts": counts,
         }
 
-    def _kappa(self, seen: State) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def _found(self, state: State) -> State:
+        """Return the weights for the running means that were sent at the last such step, if they show somebody."""
+        sent = {name: _arrived(state[f"sent {name}"]) for name in MEANS if f"sent {name}" in state}
+        if not sent or not bool((sent["counts"].diag() >= PATIENCE).any()):
+            return {}
+        tau: Tensor = state["tau"]
+        return {"tau": torch.from_numpy(self._kappa(sent)[1:]).to(tau, non_blocking=True)}
+
+    def _kappa(self, seen: Mapping[str, Tensor]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Solve for the weights; a peer that was seen too seldom has none."""
         bias, counts = seen["bias"], seen["counts"]
         error = (seen["squares"] - bias.square()).clamp(min=0) / counts.clamp(min=1, max=2 * self._remembered)
@@ -140,6 +158,26 @@ class StreamAveraging:
         kappa = np.zeros(len(known))
         kappa[known] = simplex_minimum(matrix.numpy()[np.ix_(known, known)])
         return kappa
+
+
+_ON_THE_WAY = WeakTensorKeyDictionary()
+"""When copies to the host will have arrived. A state that was saved and read again has none on the way."""
+
+
+def _send(values: Tensor) -> Tensor:
+    """Begin to copy a tensor to the host, and return the copy; `_arrived` waits for it."""
+    if not values.is_cuda:
+        return values.clone()
+    copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+    _ON_THE_WAY[copy] = torch.cuda.current_stream(values.device).record_event()
+    return copy
+
+
+def _arrived(copy: Tensor) -> Tensor:
+    """Return a copy on the host that `_send` began, once it is whole."""
+    if copy in _ON_THE_WAY:
+        _ON_THE_WAY[copy].synchronize()
+    return copy.cpu()  # a state that was read again may be on the device
 
 
 def _pooled(values: Tensor, variances: Tensor) -> Tensor:

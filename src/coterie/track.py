@@ -15,7 +15,7 @@ from coterie.costs import Costs
 from coterie.engines import Engine
 from coterie.gradients import Gradients
 from coterie.parameters import Parameters
-from coterie.rules import Rule
+from coterie.rules import Rule, weights_in
 
 
 class Track:
@@ -87,7 +87,7 @@ class Track:
 
     def tau(self) -> Mapping[str, float]:
         """Return the weight of each peer among the peers in the last step, where there is such a thing."""
-        given = self.state.get("tau", self.rule.weights(self.engine.names))
+        given = weights_in(self.state) if "tau" in self.state else self.rule.weights(self.engine.names)
         return {name: given[name] for name in self.engine.names if name in given}
 
     def models(self) -> dict[str, nn.Module]:

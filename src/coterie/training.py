@@ -18,6 +18,7 @@ from coterie.adaptive import AdaptiveAveraging, Undecided
 from coterie.costs import Costs
 from coterie.display import interruptible, progress_bar, tensorboard
 from coterie.engines import Engine, InProcess, MakeEngine
+from coterie.engines.passing import AS_IT_IS, Passing
 from coterie.errors import DataError
 from coterie.estimates import before_training
 from coterie.evaluation import Metric
@@ -60,6 +61,8 @@ def train(
     progress: bool | None = None,
     guard: Literal["auto", "held-out", "off"] = "auto",
     measure: bool = True,
+    capture: bool | None = None,
+    passing: Passing = AS_IT_IS,
     engine: Engine | MakeEngine = InProcess,
 ) -> Run:
     """Train a personal model for user 0 with its peers' gradients.
@@ -98,6 +101,10 @@ def train(
             not; "auto" does where there are 100 validation examples.
         measure: measure noise, bias and curvature before the first step, by nine passes over the users, and report
             them with the plan that they imply.
+        capture: take steps as one program that the host looks into only where something is recorded: on a GPU a
+            captured CUDA graph. None: on a GPU. What cannot be captured is told, with the reason, and taken step
+            by step; callbacks are called after every step all the same. See docs/performance.md.
+        passing: autocast, channels last and `torch.compile`, for the passes of training; see `Passing`.
         engine: where the users are: `InProcess`, another function that makes an engine over this run's model
             and users, which is closed at the end, or an engine.
 
@@ -123,7 +130,7 @@ def train(
     problem = Problem(model, loss, me, tuple(peers), optimizer, scheduler, steps, batch_size, seed)
     guarded, why = preparing.guarded(guard, rule, me)
     with contextlib.ExitStack() as stack:
-        engine = preparing.opened(engine, problem, rule, stack)
+        engine = preparing.opened(engine, problem, rule, passing, stack)
         configuration = configuration_of(problem, rule)
         if folder is not None:
             configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
@@ -135,24 +142,25 @@ def train(
         wanted = measure and "estimates" not in found
         configuration |= found | (_estimates(problem, engine, rule) if wanted else {})
         costs = costs_of(me, engine.names, configuration["peers"], batch_size)
-        watch = _shadowed(problem, every, costs) if guarded else None
+        watch = _shadowed(problem, every, costs, passing) if guarded else None
         track = track_of(problem, rule, engine, costs)
-        training = TrainingState(track, loss, me, metrics, watch)
+        captured, configuration["capture"] = preparing.captured(capture, track, watch)
+        training = TrainingState(track, loss, me, metrics, watch, captured=captured)
         stopped: str | None = None
         interrupted = stack.enter_context(interruptible())
         training.open(configuration, folder, resume)
         show = stack.enter_context(progress_bar(progress, type(rule).__name__, steps))
         write = stack.enter_context(tensorboard(folder and folder / "tensorboard"))
         while track.step < steps and not stopped:
-            g = training.advance()
+            near = min(every - track.step % every, keep - track.step % keep, steps - track.step)
+            own_loss, left_out = training.advance(1 if callbacks else near)
             point = training.evaluate() if track.step % every == 0 or track.step == steps else None
             if point:
                 write(point)
             if track.step % keep == 0:
                 training.save()
-            own_loss, weight = float(g.own_loss), track.weight
-            show(track.step, own_loss, weight, track.best.get("loss"))
-            told = Step(track.step, own_loss, weight, g.left_out, point, model)
+            show(track.step, own_loss, track.weight, track.best.get("loss"))
+            told = Step(track.step, own_loss, track.weight, left_out, point, model)
             if [callback for callback in callbacks if callback(told) is True]:
                 stopped = "a callback"
             if interrupted():
@@ -208,10 +216,11 @@ def track_of(problem: Problem, rule: Rule | Method, engine: Engine, costs: Costs
     return Track(problem.model, rule, engine, problem.optimizer, scheduler=schedule, costs=costs)
 
 
-def _shadowed(problem: Problem, every: int, costs: Costs) -> Guard:
+def _shadowed(problem: Problem, every: int, costs: Costs, passing: Passing) -> Guard:
     """Return a guard whose shadow starts where the model does, with an optimizer and batches like its own."""
     model, optimizer = copy.deepcopy((problem.model, problem.optimizer))
-    engine = InProcess(model, problem.loss, problem.me, batch_size=problem.batch_size, seed=problem.seed)
+    size, seed = problem.batch_size, problem.seed
+    engine = InProcess(model, problem.loss, problem.me, batch_size=size, seed=seed, passing=passing)
     shadow = track_of(replace(problem, model=model, optimizer=optimizer), Alone(), engine, costs)
     return Guard(shadow, problem.loss, cast("Examples", problem.me.validation), every)
 

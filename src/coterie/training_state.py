@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie import checkpoint
+from coterie.captured import Captured
 from coterie.engines.traffic import total
 from coterie.errors import CheckpointError, GradientError, KnobError, PeerLost
 from coterie.evaluation import Metric, evaluate
@@ -21,7 +22,7 @@ from coterie.run import Run
 from coterie.track import Track
 from coterie.users import Loss, User
 
-MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates"})
+MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates", "capture"})
 """What a resumed run may be told otherwise, or need not know."""
 
 
@@ -34,16 +35,24 @@ class TrainingState:
         me: user 0.
         metrics: by name, functions of (outputs, targets) over a whole set.
         guard: the shadow it is compared with, or None.
+        captured: the steps of track and shadow as one program, or None.
     """
 
     def __init__(
-        self, track: Track, loss: Loss, me: User, metrics: Mapping[str, Metric] | None, guard: Guard | None
+        self,
+        track: Track,
+        loss: Loss,
+        me: User,
+        metrics: Mapping[str, Metric] | None,
+        guard: Guard | None,
+        *,
+        captured: Captured | None = None,
     ) -> None:
         if isinstance(track.scheduler, ReduceLROnPlateau) and me.validation is None:
             raise KnobError(
                 f"`ReduceLROnPlateau` follows the validation loss, but {me.name!r} has no validation set"
             )
-        self.track, self.guard = track, guard
+        self.track, self.guard, self.captured = track, guard, captured
         self.loss, self.me, self.metrics = loss, me, metrics
         self.left_out: dict[str, dict[str, int]] = {}
         self.travelled: dict[str, dict[str, float]] = {}  # before this session
@@ -51,8 +60,25 @@ class TrainingState:
         self.out: Path | None = None
         self.saved_at: int | None = None
 
-    def advance(self) -> Gradients:
-        """Take one step, the guard's shadow too, and return the gradients that were used."""
+    def advance(self, most: int = 1) -> tuple[float, Mapping[str, str]]:
+        """Take a step, the guard's shadow too; or several, at most so many, where they are captured.
+
+        Returns:
+            User 0's loss in the last of them, and who was left out of it and why.
+        """
+        losses = self.captured and self.captured.advance(most)
+        if losses:
+            self.losses += losses
+            return losses[-1], {}
+        g = self._one_step()
+        self.losses.append(float(g.own_loss))
+        for name, reason in g.left_out.items():
+            counts = self.left_out.setdefault(name, {})
+            counts[reason] = counts.get(reason, 0) + 1
+        return self.losses[-1], g.left_out
+
+    def _one_step(self) -> Gradients:
+        """Take one step, and return the gradients that were used."""
         try:
             g = self.track.gradients()
         except PeerLost as lost:
@@ -68,10 +94,6 @@ class TrainingState:
         elif not is_finite(g.own):
             raise self._not_finite(g)
         self.track.advance(g)
-        self.losses.append(float(g.own_loss))
-        for name, reason in g.left_out.items():
-            counts = self.left_out.setdefault(name, {})
-            counts[reason] = counts.get(reason, 0) + 1
         return g
 
     def evaluate(self, found: Mapping[str, float] | None = None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from coterie.evaluation import errors, evaluate
 from coterie.examples import Examples
 from coterie.many import Problem
 from coterie.methods import Method
-from coterie.rules import Rule
+from coterie.rules import Rule, weights_in
 from coterie.run import Run, Step
 from coterie.training import train
 from coterie.training_many import Wanted, train_many
@@ -249,7 +249,7 @@ class Tuning:
             return None if weights is None else float(sum(weights[1 + names.index(n)] for n in self.task.wrong))
         if getattr(rule, "pool", None) is not None:  # which has no weights
             return None
-        tau = run.state.get("tau") or rule.weights(names)
+        tau = weights_in(run.state) or rule.weights(names)
         share = sum(tau.get(name, 0.0) for name in self.task.wrong) / (sum(tau.values()) or 1.0)
         return float(run.state["weight"] * share)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,9 +36,27 @@ class Batches:
     inputs: Tensor
     targets: Tensor
 
+    @property
+    def size(self) -> int:
+        """Examples of each user."""
+        return len(self.inputs) // len(self.positions)
+
     def by_user(self, tensor: Tensor) -> Tensor:
         """Return a tensor of one row an example as (users, size, …)."""
         return tensor.reshape(len(self.positions), -1, *tensor.shape[1:])
+
+    def cut(self, users: int) -> list[Batches]:
+        """Return the batches of as many users at a time."""
+        starts = range(0, len(self.positions), users)
+        pieces = (torch.split(tensor, users * self.size) for tensor in (self.inputs, self.targets))
+        return [
+            Batches(self.positions[start : start + users], inputs, targets)
+            for start, inputs, targets in zip(starts, *pieces, strict=True)
+        ]
+
+
+Drawn: TypeAlias = tuple[tuple[Tensor, Tensor], list[Batches]]
+"""User 0's batch, and those of the peers asked, grouped by size."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +98,11 @@ class Everyone:
         held = [user.examples for user in self.users.values() if isinstance(user.examples, InMemory)]
         if len(held) == len(self.users):
             self._pool = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held]))
-            starts = torch.tensor([0, *(len(e) for e in held)]).cumsum(0).tolist()
-            self._offsets = dict(zip(self.users, starts, strict=False))
+            ends = torch.tensor([len(e) for e in held]).cumsum(0).tolist()
+            for user, end in zip(self.users.values(), ends, strict=True):
+                cut = slice(end - len(user), end)
+                self._offsets[user.name] = cut.start
+                user.examples = InMemory(self._pool.inputs[cut], self._pool.targets[cut])  # not held twice
 
     def with_batch_size(self, size: int) -> Everyone:
         """Return the same users, on the same memory, with batches of another size."""
@@ -92,35 +114,51 @@ class Everyone:
         """Return one user's batch at a step."""
         return self.users[name].batch(self.batch_size, seed=self.seed, step=step)
 
-    def draw(self, names: tuple[str, ...], step: int) -> tuple[tuple[Tensor, Tensor], list[Batches]]:
+    def draw(self, names: tuple[str, ...], step: int) -> Drawn:
         """Return user 0's batch at a step, and those of these peers, grouped by size."""
-        if names not in self._groups:
-            self._groups[names] = self._grouped(names)
-        groups = self._groups[names]
         if self._pool is None:
-            return self.one(self.me.name, step), [self._read(group, step) for group in groups[1:]]
-        inputs, targets = self._pool.take(self._indices_at(names, step))
+            return self.one(self.me.name, step), [self._read(group, step) for group in self._grouped(names)[1:]]
+        return self.at(names, self._indices_at(names, step))
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all examples are held in memory."""
+        return self._pool is not None
+
+    def indices(self, names: tuple[str, ...], step: int) -> Tensor:
+        """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
+        groups = self._grouped(names)
+        total = sum(group.size * len(group.users) for group in groups)
+        steps = range(step, step + max(1, min(AHEAD, 2**18 // total)))
+        return torch.cat([self._rows_of_pool(group, steps) for group in groups], dim=1)
+
+    def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
+        """Return user 0's batch, and those of these peers, from a row of `indices`."""
+        if self._pool is None:
+            raise AssertionError("indices are of examples in memory")
+        groups = self._grouped(names)
+        inputs, targets = self._pool.take(indices)
         lengths = [group.size * len(group.users) for group in groups]
         own, *others = zip(torch.split(inputs, lengths), torch.split(targets, lengths), strict=True)
         return own, [Batches(g.positions, *found) for g, found in zip(groups[1:], others, strict=True)]
 
     def _grouped(self, names: tuple[str, ...]) -> list[_Group]:
         """Return user 0 as a group of its own, then the peers by the size of their batches."""
+        if names in self._groups:
+            return self._groups[names]
         by_size: dict[int, list[int]] = {}
         for position, name in enumerate(names):
             by_size.setdefault(min(self.batch_size, len(self.users[name])), []).append(position)
         peers = [_Group(p, [self.users[names[i]] for i in p], size) for size, p in by_size.items()]
-        return [_Group([0], [self.me], min(self.batch_size, len(self.me))), *peers]
+        own = _Group([0], [self.me], min(self.batch_size, len(self.me)))
+        self._groups[names] = [own, *peers]
+        return self._groups[names]
 
     def _indices_at(self, names: tuple[str, ...], step: int) -> Tensor:
         """Return the rows of the pool that a step's batches are, from a block computed ahead."""
         first, block = self._indices.get(names, (step, None))
         if block is None or not first <= step < first + len(block):
-            groups = self._groups[names]
-            total = sum(group.size * len(group.users) for group in groups)
-            steps = range(step, step + max(1, min(AHEAD, 2**18 // total)))
-            block = torch.cat([self._rows_of_pool(group, steps) for group in groups], dim=1).to(self.device)
-            first = step
+            first, block = step, self.indices(names, step).to(self.device)
             if len(self._indices) >= KEPT:
                 self._indices.clear()
             self._indices[names] = first, block

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from coterie.draws import seeded
-from coterie.engines.batches import Batches, Everyone
+from coterie.engines.batches import Batches, Drawn, Everyone
+from coterie.engines.beside import beside
 from coterie.engines.passes import Passes, Weights
+from coterie.engines.passing import AS_IT_IS, Passing
 from coterie.engines.probe import check_classes, probe
 from coterie.engines.traffic import Traffic
 from coterie.errors import DataError, KnobError
-from coterie.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite, weighted_sum
+from coterie.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite, present, weighted_sum
 from coterie.users import Loss, User
 
 
@@ -37,6 +39,7 @@ class InProcess:
         seed: what batches and dropout draw from, with the user's name and the step.
         one_by_one: take users one by one even where they could share a pass: slower, and to the same bits as
             where every user has a process of its own.
+        passing: autocast, channels last and compilation, for training; what the model allows is found without.
 
     Example:
         >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
@@ -58,6 +61,7 @@ class InProcess:
         batch_size: int = 32,
         seed: int = 0,
         one_by_one: bool = False,
+        passing: Passing = AS_IT_IS,
     ) -> None:
         if batch_size < 1:
             raise KnobError(f"`batch_size` must be at least 1, got {batch_size}")
@@ -73,6 +77,7 @@ class InProcess:
             output, self.allowed = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
         self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
         check_classes(loss, output, [me, *peers])
+        self.passes.pass_by(passing)
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
@@ -87,6 +92,24 @@ class InProcess:
         found = self._peers(own, x, step, weights, batches, rows=rows) if names else {}
         self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
         return Gradients(own=own, x=x, own_loss=loss, **found)
+
+    def together(self, x: Tensor, batches: Drawn, weights: Mapping[str, float], *, rows: bool) -> Gradients:
+        """Return everybody's gradients on batches drawn before, unchecked: nothing waits for the device.
+
+        User 0's pass has a stream of its own on a GPU, so that a captured step takes it while the peers' goes on.
+        """
+        own_batch, others = batches
+        with beside(x.device) as join:
+            own, loss, _ = self._single(x, 0, self.me, own_batch)
+        if rows and weights:
+            g = Gradients(own, rows=self.passes.rows(x, others), names=tuple(weights), x=x, own_loss=loss)
+        elif weights:
+            average = self.passes.average(x, others, self._weights(x, weights, others))
+            g = Gradients(own, average, x=x, own_loss=loss)
+        else:
+            g = Gradients(own, x=x, own_loss=loss)
+        join()
+        return g
 
     def with_batch_size(self, size: int) -> InProcess:
         """Return the same users and model with batches of another size."""
@@ -110,6 +133,23 @@ class InProcess:
         self._keep_buffers(own, buffers)
         return torch.cat([own.unsqueeze(0), rows]), loss
 
+    def gram(self, x: Tensor, step: int, origin: Tensor) -> Tensor:
+        """Return the inner products of what everybody's gradient differs from a vector, user 0's first, in float64.
+
+        The gradients of a model whose layers are known do not exist at once. Buffers stay as they are.
+
+        Args:
+            x: the point.
+            step: the step, from which every user draws its batch.
+            origin: the vector.
+        """
+        own_batch, batches = self.everyone.draw(() if self.allowed.one_by_one else self.names, step)
+        own = self._single(x, step, self.me, own_batch)[0].unsqueeze(0)
+        if self.passes.by_layer is not None:
+            return self.passes.gram(x, own, batches, origin)
+        differences = torch.cat([own, self._rows(x, step, self.names, batches)]) - origin
+        return (differences @ differences.mT).double()
+
     def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return one user's gradient and loss at x on its examples at these indices; the step seeds randomness."""
         batch = self.everyone.users[name].take(indices, seed=self.seed, step=step)
@@ -124,8 +164,14 @@ class InProcess:
             "engine": "in process",
             "device": str(self.passes.parameters.device),
             "average": "user by user: " + self.allowed.one_by_one if self.allowed.one_by_one else "one pass",
-            "rows": "loop: " + self.allowed.loop if self.allowed.loop else "vmap",
+            "rows": self._way_of_rows(),
+            **{name: str(value) for name, value in vars(self.passes.passing).items() if value},
         }
+
+    def _way_of_rows(self) -> str:
+        if self.passes.by_layer is not None:
+            return "by layer"
+        return "loop: " + self.allowed.loop if self.allowed.loop else "vmap"
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return nothing: nothing travels."""
@@ -171,9 +217,11 @@ class InProcess:
             return self._average_one_by_one(own, x, step, weights)
         # Rows are wanted, or a peer's gradient was not finite and has to be found.
         found, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
-        peers, answered = weighted_sum(own, found, [weights[name] for name in kept])
-        asked = {"rows": found, "names": kept} if rows else {"peers": peers}
-        return asked | {"answered": answered, "left_out": left_out}
+        given = [weights[name] for name in kept]
+        if rows:
+            return {"rows": found, "names": kept, "answered": present(given), "left_out": left_out}
+        peers, answered = weighted_sum(own, found, given)
+        return {"peers": peers, "answered": answered, "left_out": left_out}
 
     def _average_one_by_one(
         self, own: Tensor, x: Tensor, step: int, weights: Mapping[str, float]
@@ -184,7 +232,7 @@ class InProcess:
 
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
         """Return the peers' gradients at x, one point for all or a row for each."""
-        if not self.allowed.loop:
+        if not self.allowed.loop or (self.passes.by_layer is not None and x.ndim == 1):
             return self.passes.rows(x, batches)
         points = x.expand(len(names), -1)
         batches_of = (self.everyone.one(name, step) for name in names)

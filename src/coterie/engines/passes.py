@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from coterie.engines.batches import Batches
+from coterie.engines.by_layer import ByLayer, Destination, Gram, Rows
+from coterie.engines.passing import AS_IT_IS, Passing
+from coterie.engines.room import Room
 from coterie.parameters import Parameters
 from coterie.users import Loss
+
+FEW = 2
+"""On a CPU as many users are taken one by one: a pass by layer for them costs more than it saves."""
+FEW_MAPPED = 8
+"""The same for a mapped pass."""
+LARGE = 2**17
+"""On a CPU, so are users whose rows are longer than this where only a mapped pass could take them together: there
+the work outweighs the calls, and a loop does it faster."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +54,28 @@ class Passes:
     Args:
         model: any module; its parameters are not changed.
         loss: the mean loss of a batch from (output, target).
-        memory: how many bytes of gradients one chunk of the rows pass may hold.
+        memory: how many bytes one pass for several users' rows may take; by default a share of what is free on a
+            GPU, and on a CPU what stays in its cache.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, memory: int = 2**28) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, memory: int | None = None) -> None:
         self.model = model
         self.loss = loss
         self.parameters = Parameters(model)
-        self.chunk = max(1, memory // (self.parameters.size * self.parameters.dtype.itemsize))
+        self.memory = memory or _memory(self.parameters.device)
+        # What `probe` finds out:
         self.per_example: Loss | None = None  # the loss of each example, where the loss is their mean
-        self.vmap_loss = True  # whether the loss can be mapped over users; `probe` finds out
+        self.vmap_loss = True  # whether the loss can be mapped over users
+        self.by_layer: ByLayer | None = None  # where each user's gradient can be had from one pass over all
+        self.bytes_an_example = 0  # what that takes
+        self.passing, self._forward = AS_IT_IS, cast("Callable[[Tensor], Any]", model)
+        self._room = Room()
+        self._kept_order: tuple[tuple[int, ...], Tensor] | None = None
+
+    def pass_by(self, passing: Passing) -> None:
+        """Let batches pass in this way from now on."""
+        self.passing = passing
+        self._forward = torch.compile(self.model, dynamic=False) if passing.compile else self.model
 
     def buffers(self) -> dict[str, Tensor]:
         """Return copies of the model's buffers, for a pass that may move them."""
@@ -77,50 +100,117 @@ class Passes:
         batch. Any other loss is computed for each user on its cut of the output.
         """
         leaves = self._leaves(x)
-        inputs = batches[0].inputs if len(batches) == 1 else torch.cat([b.inputs for b in batches])
-        output = self._output(leaves, inputs)
+        output = self._output(leaves, _joined([batch.inputs for batch in batches]))
         if self.per_example is not None:
-            targets = batches[0].targets if len(batches) == 1 else torch.cat([b.targets for b in batches])
-            losses = self.per_example(output, targets)
+            losses = self.per_example(output, _joined([batch.targets for batch in batches]))
             return self._gradient(weights.examples @ mean_of_each(losses), leaves)
         cuts = zip(batches, torch.split(output, [len(b.inputs) for b in batches]), strict=True)
         losses = torch.cat([self._losses(b.by_user(cut), b.by_user(b.targets)) for b, cut in cuts])
         return self._gradient(weights.users @ losses, leaves)
 
     def rows(self, x: Tensor, batches: Sequence[Batches]) -> Tensor:
-        """Return every user's gradient as a row, by vmap of grad in chunks that bound memory.
+        """Return every user's gradient as a row, of as many users at a time as memory allows.
 
         Args:
             x: one point for all users, or a row for each, in the order of the peers asked.
             batches: theirs.
         """
-
-        def loss(values: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-            return self.loss(functional_call(self.model, values, (inputs,)), targets)
-
-        gradients = vmap(grad(loss), in_dims=(None if x.ndim == 1 else 0, 0, 0))
-        values = self.parameters.unflatten(x)
-        rows = x.new_empty(sum(len(batch.positions) for batch in batches), self.parameters.size)
-        done = 0
-        for batch in batches:
-            cut = zip(
-                torch.split(torch.tensor(batch.positions), self.chunk),
-                torch.split(batch.by_user(batch.inputs), self.chunk),
-                torch.split(batch.by_user(batch.targets), self.chunk),
-                strict=True,
-            )
-            for positions, inputs, targets in cut:
-                if x.ndim == 2:
-                    values = self.parameters.unflatten(x[positions.to(x.device)])
-                found = gradients(values, inputs, targets)
-                pieces = torch.split(rows[done : done + len(inputs)], self.parameters.lengths, dim=1)
-                for name, piece in zip(values, pieces, strict=True):
-                    piece.copy_(found[name].flatten(1))
-                done += len(inputs)
+        users = sum(len(batch.positions) for batch in batches)
+        if users == 1:
+            return self.single(x if x.ndim == 1 else x[0], batches[0].inputs, batches[0].targets)[0].unsqueeze(0)
+        rows, done = self._room.empty((users, self.parameters.size), x), 0
+        for some in self._parts(x, batches):
+            theirs = slice(done, done := done + sum(len(batch.positions) for batch in some))
+            self._write_rows(x, some, rows[theirs])
         if len(batches) == 1:
             return rows
-        order = torch.tensor([position for batch in batches for position in batch.positions]).argsort()
-        return rows.index_select(0, order.to(x.device))
+        return rows.index_select(0, self._order(batches, x.device))
+
+    def gram(self, x: Tensor, vectors: Tensor, batches: Sequence[Batches], origin: Tensor) -> Tensor:
+        """Return the inner products of what some vectors and every user's gradient differ from an origin, by layer.
+
+        Args:
+            x: one point for all users.
+            vectors: of shape (m, d), which come first.
+            batches: the users'.
+            origin: of shape (d,).
+        """
+        if self.by_layer is None:
+            raise AssertionError("`InProcess.gram` knows other ways")
+        found = Gram(self.parameters, vectors, origin, sum(len(batch.positions) for batch in batches))
+        self.write_by_layer(x, self.by_layer, batches, found)
+        if len(batches) == 1:
+            return found.products
+        order = torch.cat(
+            [torch.arange(len(vectors), device=x.device), len(vectors) + self._order(batches, x.device)]
+        )
+        return found.products[order][:, order]
+
+    def _parts(self, x: Tensor, batches: Sequence[Batches]) -> list[Sequence[Batches]]:
+        """Return the batches of one pass after the other."""
+        row = self.parameters.size * self.parameters.dtype.itemsize
+        by_layer = self.by_layer is not None and x.ndim == 1
+        takes = [row + (self.bytes_an_example * batch.size if by_layer else 0) for batch in batches]
+        if by_layer and sum(t * len(b.positions) for t, b in zip(takes, batches, strict=True)) <= self.memory:
+            return [batches]
+        each = zip(batches, takes, strict=True)
+        return [[part] for batch, taken in each for part in batch.cut(max(1, self.memory // taken))]
+
+    def _write_rows(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
+        """Write some users' gradients in the way that suits them, which goes by sizes alone."""
+        users, d = rows.shape
+        on_cpu = rows.device.type == "cpu"
+        if x.ndim == 1 and self.by_layer is not None and users > (FEW if on_cpu else 1):
+            self.write_by_layer(x, self.by_layer, batches, Rows(self.parameters, rows))
+        elif users == 1 or (on_cpu and (users <= FEW_MAPPED or d > LARGE)):
+            self._one_by_one(x, batches, rows)
+        else:
+            self.mapped(x, batches[0], rows)
+
+    def write_by_layer(self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], to: Destination) -> int:
+        """Write every user's gradient in one pass; see `ByLayer.backward`."""
+
+        def loss() -> Tensor:
+            output = self._output(self._leaves(x), _joined([batch.inputs for batch in batches]), watched=True)
+            cuts = torch.split(output, [len(batch.inputs) for batch in batches])
+            return torch.stack([self._sum(batch, cut) for batch, cut in zip(batches, cuts, strict=True)]).sum()
+
+        return layers.backward(loss, batches, to)
+
+    def _sum(self, batch: Batches, output: Tensor) -> Tensor:
+        """Return the sum of some users' losses."""
+        if self.per_example is not None:
+            return mean_of_each(self.per_example(output, batch.targets)).sum() / batch.size
+        return self._losses(batch.by_user(output), batch.by_user(batch.targets)).sum()
+
+    def _one_by_one(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
+        users = (
+            each for b in batches for each in zip(b.positions, *map(b.by_user, (b.inputs, b.targets)), strict=True)
+        )
+        for row, (position, inputs, targets) in zip(rows, users, strict=True):
+            row.copy_(self.single(x if x.ndim == 1 else x[position], inputs, targets)[0])
+
+    def mapped(self, x: Tensor, batch: Batches, rows: Tensor) -> None:
+        """Write some users' gradients by vmap of grad, where the model and the loss can be mapped."""
+
+        def loss(values: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+            output = self.passing.through(lambda inputs: functional_call(self.model, values, (inputs,)), inputs)
+            return self.loss(output, targets)
+
+        points = x if x.ndim == 1 else x[torch.tensor(batch.positions, device=x.device)]
+        gradients = vmap(grad(loss), in_dims=(None if x.ndim == 1 else 0, 0, 0))
+        found = gradients(
+            self.parameters.unflatten(points), batch.by_user(batch.inputs), batch.by_user(batch.targets)
+        )
+        for name, view in self.parameters.unflatten(rows).items():
+            view.copy_(found[name])
+
+    def _order(self, batches: Sequence[Batches], device: torch.device) -> Tensor:
+        """Return where each peer asked stands among the users of these batches, kept from step to step."""
+        positions = tuple(position for batch in batches for position in batch.positions)
+        if self._kept_order is None or self._kept_order[0] != positions:
+            self._kept_order = positions, torch.tensor(positions).argsort().to(device)
+        return self._kept_order[1]
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each user from outputs and targets of shape (users, size, …)."""
@@ -135,12 +225,19 @@ class Passes:
         return {name: view.requires_grad_() for name, view in self.parameters.unflatten(x.detach()).items()}
 
     def _output(
-        self, leaves: Mapping[str, Tensor], inputs: Tensor, buffers: dict[str, Tensor] | None = None
+        self,
+        leaves: Mapping[str, Tensor],
+        inputs: Tensor,
+        buffers: dict[str, Tensor] | None = None,
+        *,
+        watched: bool = False,
     ) -> Any:
+        """Return the model's output; one whose layers are watched is not compiled, which would leave them out."""
         if leaves is self.parameters.named and not buffers:
-            return self.model(inputs)  # spares the tenth of a millisecond that `functional_call` takes
+            # This spares the tenth of a millisecond that `functional_call` takes.
+            return self.passing.through(self.model if watched else self._forward, inputs)
         values = {**leaves, **(buffers or {})}
-        output = functional_call(self.model, values, (inputs,))
+        output = self.passing.through(lambda inputs: functional_call(self.model, values, (inputs,)), inputs)
         if buffers:  # a module may assign a buffer anew, which `functional_call` writes back to `values`
             buffers.update({name: values[name].detach() for name in buffers})
         return output
@@ -156,3 +253,15 @@ class Passes:
 def mean_of_each(losses: Tensor) -> Tensor:
     """Return one number an example, where a loss has one for each part of a target."""
     return losses if losses.ndim == 1 else losses.flatten(1).mean(1)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _memory(device: torch.device) -> int:
+    """Return how many bytes a pass may take: a quarter of a GPU's free memory, on a CPU about its cache."""
+    if device.type != "cuda":
+        return 2**26
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + held) // 4

@@ -73,19 +73,14 @@ class _One:
         self.step += 1
 
     def gram(self) -> Tensor:
-        equal = dict.fromkeys(self.engine.names, 1 / len(self.engine.names))
-        buffers = self.engine.passes.buffers()
-        g = self.engine.gradients(self.x, self.step, equal, rows=True)
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(buffers[name])  # only a step may move them
-        if self.held_out is None or g.rows is None or len(g.rows) < len(equal):
-            return torch.full((1 + len(equal), 1 + len(equal)), torch.nan, dtype=torch.float64)
+        n = 1 + len(self.engine.names)
+        if self.held_out is None:
+            return torch.full((n, n), torch.nan, dtype=torch.float64)
         batch = _named(self.held_out, f"{self.me.name}/held out").batch(
             self.batch_size, seed=self.seed, step=self.step
         )
         held_out, _ = self.engine.passes.single(self.x, *batch, self.engine.passes.buffers())
-        lacking = torch.cat([g.own.unsqueeze(0), g.rows]) - held_out
-        return (lacking @ lacking.T).double().cpu()
+        return self.engine.gram(self.x, self.step, held_out).cpu()
 
     def held_out_losses(self) -> Tensor:
         found = torch.full((len(self.seen),), torch.nan, dtype=torch.float64)
