@@ -290,11 +290,11 @@ def test_what_cannot_take_part_is_trained_by_itself_and_says_why(make_users: Use
     users = make_users()
     me, peers = users[0], users[1:]
     wanted = {
+        "not all examples are in memory": Wanted(from_disk(me), peers, Alone(), lr=0.05),
         "one program of 2": Wanted(me, peers, WeightedAveraging(0.5), lr=0.05),
         "a pool needs every": Wanted(me, peers, WeightedAveraging(0.5, pool=CoordinateMedian()), lr=0.05),
         "`CosineSimilarity` is not": Wanted(me, peers, coterie.similarity.CosineSimilarity(0.5), lr=0.05),
         "`FedAvg` is not": Wanted(me, peers, FedAvg(2), lr=0.05),
-        "not all examples are in memory": Wanted(from_disk(me), peers, Alone(), lr=0.05),
         "Adafactor is not known": Wanted(me, peers, Alone(), optimizer=torch.optim.Adafactor, lr=0.05),
         "`ReduceLROnPlateau` follows": Wanted(me, peers, Alone(), scheduler=plateau, lr=0.05),
         "its model is not the one": Wanted(me, peers, Alone(), model=Scaled(2.0), lr=0.05),

@@ -161,4 +161,4 @@ def _setting(problem: Problem) -> tuple[Any, ...]:
     groups = problem.optimizer.param_groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     held = tuple(tuple(names[id(p)] for p in group["params"]) for group in groups)
-    return type(problem.optimizer), str(options), held, problem.scheduler
+    return type(problem.optimizer), str(options), held, id(problem.scheduler)

@@ -158,7 +158,7 @@ class _Common:
 def _begin(wanted: Sequence[Wanted], common: _Common) -> list[Begun]:
     """Return every run before its first step; those that cannot take part with the reason."""
     engines: dict[tuple[int, ...], InProcess] = {}
-    begun = []
+    begun: list[Begun] = []
     for place, asked in enumerate(wanted):
         rule = AdaptiveAveraging() if asked.rule is None else asked.rule
         problem = common.problem(asked, rule)
@@ -173,7 +173,8 @@ def _begin(wanted: Sequence[Wanted], common: _Common) -> list[Begun]:
         why = _why(rule, problem, engines[key])
         if not alike:
             why = why or "its model is not the one of all runs with other parameters"
-        if _form(asked.me) != _form(wanted[0].me):
+        first = next((each.problem.me for each in begun if each.why is None), asked.me)
+        if _form(asked.me) != _form(first):
             why = why or "its examples have another shape or dtype than those of the first run"
         configuration = configuration_of(problem, rule) | engines[key].describe()
         configuration |= {"guard": "off", "evaluate_every": common.every}

@@ -1,9 +1,12 @@
-"""Many runs at once: one model trained side by side in K runs, each blind to some of user 0's examples.
+"""Many runs at once: one model in many copies, trained side by side.
 
-Cross-fitting and cross-validation need the same training many times over, with other examples left out and other
-weights. All runs draw the same batches of the peers, so that they are one program with a dimension more: the
-parameters are stacked, `torch.func.vmap` maps the gradient over them, and an optimizer that works element by
-element does not notice. `OneByOne` is the same in a plain loop, for models and optimizers that allow no more.
+The parameters of all runs are the rows of a matrix (`Stack`), batches go through all copies of the model together
+(`Copies`), and an optimizer that works element by element does not notice. Two kinds of runs go so:
+
+- Cross-fitting and cross-validation need the same training many times over, each blind to some of user 0's examples
+  and with other weights (`side_by_side`); in a plain loop (`OneByOne`) where model or optimizer allow no more.
+- `coterie.train_many` has runs of any users, seeds, rules and step sizes (`Program`), which draw only once the
+  batches that they share.
 """
 
 from __future__ import annotations
