@@ -11,7 +11,7 @@ from torch.func import functional_call, vmap
 from coterie.engines.passes import Passes
 from coterie.evaluation import evaluation_mode
 
-MEMORY = {"cpu": 2**22, "cuda": 2**30}
+MEMORY = {"cpu": 2**21, "cuda": 2**30}
 """About how many bytes of activations the copies that share a pass hold: on a CPU, no more than a near cache."""
 
 _ELEMENTWISE = (
