@@ -1,4 +1,4 @@
-"""What a step costs: its time, taken in turns with the steps it is compared with, and on a GPU its peak of memory."""
+"""What a step costs: its time, taken in turns with what it is compared with, and on a GPU its peak of memory."""
 
 from __future__ import annotations
 

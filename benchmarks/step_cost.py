@@ -227,7 +227,7 @@ PASSING: dict[str, Callable[[Setting], Steps]] = {
 def costs(
     setting: Setting, seconds: float, sides: Mapping[str, Callable[[Setting], Steps]]
 ) -> dict[str, dict[str, float]]:
-    """Return the milliseconds a step of each side, on a GPU also the megabytes, and the ratios to the first side's."""
+    """Return each side's milliseconds a step, on a GPU also megabytes, and the ratios to the first side's."""
     steps = {name: build(setting) for name, build in sides.items()}
     times = milliseconds(steps, setting.device, seconds)
     del steps  # so that each side's memory is its own
