@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.optim.lr_scheduler import LinearLR
 from typer.testing import CliRunner
 
 from coterie import benchmark
@@ -24,10 +26,11 @@ from coterie.data.sets import CONDITIONS, SETS, Population, SetTask, candidates,
 from coterie.engines import InProcess
 from coterie.errors import DataError, KnobError
 from coterie.evaluation import evaluate
-from coterie.examples import Examples
+from coterie.examples import Examples, InMemory
 from coterie.figures import differences
 from coterie.rules import Alone
 from coterie.training import train
+from coterie.training_many import train_many
 from coterie.users import User
 
 RUNNER = CliRunner()
@@ -182,7 +185,12 @@ def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(monkey
         seen.append(args[2])
         return train(*args, **kwargs)
 
+    def spy_many(*args: Any, **kwargs: Any) -> Any:
+        seen.extend(wanted.me for wanted in args[2])
+        return train_many(*args, **kwargs)
+
     monkeypatch.setattr("coterie.benchmark.tuning.train", spy)
+    monkeypatch.setattr("coterie.benchmark.tuning.train_many", spy_many)
     task = make(people())
     tuned = Tuning(task, MODELS["linear"](3, 4), steps=2, batch_size=32, seed=0)
     outcomes = {name: tuned.outcome(ways) for name, ways in METHODS.items()}
@@ -234,6 +242,42 @@ def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_p
     pooled = min((tuned.trial(METHODS["pooled"][0], lr) for lr in RATES), key=lambda trial: trial.validation_loss)
     tuned_on = tuned.outcome(METHODS["fine-tuned"])
     assert tuned_on.validation_loss <= pooled.validation_loss
+
+
+def test_a_trial_is_what_training_that_setting_by_itself_gives() -> None:
+    task, model = make(people()), MODELS["mlp"](3, 4).double()
+    for user in (task.me, *task.peers):
+        inputs, targets = everything(user.examples)
+        user.examples = InMemory(inputs.double(), targets)
+    assert task.me.validation is not None
+    inputs, targets = everything(task.me.validation)
+    task.me.validation = InMemory(inputs.double(), targets)
+    tuned = Tuning(task, model, steps=6, batch_size=5, seed=3)
+    ways = [*METHODS["pooled"][:2], METHODS["pooled"][3], METHODS["wga-0.3"][0], METHODS["bc"][0]]
+    tuned.prepare(ways)
+    for way in ways:
+        run = train(
+            model,
+            tuned.loss,
+            tuned.me,
+            task.peers,
+            way.rule(task, 6),
+            optimizer=partial(torch.optim.Adam, weight_decay=way.weight_decay),
+            lr=0.03,
+            scheduler=partial(LinearLR, start_factor=1.0, end_factor=0.0, total_iters=6)
+            if way.steps == "decreasing"
+            else None,
+            steps=6,
+            batch_size=5,
+            seed=3,
+            evaluate_every=1,
+            guard="off",
+            progress=False,
+        )
+        trial = tuned.trial(way, 0.03)
+        for a, b in zip(trial.model.parameters(), run.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+        assert trial.wrong_weight == 0.0
 
 
 def test_a_setting_that_diverges_counts_by_its_best_model_and_does_not_end_the_benchmark() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 import coterie
 from coterie.errors import DataError, KnobError
 from coterie.methods import FedFomo, Method, MirrorDescent, Scaffold, Selfish, UserCentric, Waffle, WeightErosion
+from coterie.rules import weights_in
 from least_squares import D, LeastSquares, last_of, least_squares, path_of, weights_of
 
 STEPS = [1, 3, 8]
@@ -262,7 +263,7 @@ def test_mirror_descent_climbs_what_automatic_differentiation_says() -> None:
     rows = torch.stack([gradient(k, x) for k in range(N)])
     names = tuple(user.name for user in PROBLEM.users[1:])
     direction, state = rule(coterie.Gradients(rows[0], rows=rows[1:], names=names), rule.init(x))
-    before, x = torch.tensor(list(state["tau"].values())).double(), x - 0.1 * direction
+    before, x = state["tau"], x - 0.1 * direction
     following = torch.stack([gradient(k, x) for k in range(N)])
     _, state = rule(coterie.Gradients(following[0], rows=following[1:], names=names), state)
 
@@ -271,7 +272,8 @@ def test_mirror_descent_climbs_what_automatic_differentiation_says() -> None:
     (slope,) = torch.autograd.grad(0.5 * away @ PROBLEM.curvatures[0] @ away, w)
     scale = 0.1 * float(following[0].norm() * rows.norm(dim=1).max())
     expected = before * torch.exp(-0.5 * slope / scale)
-    assert list(state["tau"].values()) == pytest.approx((expected / expected.sum()).tolist())
+    assert state["names"] == ["", *names]
+    assert state["tau"].tolist() == pytest.approx((expected / expected.sum()).tolist())
 
 
 @pytest.mark.parametrize("rule", [MirrorDescent(0.5), WeightErosion(0.02)], ids=repr)
@@ -280,7 +282,8 @@ def test_rules_of_this_family_tell_copies_from_strangers(rule: coterie.Rule) -> 
     model = torch.nn.Linear(D, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
     settings = {"optimizer": torch.optim.SGD, "lr": 0.05, "steps": 30, "batch_size": 10, "guard": "off"}
-    tau = coterie.train(model, torch.nn.functional.mse_loss, me, peers, rule, **settings).state["tau"]  # type: ignore[arg-type]
+    run = coterie.train(model, torch.nn.functional.mse_loss, me, peers, rule, **settings)  # type: ignore[arg-type]
+    tau = weights_in(run.state)
     assert min(tau["user 1"], tau["user 3"]) > 2 * max(tau["user 2"], tau["user 4"])
 
 

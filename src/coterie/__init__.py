@@ -10,6 +10,7 @@ from coterie.record import Record
 from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, State, WeightedAveraging
 from coterie.run import Run, Step
 from coterie.training import train
+from coterie.training_many import Wanted, train_many
 from coterie.users import User
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "State",
     "Step",
     "User",
+    "Wanted",
     "WeightedAveraging",
     "attacks",
     "data",
@@ -37,4 +39,5 @@ __all__ = [
     "pools",
     "theory",
     "train",
+    "train_many",
 ]

@@ -105,9 +105,21 @@ def evaluate(
         if not isinstance(outputs[0], Tensor):  # of an unknown form: the mean over chunks, and no metric
             sums = (float(loss(o, t)) * len(t) for o, t in zip(outputs, targets, strict=True))
             return {"loss": sum(sums) / len(examples)}
-        whole, truth = torch.cat(outputs), torch.cat(targets)
-        found = {"loss": float(loss(whole, truth))}
-        return found | {name: float(metric(whole, truth)) for name, metric in metrics.items()}
+        return scores(torch.cat(outputs), torch.cat(targets), loss, metrics)
+
+
+def scores(
+    outputs: Tensor, targets: Tensor, loss: Loss, metrics: Mapping[str, Metric] | None = None
+) -> dict[str, float]:
+    """Return the mean loss and the metrics of the outputs on a whole set.
+
+    Example:
+        >>> scores(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [4.0]]), nn.functional.mse_loss)
+        {'loss': 2.0, 'rmse': 1.4142135623730951}
+    """
+    metrics = metrics_for(loss) if metrics is None else metrics
+    found = {"loss": float(loss(outputs, targets))}
+    return found | {name: float(metric(outputs, targets)) for name, metric in metrics.items()}
 
 
 def losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024) -> Tensor:

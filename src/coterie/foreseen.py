@@ -40,7 +40,7 @@ class Foreseen:
         self.device = track.x.device
         self.scheduler = None if isinstance(track.scheduler, ReduceLROnPlateau) else track.scheduler
         self.counter = torch.zeros(1, dtype=torch.long, device=self.device)  # the row of the next step
-        self.total = track.x.new_zeros(())  # of what was computed: not finite if a gradient is not
+        self.total = track.x.new_zeros(())  # of all directions: not finite if a gradient is not
         self.indices, self.numbers = self.counter.new_zeros(0, 0), track.x.new_zeros(0, 0)
         self.losses = track.x.new_zeros(0)
         self.first = -1  # the step of the first row
@@ -103,7 +103,7 @@ class Foreseen:
         for key, tensor in self.memory.items():
             if key in state:
                 tensor.copy_(state[key])
-        self.total.add_(direction.sum() if g.rows is None else direction.sum() + g.rows.sum())
+        self.total.add_(direction.sum())
         track.parameters.lend_gradient(direction)
         with self._step_sizes(self.rates[taken], numbers[len(self.knobs) :]):
             track.optimizer.step()
@@ -111,9 +111,9 @@ class Foreseen:
         self.counter.add_(1)
 
     def draw_ahead(self, n: int) -> None:
-        """Draw what the tables will hold after these n steps, where they will be at their end."""
+        """Draw what the tables will hold next, once n steps take longer than that, or it is due after them."""
         end = self.first + len(self.indices)
-        if self.track.step + n == end and self.next is None:
+        if self.next is None and (self.track.step + n == end or n >= len(self.indices) // 4):
             self.next = self.engine.everyone.indices(self.names, end)
 
     def count(self, n: int) -> list[float]:

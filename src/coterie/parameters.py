@@ -51,12 +51,15 @@ class Parameters:
         pieces = zip(self.named, torch.split(x, self.lengths, dim=-1), self.shapes, strict=True)
         return {name: piece.reshape(x.shape[:-1] + shape) for name, piece, shape in pieces}
 
-    def share(self) -> Tensor:
-        """Let the model's parameters be views of one new flat vector, and return it.
+    def share(self, x: Tensor | None = None) -> Tensor:
+        """Let the model's parameters be views of one flat vector, and return it.
 
-        What an optimizer then does to the parameters in place, it does to the vector.
+        What an optimizer then does to the parameters in place, it does to the vector, and the other way round.
+
+        Args:
+            x: the vector; a new one of the parameters as they are when None.
         """
-        x = self.vector()
+        x = self.vector() if x is None else x
         for p, view in zip(self.named.values(), self.unflatten(x).values(), strict=True):
             p.data = view
         return x

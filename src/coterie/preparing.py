@@ -128,11 +128,11 @@ def opened(
     if callable(engine):
         engine = engine(p.model, p.loss, p.me, p.peers, batch_size=p.batch_size, seed=p.seed)
         stack.callback(engine.close)
-    _check_rule(rule, engine)
+    check_rule(rule, engine)
     return engine
 
 
-def _check_rule(rule: Rule | Method, engine: Engine) -> None:
+def check_rule(rule: Rule | Method, engine: Engine) -> None:
     """Say before anything is written what the rule cannot have from this engine."""
     if isinstance(rule, Method):
         if not isinstance(engine, InProcess):

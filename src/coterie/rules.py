@@ -69,7 +69,8 @@ class Rule(Protocol):
 class Capturable(Rule, Protocol):
     """A rule whose step is the same work on tensors every time, but for knobs that are known beforehand.
 
-    Such steps can be captured as a CUDA graph; see `coterie.captured`.
+    Such steps can be captured as a CUDA graph; see `coterie.captured`. A gradient that is not finite, which nobody
+    looks for then, must make the direction so.
     """
 
     def ahead(self, state: State) -> tuple[dict[str, float], State] | None:

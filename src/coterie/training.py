@@ -131,19 +131,19 @@ def train(
     guarded, why = preparing.guarded(guard, rule, me)
     with contextlib.ExitStack() as stack:
         engine = preparing.opened(engine, problem, rule, passing, stack)
-        configuration = _configuration(problem, rule)
+        configuration = configuration_of(problem, rule)
         if folder is not None:
             configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
         configuration |= engine.describe() | {"guard": why, "evaluate_every": every}
         found = found_before(configuration, folder, resume)
         if isinstance(rule, Undecided) and rule.undecided:
-            found = found if "choice" in found else _split(rule.settle(problem, engine, progress))
+            found = found if "choice" in found else choice_of(rule.settle(problem, engine, progress))
             rule = rule.settled(found["choice"])
         wanted = measure and "estimates" not in found
         configuration |= found | (_estimates(problem, engine, rule) if wanted else {})
-        costs = _costs(me, engine.names, configuration["peers"], batch_size)
+        costs = costs_of(me, engine.names, configuration["peers"], batch_size)
         watch = _shadowed(problem, every, costs, passing) if guarded else None
-        track = _track(problem, rule, engine, costs)
+        track = track_of(problem, rule, engine, costs)
         captured, configuration["capture"] = preparing.captured(capture, track, watch)
         training = TrainingState(track, loss, me, metrics, watch, captured=captured)
         stopped: str | None = None
@@ -168,7 +168,7 @@ def train(
     return training.finish(stopped, time.monotonic() - began)
 
 
-def _configuration(problem: Problem, rule: Rule | Method) -> dict[str, Any]:
+def configuration_of(problem: Problem, rule: Rule | Method) -> dict[str, Any]:
     """Return what the record and a resumed run should know of what was asked for."""
     me, groups = problem.me, problem.optimizer.param_groups
     rates = "/".join(dict.fromkeys(f"{group['lr']:g}" for group in groups))
@@ -188,7 +188,7 @@ def _configuration(problem: Problem, rule: Rule | Method) -> dict[str, Any]:
     }
 
 
-def _split(choice: dict[str, Any]) -> dict[str, Any]:
+def choice_of(choice: dict[str, Any]) -> dict[str, Any]:
     """Return a choice and the constants measured for it, where it took any, as entries of a configuration."""
     measured = {"estimates": choice.pop("estimates")} if "estimates" in choice else {}
     return {"choice": choice, **measured}
@@ -207,7 +207,7 @@ def _estimates(problem: Problem, engine: Engine, rule: Rule | Method) -> dict[st
         return {"estimates": {"not measured": str(error)}}
 
 
-def _track(problem: Problem, rule: Rule | Method, engine: Engine, costs: Costs) -> Track:
+def track_of(problem: Problem, rule: Rule | Method, engine: Engine, costs: Costs) -> Track:
     """Return the model at the start of its way."""
     schedule = problem.scheduler and problem.scheduler(problem.optimizer)
     if isinstance(rule, Method):
@@ -221,11 +221,11 @@ def _shadowed(problem: Problem, every: int, costs: Costs, passing: Passing) -> G
     model, optimizer = copy.deepcopy((problem.model, problem.optimizer))
     size, seed = problem.batch_size, problem.seed
     engine = InProcess(model, problem.loss, problem.me, batch_size=size, seed=seed, passing=passing)
-    shadow = _track(replace(problem, model=model, optimizer=optimizer), Alone(), engine, costs)
+    shadow = track_of(replace(problem, model=model, optimizer=optimizer), Alone(), engine, costs)
     return Guard(shadow, problem.loss, cast("Examples", problem.me.validation), every)
 
 
-def _costs(me: User, names: Sequence[str], peers: Mapping[str, int | str], batch_size: int) -> Costs:
+def costs_of(me: User, names: Sequence[str], peers: Mapping[str, int | str], batch_size: int) -> Costs:
     """Return where what is asked of the users is counted; `peers` has how many examples those have that tell."""
     examples = {me.name: _count(me), **dict.fromkeys(names, batch_size), **peers}
     return Costs({name: batch_size if isinstance(n, str) else min(batch_size, n) for name, n in examples.items()})

@@ -96,8 +96,12 @@ class TrainingState:
         self.track.advance(g)
         return g
 
-    def evaluate(self) -> dict[str, Any]:
-        """Record a point, keep the model if it is the best by validation loss so far, and ask the guard."""
+    def evaluate(self, found: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """Record a point, keep the model if it is the best by validation loss so far, and ask the guard.
+
+        Args:
+            found: loss and metrics on the validation set, where they are known.
+        """
         point: dict[str, Any] = {"step": self.track.step}
         if not math.isnan(self.track.weight):
             point["weight"] = self.track.weight
@@ -107,7 +111,7 @@ class TrainingState:
         if self.left_out:
             point["left_out"] = sum(sum(reasons.values()) for reasons in self.left_out.values())
         if self.me.validation is not None:
-            found = evaluate(self.track.model, self.loss, self.me.validation, self.metrics)
+            found = found or evaluate(self.track.model, self.loss, self.me.validation, self.metrics)
             point |= {f"validation_{name}": value for name, value in found.items()}
             self.track.consider(found["loss"])
         if self.guard is not None:

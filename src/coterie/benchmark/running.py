@@ -61,7 +61,7 @@ def run(
 
 
 def measure(cells: Sequence[Cell], store: Store, data: Path | None) -> None:
-    """Measure the cells of one task, one after the other, and keep each."""
+    """Measure the cells of one task, all settings that can be trained at once together, and keep each."""
     first = cells[0]
     user_set = SETS[first.set]
     task = task_of(
@@ -75,6 +75,7 @@ def measure(cells: Sequence[Cell], store: Store, data: Path | None) -> None:
     with seeded(first.seed, "model", 0):
         model = MODELS[first.model](task.n_inputs, task.n_outputs)
     tuning = Tuning(task, model, steps=store.steps, batch_size=user_set.batch_size, seed=first.seed)
+    tuning.prepare([way for cell in cells for way in METHODS[cell.method]])
     counts = {"own_examples": len(task.me), "peers": len(task.peers)}
     for cell in cells:
         store.add(cell, counts | asdict(tuning.outcome(METHODS[cell.method])))

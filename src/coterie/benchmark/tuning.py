@@ -8,11 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
+import torch
 from torch import nn
+from torch.nn.utils import vector_to_parameters
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
 from coterie.adaptive import Undecided
 from coterie.benchmark.methods import RATES, Making, Way
@@ -26,6 +28,7 @@ from coterie.methods import Method
 from coterie.rules import Rule, weights_in
 from coterie.run import Run, Step
 from coterie.training import train
+from coterie.training_many import Wanted, train_many
 from coterie.users import Loss
 
 
@@ -39,7 +42,7 @@ class Trial:
         model: the model it gave.
         validation_loss: of that model.
         wrong_weight: the weight that peers with wrong labels had in the last step, where there are weights.
-        seconds: of CPU time that it took.
+        seconds: of CPU time that it took; of a program of many, its share by examples.
     """
 
     way: Way
@@ -96,9 +99,11 @@ class Tuning:
         self.me.test = None  # the trials see neither the test examples nor a result on them
         self._trials: dict[tuple[Way, float], Trial] = {}
         self._settled: dict[Making, tuple[Rule, float]] = {}
+        self._falling = partial(_falling, steps=steps)
 
     def outcome(self, ways: Sequence[Way]) -> Outcome:
         """Return what a method with these ways reaches, at the setting with the least validation loss."""
+        self.prepare(ways)
         best = self._best(ways)
         starts = dict.fromkeys(way.start for way in ways if way.start is not None)
         trials = [self.trial(way, lr) for way in (*ways, *starts) for lr in way.rates]
@@ -117,48 +122,102 @@ class Tuning:
             seconds=sum(trial.seconds for trial in trials) + self._settled.get(best.way.rule, (None, 0.0))[1],
         )
 
+    def prepare(self, ways: Sequence[Way]) -> None:
+        """Train all settings of these ways that are not trained yet, as many at once as can be."""
+        first = [way.start or way for way in ways]
+        for some in (first, ways):  # a start is chosen before what starts from it
+            settings = dict.fromkeys((way, lr) for way in some for lr in way.rates)
+            self._train_together([setting for setting in settings if setting not in self._trials])
+
     def trial(self, way: Way, lr: float) -> Trial:
         """Return a setting's trial, trained now or before."""
         if (way, lr) not in self._trials:
-            self._trials[way, lr] = self._train(way, lr)
+            self._train_together([(way, lr)])
         return self._trials[way, lr]
 
     def _best(self, ways: Sequence[Way]) -> Trial:
         trials = [self.trial(way, lr) for way in ways for lr in way.rates]
         return min(trials, key=lambda trial: (math.isnan(trial.validation_loss), trial.validation_loss))
 
-    def _train(self, way: Way, lr: float) -> Trial:
+    def _train_together(self, settings: Sequence[tuple[Way, float]]) -> None:
+        """Train settings, those that follow a rule without a guard as one program."""
+        rules = {(way, lr): self._rule(way) for way, lr in settings}
+        together: dict[tuple[Way, float], tuple[Wanted, _Tail | None]] = {}
+        for (way, lr), rule in rules.items():
+            if isinstance(rule, Method) or way.options:
+                self._trials[way, lr] = self._train(way, lr, rule)
+            else:
+                together[way, lr] = self._wanted(way, lr, rule)
+        if not together:
+            return
+        began = time.process_time()
+        runs = train_many(
+            self.model,
+            self.loss,
+            [wanted for wanted, _ in together.values()],
+            steps=self.steps,
+            batch_size=self.batch_size,
+            evaluate_every=max(1, self.steps // 10),
+            progress=False,
+        )
+        # A run's share of the program's time is that of its examples.
+        examples = [sum(cost["examples"] for cost in run.record.end["costs"].values()) for run in runs]
+        seconds = [n / sum(examples) * (time.process_time() - began) for n in examples]
+        for ((way, lr), (_, tail)), run, share in zip(together.items(), runs, seconds, strict=True):
+            self._trials[way, lr] = self._trial(way, lr, run, tail.model() if tail else run.model, share)
+
+    def _wanted(self, way: Way, lr: float, rule: Rule) -> tuple[Wanted, _Tail | None]:
+        """Return the run of a setting, and what gathers its tail."""
         start = self.model if way.start is None else self._best([way.start]).model
-        rule, tail = self._rule(way), _Tail(start, self.steps) if way.tail else None
+        tail = _Tail(start, self.steps) if way.tail else None
+        wanted = Wanted(
+            self.me,
+            self.task.peers,
+            rule,
+            seed=self.seed,
+            lr=lr,
+            model=start,
+            optimizer=partial(Adam, weight_decay=way.weight_decay),
+            scheduler=self._falling if way.steps == "decreasing" else None,
+            callbacks=[tail] if tail else [],
+        )
+        return wanted, tail
+
+    def _train(self, way: Way, lr: float, rule: Rule | Method) -> Trial:
+        """Train a setting that cannot be trained with others."""
+        wanted, tail = self._wanted(way, lr, cast("Rule", rule))
         began = time.process_time()
         # At equal gradients: a round of a method is as many steps as user 0 computes gradients in it.
         steps = max(1, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
         try:
             run = train(
-                start,
+                wanted.model or self.model,
                 self.loss,
                 self.me,
                 self.task.peers,
                 rule,
-                optimizer=None if isinstance(rule, Method) else partial(Adam, weight_decay=way.weight_decay),
+                optimizer=None if isinstance(rule, Method) else wanted.optimizer,
                 lr=lr,
-                scheduler=partial(_falling, steps=steps) if way.steps == "decreasing" else None,
+                scheduler=wanted.scheduler,
                 steps=steps,
                 batch_size=self.batch_size,
                 seed=self.seed,
                 evaluate_every=max(1, steps // 10),
-                callbacks=[tail] if tail else [],
+                callbacks=wanted.callbacks,
                 progress=False,
                 measure=False,
                 **{"guard": "off", **way.options},
             )
         except GradientError as error:  # too large a step: what was best before counts, and seldom wins
             run = error.run
+        model = tail.model() if tail else run.model
+        return self._trial(way, lr, run, model, time.process_time() - began)
+
+    def _trial(self, way: Way, lr: float, run: Run, model: nn.Module, seconds: float) -> Trial:
         if run.stopped == "Ctrl-C":
             raise KeyboardInterrupt
-        model = tail.model() if tail else run.model
         found = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
-        return Trial(way, lr, model, found, self._wrong_weight(rule, run), time.process_time() - began)
+        return Trial(way, lr, model, found, self._wrong_weight(self._rule(way), run), seconds)
 
     def _rule(self, way: Way) -> Rule | Method:
         """Return the rule of a way; one that has to see the data first does so once, at the smallest step size."""
@@ -198,15 +257,21 @@ class Tuning:
 class _Tail:
     """The mean of a model's parameters over the last half of the steps, gathered by a callback."""
 
-    def __init__(self, model: nn.Module, steps: int) -> None:
-        self.first, self.mean = steps // 2, AveragedModel(model)
+    def __init__(self, start: nn.Module, steps: int) -> None:
+        self.first, self.start, self.count = steps // 2, start, 0
+        self.mean = torch.zeros(0)
 
     def __call__(self, step: Step) -> None:
-        if step.step > self.first:
-            self.mean.update_parameters(step.model)
+        self.count = max(0, step.step - self.first)
+        if self.count:
+            x = torch.cat([p.detach().flatten() for p in step.model.parameters()])
+            self.mean = x if self.count == 1 else self.mean.lerp_(x, 1 / self.count)
 
     def model(self) -> nn.Module:
-        model: nn.Module = self.mean.module
+        """Return a model with the mean; at the start where no step was late enough."""
+        model = copy.deepcopy(self.start)
+        if self.count:
+            vector_to_parameters(self.mean, model.parameters())
         return model
 
 

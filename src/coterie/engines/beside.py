@@ -24,7 +24,10 @@ def beside(device: torch.device) -> Iterator[Callable[[], None]]:
     if device.type != "cuda":
         yield lambda: None
         return
+    here = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(device))
+    if side == here:  # torch has so many streams, and gives them out in turn
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(here)
     with torch.cuda.stream(side):
         yield lambda: torch.cuda.current_stream(device).wait_stream(side)

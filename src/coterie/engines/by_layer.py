@@ -186,7 +186,7 @@ class _Written:
 
     def close(self, names: Iterable[str]) -> None:
         """Complete what some call did not add to, and write zeros where none did."""
-        for name in set(names) - self.done:
+        for name in [name for name in dict.fromkeys(names) if name not in self.done]:
             if name not in self.rooms:
                 self._room(name).zero_()
             self._complete(name)

@@ -124,7 +124,7 @@ class Passes:
             self._write_rows(x, some, rows[theirs])
         if len(batches) == 1:
             return rows
-        return rows.index_select(0, self._order(batches, x.device))
+        return torch.index_select(rows, 0, self._order(batches, x.device), out=self._room.empty(rows.shape, x))
 
     def gram(self, x: Tensor, vectors: Tensor, batches: Sequence[Batches], origin: Tensor) -> Tensor:
         """Return the inner products of what some vectors and every user's gradient differ from an origin, by layer.

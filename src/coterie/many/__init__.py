@@ -1,9 +1,12 @@
-"""Many runs at once: one model trained side by side in K runs, each blind to some of user 0's examples.
+"""Many runs at once: one model in many copies, trained side by side.
 
-Cross-fitting and cross-validation need the same training many times over, with other examples left out and other
-weights. All runs draw the same batches of the peers, so that they are one program with a dimension more: the
-parameters are stacked, `torch.func.vmap` maps the gradient over them, and an optimizer that works element by
-element does not notice. `OneByOne` is the same in a plain loop, for models and optimizers that allow no more.
+The parameters of all runs are the rows of a matrix (`Stack`), batches go through all copies of the model together
+(`Copies`), and an optimizer that works element by element does not notice. Two kinds of runs go so:
+
+- Cross-fitting and cross-validation need the same training many times over, each blind to some of user 0's examples
+  and with other weights (`side_by_side`); in a plain loop (`OneByOne`) where model or optimizer allow no more.
+- `coterie.train_many` has runs of any users, seeds, rules and step sizes (`Program`), which draw only once the
+  batches that they share.
 """
 
 from __future__ import annotations
@@ -17,7 +20,17 @@ from coterie.many.batched import Batched
 from coterie.many.one_by_one import OneByOne
 from coterie.many.problem import Problem, Runs, Scheduler
 
-__all__ = ["ELEMENTWISE", "Batched", "OneByOne", "Problem", "Runs", "Scheduler", "side_by_side", "why_one_by_one"]
+__all__ = [
+    "ELEMENTWISE",
+    "Batched",
+    "OneByOne",
+    "Problem",
+    "Runs",
+    "Scheduler",
+    "engine_of",
+    "side_by_side",
+    "why_one_by_one",
+]
 
 ELEMENTWISE = frozenset(
     {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
@@ -46,7 +59,7 @@ def side_by_side(problem: Problem, seen: Tensor, *, starts: Tensor | None = None
         >>> type(runs).__name__, runs.x.shape, runs.grams().shape
         ('Batched', torch.Size([2, 3]), torch.Size([2, 3, 3]))
     """
-    engine = _engine(problem)
+    engine = engine_of(problem)
     if why_one_by_one(problem, engine) is None:
         return Batched(problem, engine, seen, starts)
     return OneByOne(problem, seen, starts)
@@ -54,7 +67,7 @@ def side_by_side(problem: Problem, seen: Tensor, *, starts: Tensor | None = None
 
 def why_one_by_one(problem: Problem, engine: InProcess | None = None) -> str | None:
     """Say why runs cannot be one program, or None where they can."""
-    engine = engine or _engine(problem)
+    engine = engine or engine_of(problem)
     if engine.allowed.loop:
         return engine.allowed.loop
     if not all(isinstance(user.examples, InMemory) for user in (problem.me, *problem.peers)):
@@ -67,7 +80,8 @@ def why_one_by_one(problem: Problem, engine: InProcess | None = None) -> str | N
     return "the optimizer has taken steps before" if problem.optimizer.state else None
 
 
-def _engine(problem: Problem) -> InProcess:
+def engine_of(problem: Problem) -> InProcess:
+    """Return where the gradients of a problem come from, in this process."""
     return InProcess(
         problem.model,
         problem.loss,

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-
+import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
-from torch.optim import Optimizer
 
 from coterie.draws import draw, random_key
 from coterie.engines.in_process import InProcess
-from coterie.engines.passes import mean_of_each
-from coterie.evaluation import evaluation_mode
-from coterie.many.problem import Problem, scheduler_of
-
-MEMORY = {"cpu": 2**25, "cuda": 2**30}
-"""About how many bytes of activations the runs that share a pass may hold: on a CPU, no more than its caches."""
+from coterie.many.copies import MEMORY, Copies
+from coterie.many.problem import Problem
+from coterie.many.stack import Stack
 
 
 class Batched:
     """K runs as one program: the parameters stacked, the gradient mapped over them."""
 
     def __init__(self, problem: Problem, engine: InProcess, seen: Tensor, starts: Tensor | None = None) -> None:
-        self._passes, self._everyone, self._step = engine.passes, engine.everyone, 0
+        self._copies, self._everyone, self._step = Copies(engine.passes), engine.everyone, 0
         self._names = engine.names
-        parameters = self._passes.parameters
-        self._memory = MEMORY.get(parameters.device.type, 2**28)
+        parameters = engine.passes.parameters
         x = parameters.vector().expand(len(seen), -1) if starts is None else starts.to(parameters.device)
-        pieces = zip(parameters.named, torch.split(x, parameters.lengths, dim=1), parameters.shapes, strict=True)
-        self._x = {name: piece.reshape(len(x), *shape).clone() for name, piece, shape in pieces}
-        self._optimizer = _moved(problem, self._x)
-        self._scheduler = scheduler_of(problem.scheduler, self._optimizer)
+        self._stack = Stack(x.clone(), [(problem, len(seen))])
         name, seed = problem.me.name, problem.seed
         self._seen = seen.to(parameters.device)
         self._own = _Draws(seen, problem.batch_size, random_key(seed, name), x)
@@ -41,7 +30,7 @@ class Batched:
     @property
     def x(self) -> Tensor:
         """The parameters of each run, of shape (K, d)."""
-        return torch.cat([value.flatten(1) for value in self._x.values()], dim=1)
+        return self._stack.x
 
     def advance(self, weights: Tensor) -> None:
         """Take one step in every run; see `Runs.advance`."""
@@ -56,77 +45,50 @@ class Batched:
             inputs.append(batch.inputs)
             targets.append(batch.targets)
         found = self._gradients(torch.cat(shares, dim=1), torch.cat(inputs), torch.cat(targets), slice(None))
-        for name, value in self._x.items():
-            value.grad = found[name]
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._stack.direction.copy_(found)
+        self._stack.step()
         self._step += 1
 
     def grams(self) -> Tensor:
         """Return the Gram matrices of what each gradient lacks; see `Runs.grams`."""
         n_rows = 1 + len(self._names)
-        bytes_a_run = n_rows * self._passes.parameters.size * self._own.like.element_size()
-        runs = torch.split(torch.arange(len(self._seen)), max(1, 8 * self._memory // bytes_a_run))
+        bytes_a_run = n_rows * self.x.shape[1] * self.x.element_size()
+        most = max(1, 16 * MEMORY.get(self.x.device.type, 2**28) // bytes_a_run)
+        runs = torch.split(torch.arange(len(self._seen)), most)
         return torch.cat([self._grams(slice(int(some[0]), int(some[-1]) + 1)) for some in runs])
 
     def held_out_losses(self) -> Tensor:
         """Return the loss of each example that a run is blind to; see `Runs.held_out_losses`."""
-        inputs, targets = self._everyone.me.examples.take(torch.arange(self._seen.shape[1]).to(self._seen.device))
-
-        def losses(values: dict[str, Tensor]) -> Tensor:
-            return self._losses(values, inputs, targets)
-
-        with torch.no_grad(), evaluation_mode(self._passes.model):
-            found: Tensor = vmap(losses, chunk_size=self._chunk(inputs))(self._x)
+        inputs, targets = self._everyone.me.examples.take(torch.arange(self._seen.shape[1]))
+        chunks = torch.split(self.x, self._copies.most(inputs, len(inputs)))
+        found = torch.cat([self._copies.losses(x[None], inputs[None], targets[None])[0] for x in chunks])
         return found.double().masked_fill(self._seen, torch.nan)
 
     def _grams(self, runs: slice) -> Tensor:
-        """Return the Gram matrices of some runs, added up layer by layer."""
-        values = {name: value[runs] for name, value in self._x.items()}
+        """Return the Gram matrices of some runs."""
+        x = self.x[runs]
         own, held_out = (
             self._gradients(draws.at(self._step)[1][runs], *self._take(draws), runs)
             for draws in (self._own, self._held_out)
         )
-
-        def loss(values: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-            return self._passes.loss(functional_call(self._passes.model, values, (inputs,)), targets)
-
-        rows = vmap(vmap(grad(loss), in_dims=(None, 0, 0)), in_dims=(0, None, None))
-        batches = self._everyone.draw(self._names, self._step)[1]
-        theirs = [rows(values, b.by_user(b.inputs), b.by_user(b.targets)) for b in batches]
-        grams: Tensor | float = 0.0
-        for name in values:
-            lacking = torch.cat([own[name].unsqueeze(1), *(found[name] for found in theirs)], dim=1).flatten(2)
-            lacking -= held_out[name].flatten(1).unsqueeze(1)
-            grams = grams + (lacking @ lacking.mT).double()
+        batches, rows = self._everyone.draw(self._names, self._step)[1], [own]
+        for batch in batches:
+            inputs, targets = batch.by_user(batch.inputs), batch.by_user(batch.targets)
+            mean = x.new_tensor(1 / inputs.shape[1]).expand(len(inputs), len(x), inputs.shape[1])
+            rows += self._copies.gradients(x.expand(len(inputs), *x.shape), mean, inputs, targets)[0]
         order = [0, *(1 + position for batch in batches for position in batch.positions)]
-        back = torch.tensor(order).argsort()
-        return torch.as_tensor(grams)[:, back][:, :, back].cpu()
+        lacking = torch.stack([rows[place] for place in np.argsort(order)], dim=1) - held_out.unsqueeze(1)
+        return (lacking @ lacking.mT).double().cpu()
 
     def _take(self, draws: _Draws) -> tuple[Tensor, Tensor]:
         return self._everyone.me.examples.take(draws.at(self._step)[0])
 
-    def _gradients(self, shares: Tensor, inputs: Tensor, targets: Tensor, runs: slice) -> dict[str, Tensor]:
-        """Return the gradient of each run's weighted sum of the examples' losses."""
-
-        def loss(values: dict[str, Tensor], shares: Tensor) -> Tensor:
-            return shares @ self._losses(values, inputs, targets)
-
-        values = {name: value[runs] for name, value in self._x.items()}
-        found: dict[str, Tensor] = vmap(grad(loss), chunk_size=self._chunk(inputs))(values, shares)
-        return found
-
-    def _losses(self, values: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        each = self._passes.per_example
-        if each is None:
-            raise AssertionError("`why_one_by_one` keeps losses that are no means over examples away")
-        return mean_of_each(each(functional_call(self._passes.model, values, (inputs,)), targets))
-
-    def _chunk(self, inputs: Tensor) -> int:
-        """Return how many runs may share a pass, guessing that activations are a few times the inputs."""
-        numbers = 2 * self._passes.parameters.size + 8 * inputs.numel()
-        return max(1, self._memory // (numbers * self._own.like.element_size()))
+    def _gradients(self, shares: Tensor, inputs: Tensor, targets: Tensor, runs: slice) -> Tensor:
+        """Return the gradient of each run's weighted sum of the examples' losses, of shape (runs, d)."""
+        most = self._copies.most(inputs, len(inputs))
+        chunks = zip(torch.split(self.x[runs], most), torch.split(shares, most), strict=True)
+        batch = inputs[None], targets[None]
+        return torch.cat([self._copies.gradients(x[None], some[None], *batch)[0][0] for x, some in chunks])
 
 
 class _Draws:
@@ -155,13 +117,3 @@ class _Draws:
             found = used.to(self.like.device), shares[:, used][self.which].to(self.like)
             self.kept = step, found
         return self.kept[1]
-
-
-def _moved(problem: Problem, stacked: Mapping[str, Tensor]) -> Optimizer:
-    """Return a copy of the optimizer that holds the stacked parameters in the place of the model's."""
-    model, optimizer = copy.deepcopy((problem.model, problem.optimizer))
-    names = {id(p): name for name, p in model.named_parameters()}
-    for group in optimizer.param_groups:
-        held = [names[id(p)] for p in group["params"]]
-        group["params"] = [stacked[name] for name in held if name in stacked]
-    return optimizer
