@@ -104,7 +104,7 @@ class Foreseen:
             if key in state:
                 tensor.copy_(state[key])
         self.total.add_(direction.sum())
-        track.parameters.lend_gradient(direction)
+        track.parameters.set_gradient(direction)
         with self._step_sizes(self.rates[taken], numbers[len(self.knobs) :]):
             track.optimizer.step()
         self.losses.index_copy_(0, self.counter, cast("Tensor", g.own_loss).reshape(1))
