@@ -122,7 +122,7 @@ class Foreseen:
         losses: list[float] = self.losses[row : row + n].tolist()
         track.state, track.step = self.after, track.step + n
         track.costs.compute([track.costs.me, *names], times=n)
-        track.costs.exchange(names, down=n * track.x.numel(), up=n * track.x.numel())
+        track.costs.exchange(names, down=track.x.numel(), up=track.x.numel(), times=n)
         return losses
 
     def save(self) -> Saved:
