@@ -139,15 +139,17 @@ class Copies:
             if isinstance(layer, nn.Linear):
                 weight = values[names[id(layer.weight)]].flatten(*(1, 2) if shared else (0, 1))
                 bias = values.get(names.get(id(layer.bias), ""))
+                h = h if shared else h.view(groups * copies, -1, rows)
                 if bias is None:
                     h = weight @ h
                 else:
                     h = torch.baddbmm(bias.flatten(*(1, 2) if shared else (0, 1)).unsqueeze(2), weight, h)
-                h, shared, fresh = h.view(groups * copies, -1, rows), False, True
+                shared, fresh = False, True
             elif not isinstance(layer, nn.Flatten):
+                # In place, but never on a view: for that autograd copies all there is.
                 h = h.relu_() if fresh and type(layer) is nn.ReLU else layer(h)
                 fresh = False
-        return h.mT.reshape(groups, copies, rows, -1)
+        return h.view(groups * copies, -1, rows).mT.reshape(groups, copies, rows, -1)
 
 
 def _layers(model: nn.Module, trainable: set[str]) -> list[nn.Module] | None:
