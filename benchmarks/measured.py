@@ -1,17 +1,14 @@
-"""What a step costs: its time, taken in turns with the steps it is compared with, and its peak of memory."""
+"""What a step costs: its time, taken in turns with what it is compared with, and on a GPU its peak of memory."""
 
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable
-from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch.autograd.profiler import profile
 
 Steps: TypeAlias = Callable[[int], None]
 """Takes so many steps."""
@@ -56,33 +53,19 @@ def _wait(device: torch.device) -> None:
 
 
 def peak_bytes(build: Callable[[], Steps], device: torch.device) -> int:
-    """Return the most bytes of tensors that a side holds at once in its steps, what it was built with included.
+    """Return the most bytes that a side holds at once on a GPU in its steps, what it was built with included.
 
-    On a GPU as its allocator counts them. On a CPU as torch's allocator tells its profiler, which leaves out what
-    the libraries behind torch take for themselves; a process's resident memory would be too coarse.
+    There is no such number for a CPU: torch's allocator does not see what NumPy holds, and a process's resident
+    memory is too coarse.
     """
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        steps = build()
-        torch.cuda.reset_peak_memory_stats(device)
-        steps(8)
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell of its starts and stops
-    with profile(use_kineto=True, profile_memory=True) as building:
-        steps = build()
-    with profile(use_kineto=True, profile_memory=True) as stepping:
-        steps(3)
-    return sum(_changes(building)) + max(accumulate(_changes(stepping), initial=0))
-
-
-def _changes(profiled: profile) -> list[int]:
-    """Return every allocation and, as a negative number, every release, in order."""
-    events: list[Any] = profiled.kineto_results.events() if profiled.kineto_results else []
-    found = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return [size for _, size in found]
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    steps = build()
+    torch.cuda.reset_peak_memory_stats(device)
+    steps(8)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def repeated(step: Callable[[], None]) -> Steps:

@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py [--device cuda] [--threads 1] [--json] [--plot scaling.png]
 
-Two sweeps, with the sides of `step_cost.py`: time a step and peak of memory by the average path and the rows path,
-against one pass of the same examples in one batch.
+Two sweeps, with the sides of `step_cost.py`: time a step and, on a GPU, peak of memory by the average path and
+the rows path, against one pass of the same examples in one batch.
 
 - peers: 1 to 1,000 of them share the same number of examples, with a network of `--fixed-parameters`;
 - parameters: 10⁴ to 10⁸ of them, with 10 peers and 32 examples a user.
@@ -77,11 +77,13 @@ def sweeps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def shown(found: dict[str, Any]) -> str:
-    """Return a line of the table: the floor, and each side's ratios to it in time and memory."""
+    """Return a line of the table: the floor, and each side's ratios to it in time and, on a GPU, memory."""
     (floor, ms), *_ = found["ms"].items()
-    ratios = [f"{name} {x:.2f} ({found['memory_ratio'][name]:.2f})" for name, x in found["time_ratio"].items()]
+    memory = {name: f" ({x:.2f})" for name, x in found.get("memory_ratio", {}).items()}
+    ratios = [f"{name} {x:.2f}{memory.get(name, '')}" for name, x in found["time_ratio"].items()]
     sizes = f"{found['n_peers']:>5} peers {found['parameters']:>11,} parameters {found['examples']:>6,} examples"
-    return f"{sizes}   {floor} {ms:.2f} ms, {found['MB'][floor]:.1f} MB   × " + "   ".join(ratios[1:])
+    held = f", {found['MB'][floor]:.1f} MB" if memory else ""
+    return f"{sizes}   {floor} {ms:.2f} ms{held}   × " + "   ".join(ratios[1:])
 
 
 def growth(options: argparse.Namespace) -> dict[str, Any]:
@@ -97,12 +99,13 @@ def growth(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
-    """Draw ratios to the floor against peers and against parameters, in time and in memory."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    panels = figure.subplots(2, 2, sharey="row")
+    """Draw ratios to the floor against peers and against parameters, in time and, on a GPU, in memory."""
+    measures = [ratios for ratios in ("time_ratio", "memory_ratio") if ratios in lines[0]]
+    figure = Figure(figsize=(9, 3 * len(measures)), layout="constrained")
+    panels = figure.subplots(len(measures), 2, sharey="row", squeeze=False)
     for column, (sweep, key) in enumerate((("peers", "n_peers"), ("parameters", "parameters"))):
         points = [found for found in lines if found["sweep"] == sweep]
-        for row, ratios in enumerate(("time_ratio", "memory_ratio")):
+        for row, ratios in enumerate(measures):
             panel = panels[row][column]
             for name in ("average", "rows"):
                 at = [(p[key], p[ratios][name]) for p in points if name in p[ratios]]

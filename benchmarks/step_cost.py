@@ -10,7 +10,7 @@ CUDA graphs, as `train` does by default, and the floor and averaging are also me
     python benchmarks/step_cost.py --device cuda --models cnn,resnet --passing
 
 `--passing` compares averaging in full precision with `Passing`'s options: bfloat16, channels last, compiled.
-Memory is the peak of each side's tensors, the users' examples left out, each side on its own.
+On a GPU memory is measured too: the peak of each side on its own, the users' examples left out.
 """
 
 from __future__ import annotations
@@ -227,19 +227,23 @@ PASSING: dict[str, Callable[[Setting], Steps]] = {
 def costs(
     setting: Setting, seconds: float, sides: Mapping[str, Callable[[Setting], Steps]]
 ) -> dict[str, dict[str, float]]:
-    """Return the milliseconds a step and the megabytes of each side, and its ratios to the first side's."""
+    """Return each side's milliseconds a step, on a GPU also megabytes, and the ratios to the first side's."""
     steps = {name: build(setting) for name, build in sides.items()}
     times = milliseconds(steps, setting.device, seconds)
     del steps  # so that each side's memory is its own
+    first = next(iter(sides))
+    found = {
+        "ms": {name: statistics.median(turns) for name, turns in times.items()},
+        "time_ratio": {name: ratio(turns, times[first]) for name, turns in times.items()},
+    }
+    if setting.device.type != "cuda":
+        return found
     memory = {name: float(peak_bytes(partial(build, setting), setting.device)) for name, build in sides.items()}
     for name in sides:
         memory[name] -= 0 if "floor" in name or name == "loop" else setting.example_bytes()
-    first = next(iter(sides))
-    return {
-        "ms": {name: statistics.median(found) for name, found in times.items()},
-        "time_ratio": {name: ratio(found, times[first]) for name, found in times.items()},
-        "MB": {name: found / 1e6 for name, found in memory.items()},
-        "memory_ratio": {name: found / memory[first] for name, found in memory.items()},
+    return found | {
+        "MB": {name: peak / 1e6 for name, peak in memory.items()},
+        "memory_ratio": {name: peak / memory[first] for name, peak in memory.items()},
     }
 
 
@@ -272,9 +276,9 @@ def main() -> None:
 
 def table(found: dict[str, dict[str, float]]) -> str:
     """Return a line for each measure."""
-    lines = [" " * 10 + "".join(f"{name:>16}" for name in found["ms"])]
+    lines = [" " * 14 + "".join(f"{name:>16}" for name in found["ms"])]
     lines += [
-        f"{what:>10}" + "".join(f"{value:>16.2f}" for value in values.values()) for what, values in found.items()
+        f"{what:>14}" + "".join(f"{value:>16.2f}" for value in values.values()) for what, values in found.items()
     ]
     return "\n".join(lines)
 

@@ -103,6 +103,20 @@ def test_drawing_together_is_drawing_alone(sizes: tuple[int, ...]) -> None:
             assert sorted(seen) == list(range(len(names)))
 
 
+def test_everybodys_examples_are_held_once_and_ones_own_are_left_alone() -> None:
+    users = [counting(name, size) for name, size in zip("abc", (3, 5, 4), strict=True)]
+    before = [user.examples for user in users]
+    everyone = Everyone(users[0], users[1:], batch_size=2, seed=0, device=torch.device("cpu"))
+    held = [user.examples for user in everyone.users.values()]
+    for part in ("inputs", "targets"):
+        assert len({getattr(examples, part).untyped_storage().data_ptr() for examples in held}) == 1
+    for user, examples, own in zip(users, held, before, strict=True):
+        assert user.examples is own
+        every = torch.arange(len(user))
+        assert len(examples) == len(user)
+        assert all(map(torch.equal, examples.take(every), own.take(every)))
+
+
 def test_drawing_together_from_datasets() -> None:
     users = [coterie.User.from_dataset("a", Lazy(20, noise=1.0)), counting("b", 9)]
     everyone = Everyone(users[0], users[1:], batch_size=4, seed=5, device=torch.device("cpu"))

@@ -104,7 +104,7 @@ class Foreseen:
             if key in state:
                 tensor.copy_(state[key])
         self.total.add_(direction.sum())
-        track.parameters.lend_gradient(direction)
+        track.parameters.set_gradient(direction)
         with self._step_sizes(self.rates[taken], numbers[len(self.knobs) :]):
             track.optimizer.step()
         self.losses.index_copy_(0, self.counter, cast("Tensor", g.own_loss).reshape(1))
@@ -122,7 +122,7 @@ class Foreseen:
         losses: list[float] = self.losses[row : row + n].tolist()
         track.state, track.step = self.after, track.step + n
         track.costs.compute([track.costs.me, *names], times=n)
-        track.costs.exchange(names, down=n * track.x.numel(), up=n * track.x.numel())
+        track.costs.exchange(names, down=track.x.numel(), up=track.x.numel(), times=n)
         return losses
 
     def save(self) -> Saved:

@@ -34,8 +34,6 @@ class Parameters:
         self.shapes = [p.shape for p in self.named.values()]
         self.lengths = [p.numel() for p in self.named.values()]
         self.size = sum(self.lengths)
-        self._gradient: Tensor | None = None
-        self._views: list[Tensor] = []
 
     def vector(self) -> Tensor:
         """Return a copy of the parameters as a flat vector."""
@@ -77,15 +75,6 @@ class Parameters:
         return x.numel() == self.size and (first.data_ptr(), last.data_ptr()) == (x.data_ptr(), end)
 
     def set_gradient(self, direction: Tensor) -> None:
-        """Hand a copy of a flat direction to the optimizer, as the parameters' `.grad`."""
-        if self._gradient is None:
-            self._gradient = torch.empty_like(direction)
-            self._views = list(self.unflatten(self._gradient).values())
-        self._gradient.copy_(direction)
-        for p, view in zip(self.named.values(), self._views, strict=True):
-            p.grad = view
-
-    def lend_gradient(self, direction: Tensor) -> None:
-        """Let the parameters' `.grad` be views of a flat direction, which the optimizer may change."""
+        """Hand a flat direction to the optimizer: the parameters' `.grad` are views of it, which it may change."""
         for p, view in zip(self.named.values(), self.unflatten(direction).values(), strict=True):
             p.grad = view

@@ -148,9 +148,9 @@ class Together:
         for run in sorted(runs & self.running):
             state = self._at_step(run)
             costs, asked = state.track.costs, list(state.track.rule.weights(state.track.engine.names))
-            sent = self.program.step * state.track.x.numel()
-            costs.compute([costs.me, *asked], times=self.program.step)
-            costs.exchange(asked, down=sent, up=sent)
+            sent, times = state.track.x.numel(), self.program.step
+            costs.compute([costs.me, *asked], times=times)
+            costs.exchange(asked, down=sent, up=sent, times=times)
             self.runs[self.begun[run].place] = state.finish(stopped, share)
             self.running.discard(run)
 

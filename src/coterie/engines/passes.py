@@ -262,6 +262,6 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 def _memory(device: torch.device) -> int:
     """Return how many bytes a pass may take: a quarter of a GPU's free memory, on a CPU about its cache."""
     if device.type != "cuda":
-        return 2**26
+        return 2**25
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (torch.cuda.mem_get_info(device)[0] + held) // 4

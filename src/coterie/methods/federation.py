@@ -13,6 +13,7 @@ from coterie.draws import seeded
 from coterie.engines.in_process import InProcess
 from coterie.errors import DataError
 from coterie.evaluation import evaluate
+from coterie.gradients import is_finite
 from coterie.users import User
 
 
@@ -120,8 +121,8 @@ class Federation:
         self.costs.exchange(self.names[1:], down, up)
 
     def _finite(self, rows: Tensor) -> Tensor:
-        bad = ~rows[1:].isfinite().all(1)
-        if bool(bad.any()):
+        if not is_finite(rows[1:]):
+            bad = ~rows[1:].isfinite().all(1)
             self.left_out |= {self.names[1 + int(k)]: "not finite" for k in bad.nonzero().flatten()}
             rows[1:][bad] = 0.0
         return rows

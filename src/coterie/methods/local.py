@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from coterie.knobs import check_count
@@ -9,7 +10,7 @@ from coterie.methods.federation import Federation
 
 
 def local_steps(
-    users: Federation, points: Tensor, step: int, count: int, *, lr: float, add: Tensor | float = 0.0
+    users: Federation, points: Tensor, step: int, count: int, *, lr: float, add: Tensor | None = None
 ) -> Tensor:
     """Let every user take plain gradient steps from its point, x_k ← x_k − η (g_k(x_k) + a_k).
 
@@ -19,10 +20,11 @@ def local_steps(
         step: the step of the first batch.
         count: how many steps.
         lr: η.
-        add: a_k, what is added to every gradient: rows, or one vector for all.
+        add: a_k, what is added to every gradient: rows, or one vector for all; nothing when None.
     """
     for k in range(count):
-        points = points - lr * (users.gradients(points, step + k) + add)
+        gradients = users.gradients(points, step + k)
+        points = torch.sub(points, gradients if add is None else gradients.add_(add), alpha=lr)
     return points
 
 
