@@ -19,9 +19,9 @@ import torch
 
 import coterie
 from coterie.benchmark.models import MODELS
-from coterie.data.sets import SETS, candidates, load, task_of
-from coterie.draws import seeded
-from coterie.evaluation import errors
+from coterie.benchmark.sets import SETS, candidates, load, task_of
+from coterie.evaluation.evaluate import errors
+from coterie.users.sampling import seeded
 
 RULES: dict[str, coterie.Rule] = {
     "alone": coterie.Alone(),
@@ -88,7 +88,7 @@ def main() -> None:
     settings = parser.parse_args()
     columns = ("set, model, condition", *RULES, "adaptive − alone", "adaptive − best alpha", "on wrong peers")
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
-    with multiprocessing.get_context("spawn").Pool(settings.jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(settings.jobs) as aggregator:
         under_way = {}
         for name in settings.sets.split(","):
             names = candidates(load(name, settings.data), SETS[name].own_examples)[: settings.users]
@@ -96,7 +96,9 @@ def main() -> None:
                 chosen = argparse.Namespace(**(vars(settings) | {"model": model}))
                 for condition in settings.conditions.split(","):
                     tasks = [(name, condition, me, chosen) for me in names]
-                    under_way[f"{name}, {model}, {condition}"] = pool.starmap_async(scores, tasks, chunksize=1)
+                    under_way[f"{name}, {model}, {condition}"] = aggregator.starmap_async(
+                        scores, tasks, chunksize=1
+                    )
         for label, found in under_way.items():
             print(row(label, found.get()), flush=True)
 

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import coterie
-from coterie.engines.torch_distributed import TorchDistributed, join, serve
-from coterie.parameters import Parameters
+from coterie.engines.torch_distributed.engine import TorchDistributed, join, serve
+from coterie.gradients.parameters import Parameters
 
 PEERS = 3
 ROUNDS = 15

@@ -24,17 +24,17 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import torch
-from engines import PEERS, ROUNDS, Flat, timed, user
 from nvflare.collab import collab
 from nvflare.fuel.flare_api.flare_api import new_secure_session
 from torch.nn.functional import mse_loss
 
-from coterie.engines.flare import Flare
+from coterie.engines.flare.engine import Flare
+from coterie.engines.peer import Collaborator
 from coterie.federation.at_user0 import CollabSites
-from coterie.federation.collaborator import Collaborator
 from coterie.federation.job import AT_SITE, AT_USER0, write_job
 from coterie.federation.project import LEAD, Consortium, provision
-from coterie.parameters import Parameters
+from coterie.gradients.parameters import Parameters
+from engines import PEERS, ROUNDS, Flat, timed, user
 
 F = TypeVar("F", bound=Callable[..., Any])
 main: Callable[[F], F] = collab.main

@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from coterie.reproduction.studies import N_PEERS, STEPS, notebook_correction, paper_problem
+from coterie.paper.studies import N_PEERS, STEPS, notebook_correction, paper_problem
 
 TRIALS = 100
 RECORDED = 700

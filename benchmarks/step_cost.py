@@ -7,9 +7,9 @@ mean for a rule and as `CosineSimilarity`; and a plain loop over users. On a GPU
 CUDA graphs, as `train` does by default, and the floor and averaging are also measured without.
 
     python benchmarks/step_cost.py [--device cuda] [--threads 1] [--models mlp,cnn,resnet] [--peers 10 50] [--json]
-    python benchmarks/step_cost.py --device cuda --models cnn,resnet --passing
+    python benchmarks/step_cost.py --device cuda --models cnn,resnet --forward-options
 
-`--passing` compares averaging in full precision with `Passing`'s options: bfloat16, channels last, compiled.
+`--forward-options` compares averaging in full precision with `ForwardOptions`: bfloat16, channels last, compiled.
 On a GPU memory is measured too: the peak of each side on its own, the users' examples left out.
 """
 
@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie import Passing
-from coterie.captured import Captured
-from coterie.costs import Costs
-from coterie.engines.passing import AS_IT_IS
-from coterie.similarity import CosineSimilarity
-from coterie.track import Track
+from coterie import ForwardOptions
+from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
+from coterie.learners.learner import Track
+from coterie.recording.costs import Costs
+from coterie.rules.similarity import CosineSimilarity
+from coterie.training.captured import Captured
+from coterie.users.examples import InMemory
 
 
 def mlp() -> nn.Module:
@@ -133,7 +134,7 @@ class Setting:
 
     def example_bytes(self) -> int:
         """Return how much memory the users' examples take, once."""
-        held = [user.examples for user in self.everyone if isinstance(user.examples, coterie.examples.InMemory)]
+        held = [user.examples for user in self.everyone if isinstance(user.examples, InMemory)]
         return sum(tensor.nbytes for e in held for tensor in (e.inputs, e.targets))
 
 
@@ -178,11 +179,16 @@ def loop(setting: Setting) -> Steps:
 
 
 def ours(
-    setting: Setting, rule: coterie.Rule = AVERAGING, capture: bool | None = None, passing: Passing = AS_IT_IS
+    setting: Setting,
+    rule: coterie.Rule = AVERAGING,
+    capture: bool | None = None,
+    forward_options: ForwardOptions = DEFAULT_FORWARD,
 ) -> Steps:
     """Return the steps of `coterie`: batches, gradients, rule, update; captured on a GPU where nothing is said."""
     model, (me, *peers) = setting.model(), setting.everyone
-    engine = coterie.InProcess(model, cross_entropy, me, peers, batch_size=setting.batch, passing=passing)
+    engine = coterie.InProcess(
+        model, cross_entropy, me, peers, batch_size=setting.batch, forward_options=forward_options
+    )
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     costs = Costs({user.name: setting.batch for user in setting.everyone})
     track = Track(model, rule, engine, sgd, scheduler=None, costs=costs)
@@ -215,13 +221,13 @@ UNCAPTURED: dict[str, Callable[[Setting], Steps]] = {
 
 PASSING: dict[str, Callable[[Setting], Steps]] = {
     "full precision": ours,
-    "channels last": partial(ours, passing=Passing(channels_last=True)),
-    "bfloat16": partial(ours, passing=Passing(torch.bfloat16)),
-    "both": partial(ours, passing=Passing(torch.bfloat16, channels_last=True)),
-    "compiled": partial(ours, passing=Passing(compile=True)),
-    "all three": partial(ours, passing=Passing(torch.bfloat16, channels_last=True, compile=True)),
+    "channels last": partial(ours, forward_options=ForwardOptions(channels_last=True)),
+    "bfloat16": partial(ours, forward_options=ForwardOptions(torch.bfloat16)),
+    "both": partial(ours, forward_options=ForwardOptions(torch.bfloat16, channels_last=True)),
+    "compiled": partial(ours, forward_options=ForwardOptions(compile=True)),
+    "all three": partial(ours, forward_options=ForwardOptions(torch.bfloat16, channels_last=True, compile=True)),
 }
-"""By name, averaging with the options of `Passing`."""
+"""By name, averaging with the options of `ForwardOptions`."""
 
 
 def costs(
@@ -256,12 +262,12 @@ def main() -> None:
     parser.add_argument("--peers", type=int, nargs="+", default=[10])
     parser.add_argument("--batch", type=int, default=32, help="examples a user")
     parser.add_argument("--seconds", type=float, default=20, help="time to spend on each model and number of peers")
-    parser.add_argument("--passing", action="store_true", help="compare the options of `Passing` instead")
+    parser.add_argument("--forward-options", action="store_true", help="compare `ForwardOptions` instead")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    sides = PASSING if options.passing else SIDES | (UNCAPTURED if device.type == "cuda" else {})
+    sides = PASSING if options.forward_options else SIDES | (UNCAPTURED if device.type == "cuda" else {})
     names = options.models.split(",") if options.models else list(MODELS)[: 3 if device.type == "cuda" else 2]
     for name in names:
         for n_peers in options.peers:

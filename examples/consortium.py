@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 import psutil
 
-from coterie.data.sets import heart
+from coterie.benchmark.sets import heart
 
 SIZES = {"cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200}
 COTERIE = [sys.executable, "-m", "coterie", "federate"]

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 import coterie
-from coterie.parameters import Parameters
+from coterie.gradients.parameters import Parameters
 
 task = coterie.data.digits_by_writer(me=3, own_examples=30)
 torch.manual_seed(0)

@@ -1,16 +1,16 @@
 """Train your model with your peers' gradients: personalized collaborative learning in PyTorch."""
 
-from coterie import attacks, data, errors, pools, theory
-from coterie.adaptive import AdaptiveAveraging
-from coterie.engines import Engine, InProcess
-from coterie.engines.passing import Passing
+from coterie import aggregators, data, errors, theory
+from coterie.choosing.adaptive import AdaptiveAveraging
+from coterie.engines import Engine, InProcess, attacks
+from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.evaluation import evaluate
 from coterie.gradients import Gradients
-from coterie.record import Record
+from coterie.recording import Record
 from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, State, WeightedAveraging
-from coterie.run import Run, Step
-from coterie.training import train
-from coterie.training_many import Wanted, train_many
+from coterie.training.many import Wanted, train_many
+from coterie.training.run import Run, Step
+from coterie.training.train import train
 from coterie.users import User
 
 __version__ = "0.1.0"
@@ -20,10 +20,10 @@ __all__ = [
     "Alone",
     "BiasCorrection",
     "Engine",
+    "ForwardOptions",
     "Gradients",
     "InProcess",
     "OracleCorrection",
-    "Passing",
     "Record",
     "Rule",
     "Run",
@@ -32,11 +32,11 @@ __all__ = [
     "User",
     "Wanted",
     "WeightedAveraging",
+    "aggregators",
     "attacks",
     "data",
     "errors",
     "evaluate",
-    "pools",
     "theory",
     "train",
     "train_many",

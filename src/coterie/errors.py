@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coterie.run import Run
+    from coterie.training.run import Run
 
 
 class CoterieError(Exception):

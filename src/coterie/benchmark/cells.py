@@ -13,7 +13,7 @@ from typing import Any
 import coterie
 from coterie.benchmark.methods import METHODS, RATES
 from coterie.benchmark.models import MODELS
-from coterie.data.sets import CONDITIONS, SETS, candidates, load
+from coterie.benchmark.sets import CONDITIONS, SETS, candidates, load
 from coterie.errors import KnobError
 
 

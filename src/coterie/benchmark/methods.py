@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from coterie import pools, similarity
-from coterie.adaptive import AdaptiveAveraging
+from coterie import aggregators
+from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.data import Task
 from coterie.methods import (
     APFL,
@@ -30,7 +30,8 @@ from coterie.methods import (
     Waffle,
     data_interpolation,
 )
-from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.rules import similarity
+from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 
 RATES = (0.01, 0.03, 0.1)
 """The step sizes of Adam that a rule is tried at."""
@@ -138,11 +139,13 @@ def interpolated(mixing: float) -> Way:
     return Way(f"mixing {mixing:g}", lambda task, steps: data_interpolation(task.me, task.peers, mixing))
 
 
-def robust(pool: Callable[[int], pools.Pool]) -> tuple[Way, ...]:
-    """Return averaging with a robust pool of the peers, of whom just less than half may be bad."""
+def robust(aggregator: Callable[[int], aggregators.Aggregator]) -> tuple[Way, ...]:
+    """Return averaging with a robust aggregator of the peers, of whom just less than half may be bad."""
 
     def way(alpha: float) -> Way:
-        return Way(f"alpha {alpha:g}", lambda task, steps: WeightedAveraging(alpha, pool=pool(_bad(task))))
+        return Way(
+            f"alpha {alpha:g}", lambda task, steps: WeightedAveraging(alpha, aggregator=aggregator(_bad(task)))
+        )
 
     return tuple(way(alpha) for alpha in ALPHAS)
 
@@ -180,11 +183,11 @@ METHODS: Mapping[str, tuple[Way, ...]] = {
     "first-order": rules(*map(similarity.FirstOrder, (0.0, 0.5, 0.9, 0.99))),
     "weight-erosion": rules(*map(similarity.WeightErosion, (0.001, 0.01, 0.03, 0.1))),
     "meritfed": rules(*map(similarity.MirrorDescent, (0.01, 0.1, 0.3, 1.0))),
-    "wga-median": robust(lambda bad: pools.CoordinateMedian()),
-    "wga-trimmed": robust(pools.TrimmedMean),
-    "wga-geometric": robust(lambda bad: pools.GeometricMedian()),
-    "wga-krum": robust(pools.MultiKrum),
-    "wga-mixing": robust(lambda bad: pools.NearestNeighbourMixing(bad, pools.CoordinateMedian())),
+    "wga-median": robust(lambda bad: aggregators.CoordinateMedian()),
+    "wga-trimmed": robust(aggregators.TrimmedMean),
+    "wga-geometric": robust(lambda bad: aggregators.GeometricMedian()),
+    "wga-krum": robust(aggregators.MultiKrum),
+    "wga-mixing": robust(lambda bad: aggregators.NearestNeighbourMixing(bad, aggregators.CoordinateMedian())),
     "fedavg": methods(FedAvg(1), FedAvg(5)),
     "fedavg-tuned": tuple(tuned_after(share) for share in (0.3, 0.9)),
     "per-fedavg": methods(PerFedAvg(2, 0.1), PerFedAvg(5, 0.1)),
@@ -211,7 +214,7 @@ METHODS: Mapping[str, tuple[Way, ...]] = {
 `alone`: the own examples only. `pooled`: everybody's examples alike; `fine-tuned`: then on alone. `wga-α`: weighted
 averaging with that α; `wga`: with the best of the four by validation. `adaptive`: α and τ found from the own
 examples; `adaptive-guarded`: watched by a shadow trained alone. `bc`: bias correction. `…-auto`: knobs by theory
-and measured constants. `wga-median` and the like: a robust pool of the peers. The others are named after their
+and measured constants. `wga-median` and the like: a robust aggregator. The others are named after their
 systems, see docs/methods.md."""
 
 DEFAULT = tuple(METHODS)[: tuple(METHODS).index("bc") + 1]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from coterie.models import linear, mlp
+from coterie.tables.models import linear, mlp
 
 
 def cnn(n_inputs: int, n_outputs: int, channels: int = 8) -> nn.Module:

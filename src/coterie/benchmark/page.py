@@ -76,7 +76,7 @@ def _by_place(found: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _write_page(path: Path, store: Store, found: pd.DataFrame, total: pd.DataFrame) -> Path:
-    from coterie.report import Section, write_page
+    from coterie.reporting.page import Section, write_page
 
     users, seeds = f"up to {found['users'].max()} users", f"{found['seeds'].max()} seeds"
     sections = [
@@ -110,7 +110,7 @@ def _write_page(path: Path, store: Store, found: pd.DataFrame, total: pd.DataFra
 
 def _figures(part: pd.DataFrame) -> list[Figure]:
     """Return a figure for each metric, since their units differ."""
-    from coterie.figures import differences
+    from coterie.reporting.figures import differences
 
     drawn = []
     for metric, rows in part[part["method"] != "alone"].groupby("metric", sort=False):

@@ -15,10 +15,10 @@ import torch
 from coterie.benchmark.cells import Cell, Store
 from coterie.benchmark.methods import METHODS
 from coterie.benchmark.models import MODELS
+from coterie.benchmark.sets import SETS, load, task_of
 from coterie.benchmark.tuning import Tuning
-from coterie.data.sets import SETS, load, task_of
-from coterie.draws import seeded
 from coterie.errors import KnobError
+from coterie.users.sampling import seeded
 
 
 def run(

@@ -16,20 +16,20 @@ from torch.nn.utils import vector_to_parameters
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
-from coterie.adaptive import Undecided
 from coterie.benchmark.methods import RATES, Making, Way
-from coterie.data.sets import SetTask
-from coterie.engines import InProcess
+from coterie.benchmark.sets import SetTask
+from coterie.choosing.adaptive import Undecided
+from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError, GradientError
-from coterie.evaluation import errors, evaluate
-from coterie.examples import Examples
-from coterie.many import Problem
+from coterie.evaluation.evaluate import errors, evaluate
+from coterie.learners.spec import Problem
 from coterie.methods import Method
-from coterie.rules import Rule, weights_in
-from coterie.run import Run, Step
-from coterie.training import train
-from coterie.training_many import Wanted, train_many
-from coterie.users import Loss
+from coterie.rules.rules import Rule, weights_in
+from coterie.training.many import Wanted, train_many
+from coterie.training.run import Run, Step
+from coterie.training.train import train
+from coterie.users.examples import Examples
+from coterie.users.user import Loss
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Tuning:
         if isinstance(rule, Method):
             weights = run.state.get("weights")
             return None if weights is None else float(sum(weights[1 + names.index(n)] for n in self.task.wrong))
-        if getattr(rule, "pool", None) is not None:  # which has no weights
+        if getattr(rule, "aggregator", None) is not None:  # which has no weights
             return None
         tau = weights_in(run.state) or rule.weights(names)
         share = sum(tau.get(name, 0.0) for name in self.task.wrong) / (sum(tau.values()) or 1.0)

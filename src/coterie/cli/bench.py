@@ -45,8 +45,8 @@ def bench(
 
     from coterie import benchmark
     from coterie.benchmark.methods import DEFAULT, METHODS
-    from coterie.cli.shown import bar, rich_table
-    from coterie.data.sets import CONDITIONS, SETS, missing
+    from coterie.benchmark.sets import CONDITIONS, SETS, missing
+    from coterie.cli.terminal import bar, rich_table
 
     torch.set_num_threads(1)
     console = Console()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coterie import demo as experiment
+from coterie.benchmark import demo as experiment
 
 
 def demo(
@@ -26,7 +26,7 @@ def demo(
     import torch
     from rich.console import Console
 
-    from coterie.cli.shown import bar, rich_table
+    from coterie.cli.terminal import bar, rich_table
 
     torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
     console = Console()
@@ -57,8 +57,8 @@ def demo(
 
 
 def _page(out: Path, title: str, found: "Sequence[experiment.Result]") -> Path:
-    from coterie.figures import learning_curves
-    from coterie.report import Section, write_page
+    from coterie.reporting.figures import learning_curves
+    from coterie.reporting.page import Section, write_page
 
     curves = {
         m: [(r.steps, r.curve) for r in found if r.method == m] for m in dict.fromkeys(r.method for r in found)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from coterie import theory
-from coterie.theory.words import cells, note, numbers, verdict
+from coterie.theory.phrases import cells, note, numbers, verdict
 
 
 def plan(
@@ -77,8 +77,8 @@ def _write_picture(
     sentences: list[str],
 ) -> Path:
     """Write the gain-factor picture as PNG and PDF, and a page with it, the table and the sentences."""
-    from coterie.figures import gain_factor
-    from coterie.report import Section, write_page
+    from coterie.reporting.figures import gain_factor
+    from coterie.reporting.page import Section, write_page
 
     bias = problem.pl * steps * problem.bias_floor**2
     noise = problem.smoothness * problem.noise**2

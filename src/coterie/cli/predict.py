@@ -18,8 +18,8 @@ def predict(
 
     Writes a CSV with the column `prediction`, and in classification its `probability`.
     """
-    from coterie import tabular
     from coterie.data import read_table
+    from coterie.tables import tabular
 
     tabular.predict(folder, read_table(file)).to_csv(sys.stdout if out is None else out, index=False)
     if out is not None:

@@ -19,13 +19,13 @@ def reproduce(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from coterie import reproduction
+    from coterie import paper
 
-    names = figures or list(reproduction.STUDIES)
+    names = figures or list(paper.STUDIES)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(names[0], total=len(names))
-        for done, name in enumerate(reproduction.reproduce(names, out, seed=seed), start=1):
+        for done, name in enumerate(paper.reproduce(names, out, seed=seed), start=1):
             typer.echo(f"{name}: {out / name}.png, .pdf")
             bar.update(task, completed=done, description=names[done] if done < len(names) else "page")
     typer.echo(f"page: {out / 'index.html'}; numbers: {out / 'results.json'}")

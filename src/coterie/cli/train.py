@@ -13,7 +13,7 @@ from coterie.errors import KnobError
 
 if TYPE_CHECKING:
     from coterie.data import TableTask
-    from coterie.rules import Rule
+    from coterie.rules.rules import Rule
 
 
 class RuleName(StrEnum):
@@ -125,11 +125,11 @@ def train(
     import torch
     from rich.console import Console
 
-    from coterie import cluster, tabular
-    from coterie.cli.shown import rich_table
+    from coterie.cli.terminal import rich_table
     from coterie.data import from_table
-    from coterie.engines import InProcess
-    from coterie.engines.torch_distributed import TorchDistributed, join
+    from coterie.engines.in_process.engine import InProcess
+    from coterie.engines.torch_distributed.engine import TorchDistributed, join
+    from coterie.tables import cluster, tabular
 
     torch.set_num_threads(threads)
     console = Console()
@@ -184,8 +184,8 @@ def _rule(
     beta: float | Literal["auto"],
     tau: dict[str, float] | None,
 ) -> Rule:
-    from coterie.adaptive import AdaptiveAveraging
-    from coterie.rules import Alone, BiasCorrection, WeightedAveraging
+    from coterie.choosing.adaptive import AdaptiveAveraging
+    from coterie.rules.rules import Alone, BiasCorrection, WeightedAveraging
 
     if name is RuleName.adaptive:
         return AdaptiveAveraging()

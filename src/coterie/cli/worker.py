@@ -34,9 +34,9 @@ def worker(
     """
     import torch
 
-    from coterie import cluster
     from coterie.data.reading import read_rows
-    from coterie.engines.torch_distributed import join
+    from coterie.engines.torch_distributed.engine import join
+    from coterie.tables import cluster
 
     torch.set_num_threads(threads)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coterie.data.task import Task
 from coterie.errors import DataError
-from coterie.users import User
+from coterie.users.user import User
 
 BOUNDS = (0, 130, 256, 386, 516, 646, 776, 915, 1029, 1157, 1287, 1415, 1545, 1667, 1797)
 """Where one writer segment ends and the next begins. The data carries no writer column; the segments follow

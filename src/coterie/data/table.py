@@ -14,7 +14,7 @@ from coterie.data.preparation import Kind, Preparation
 from coterie.data.reading import read_table, some
 from coterie.data.task import Task
 from coterie.errors import DataError
-from coterie.users import User
+from coterie.users.user import User
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coterie.users import User
+from coterie.users.user import User
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from nvflare.collab import collab
 
-from coterie.federation.collaborator import Collaborator
+from coterie.engines.peer import Collaborator
 from coterie.federation.holding import collaborator
 
 logger = logging.getLogger(__name__)

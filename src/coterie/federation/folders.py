@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coterie import models
 from coterie.data import read_table
 from coterie.federation.holding import lead_task
 from coterie.federation.project import Consortium, provision
 from coterie.federation.settings import FILE, Data, LeadSettings, Model, Training
+from coterie.tables import models
 
 README = """# {site} in the consortium {name}
 

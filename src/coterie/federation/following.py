@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coterie.display import progress_bar
+from coterie.engines.peer import Collaborators
 from coterie.errors import CoterieError, KnobError
-from coterie.federation.collaborator import Collaborators
 from coterie.federation.job import write_job
 from coterie.federation.lead import NEWS, RUN, SUMMARY, lead, rule_of
 from coterie.federation.project import LEAD
 from coterie.federation.settings import lead_settings
-from coterie.record import Record
+from coterie.recording.progress import progress_bar
+from coterie.recording.record import Record
 
 PAUSE = 0.5
 """Seconds from one look at the run to the next."""

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from coterie import models
 from coterie.data import Preparation, from_table, read_table
 from coterie.data.table import TableTask
+from coterie.engines.peer import Collaborator
 from coterie.errors import DataError, KnobError
-from coterie.federation.collaborator import Collaborator
 from coterie.federation.settings import Data, LeadSettings, Model, SiteSettings, site_settings
-from coterie.tabular import loss_of
-from coterie.users import Loss, User
+from coterie.tables import models
+from coterie.tables.tabular import loss_of
+from coterie.users.user import Loss, User
 
 LOG = "requests.jsonl"
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from coterie import tabular
-from coterie.engines.flare import Flare, Sites
+from coterie.engines.flare.engine import Flare, Sites
 from coterie.errors import KnobError
 from coterie.federation.holding import of_lead
 from coterie.federation.settings import LeadSettings, lead_settings
-from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
-from coterie.streams import StreamAveraging
-from coterie.training import train
+from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.rules.streams import StreamAveraging
+from coterie.tables import tabular
+from coterie.training.train import train
 
 RUN = "run"
 NEWS = "news.log"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from coterie.engines.peer import Caps
 from coterie.errors import KnobError
-from coterie.federation.collaborator import Caps
 
 FILE = "coterie.toml"
 T = TypeVar("T")

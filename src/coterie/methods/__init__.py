@@ -1,10 +1,10 @@
 """The systems that coterie is compared with, over the same users, record and costs. See docs/methods.md."""
 
 from coterie.methods.apfl import APFL
+from coterie.methods.clients import Clients
 from coterie.methods.data_interpolation import data_interpolation
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.federation import Federation
 from coterie.methods.fedfomo import FedFomo
 from coterie.methods.fine_tuning import FineTuning
 from coterie.methods.hyp_cluster import HypCluster
@@ -21,7 +21,7 @@ from coterie.methods.selfish import Selfish
 from coterie.methods.svrg import SVRG
 from coterie.methods.user_centric import UserCentric
 from coterie.methods.waffle import Waffle
-from coterie.similarity import MirrorDescent, WeightErosion
+from coterie.rules.similarity import MirrorDescent, WeightErosion
 
 __all__ = [
     "APFL",
@@ -29,10 +29,10 @@ __all__ = [
     "MVR",
     "SAGA",
     "SVRG",
+    "Clients",
     "Ditto",
     "FedAvg",
     "FedFomo",
-    "Federation",
     "FineTuning",
     "HypCluster",
     "Mapper",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.knobs import check_share
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps
-from coterie.rules import State
+from coterie.rules.knobs import check_share
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class APFL:
         """How many gradients user 0 computes in a round: two from every batch."""
         return 2 * self.local_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""
         n = len(users.names)
         return {"step": 0, "w": x, "v": x.repeat(n, 1), "mixing": x.new_full((n, 1), self.mixing)}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         v, mixing, step = state["v"], state["mixing"], state["step"]
         w = state["w"].expand_as(v)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coterie.knobs import check_share
-from coterie.rules import WeightedAveraging
-from coterie.users import User
+from coterie.rules.knobs import check_share
+from coterie.rules.rules import WeightedAveraging
+from coterie.users.user import User
 
 
 def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> WeightedAveraging:
@@ -31,7 +31,7 @@ def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> Weight
     Example:
         >>> small, large = User("me", [[0.0]] * 10, range(10)), User("a", [[0.0]] * 30, range(30))
         >>> data_interpolation(small, [large], mixing=0.5)
-        WeightedAveraging(alpha=0.375, tau={'a': 1.0}, pool=None)
+        WeightedAveraging(alpha=0.375, tau={'a': 1.0}, aggregator=None)
     """
     check_share("mixing", mixing)
     pooled = WeightedAveraging.pooled(me, peers)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from coterie.knobs import check_count, check_positive
+from coterie.methods.clients import Clients
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.federation import Federation
 from coterie.methods.rounds import Method
-from coterie.rules import State
+from coterie.rules.knobs import check_count, check_positive
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Ditto:
 
     Args:
         penalty: λ.
-        together: the method that makes w; with a robust pool in it Ditto is the paper's robust variant.
+        together: the method that makes w; with a robust aggregator in it Ditto is the paper's robust variant.
         personal_steps: S.
 
     Reference:
@@ -49,11 +49,11 @@ class Ditto:
         """How many gradients user 0 computes in a round."""
         return self.together.gradients_a_round + self.personal_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all personal models are x."""
         return {"step": 0, "together": self.together.init(users, x), "v": x.repeat(len(users.names), 1)}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         v, w = state["v"], self.together.models(state["together"])
         together = self.together.round(users, state["together"] | {"step": state["step"]}, lr)

@@ -9,16 +9,16 @@ from typing import Literal
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules import State
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
 class FedAvg:
     """Average models that everybody has trained for a few steps from the last average.
 
-        x_k ← x, then K times  x_k ← x_k − η g_k(x_k);      x ← Σ p_k x_k,  or  x ← x + pool(x_k − x)
+        x_k ← x, then K times  x_k ← x_k − η g_k(x_k);      x ← Σ p_k x_k,  or  x ← x + aggregator(x_k − x)
 
     With one local step it is gradient descent on Σ p_k f_k: the pooled objective where p_k are the shares of the
     examples. With more, users run towards their own optima: on quadratics f_k = ½(x − o_k)ᵀA_k(x − o_k) it ends at
@@ -28,9 +28,9 @@ class FedAvg:
 
     Args:
         local_steps: K.
-        shares: p_k: by the number of `"examples"`, as in the paper, or `"equal"`; a pool knows no shares.
-        pool: what to take in the place of the mean, from the users' moves, one a row, to one move: a robust
-            pool, which a few wrong users cannot lead astray.
+        shares: p_k: by the number of `"examples"`, as in the paper, or `"equal"`; an aggregator knows no shares.
+        aggregator: what to take in the place of the mean, from the users' moves, one a row, to one move: a robust
+            aggregator, which a few wrong users cannot lead astray.
 
     Reference:
         McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017.
@@ -42,7 +42,7 @@ class FedAvg:
 
     local_steps: int = 1
     shares: Literal["examples", "equal"] = "examples"
-    pool: Callable[[Tensor], Tensor] | None = None
+    aggregator: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         check_local_steps(self.local_steps)
@@ -54,11 +54,11 @@ class FedAvg:
         """How many gradients user 0 computes in a round."""
         return self.local_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x."""
         return {"step": 0, "x": x}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, step = state["x"], state["step"]
         points = local_steps(users, x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
@@ -70,8 +70,8 @@ class FedAvg:
         x: Tensor = state["x"]
         return x.unsqueeze(0)
 
-    def _together(self, users: Federation, x: Tensor, points: Tensor) -> Tensor:
+    def _together(self, users: Clients, x: Tensor, points: Tensor) -> Tensor:
         """Return what becomes of x when the users have moved to these points."""
-        if self.pool is not None:
-            return x + self.pool(points - x)
+        if self.aggregator is not None:
+            return x + self.aggregator(points - x)
         return users.shares @ points if self.shares == "examples" else points.mean(0)

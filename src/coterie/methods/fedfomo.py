@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules import State
-from coterie.similarity import TINY
+from coterie.rules.rules import State
+from coterie.rules.similarity import TINY
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class FedFomo:
         """How many gradients user 0 computes in a round."""
         return self.local_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: everybody at x."""
         n = len(users.names)
         return {"step": 0, "points": x.repeat(n, 1), "weights": x.new_zeros(n), "weight": 0.0}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         step, points = state["step"], state["points"]
         x = points[0]

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from coterie.knobs import check_count
+from coterie.methods.clients import Clients
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.federation import Federation
 from coterie.methods.local import local_steps
 from coterie.methods.rounds import Method
-from coterie.rules import State
+from coterie.rules.knobs import check_count
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class FineTuning:
         """How many gradients user 0 computes in a round."""
         return self.together.gradients_a_round
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round."""
         together = self.together.init(users, x)
         return {"step": 0, "round": 0, "together": together, "models": self.together.models(together)}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         following = state | {"round": state["round"] + 1}
         if state["round"] < self.rounds:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.draws import seeded
-from coterie.knobs import check_count, check_positive
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules import State
+from coterie.rules.knobs import check_count, check_positive
+from coterie.rules.rules import State
+from coterie.users.sampling import seeded
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class HypCluster:
         """How many gradients user 0 computes in a round; it also computes q losses."""
         return self.local_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: q models around x; everybody has the first."""
         models = x.repeat(self.clusters, 1)
         with seeded(users.engine.seed, "clusters", 0):
@@ -64,7 +64,7 @@ class HypCluster:
         models[1:] += self.spread * noise.to(x.device)
         return {"step": 0, "x": models, "cluster": torch.zeros(len(users.names), dtype=torch.long, device=x.device)}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, step, n = state["x"], state["step"], len(users.names)
         losses = torch.stack([users.losses(model.expand(n, -1), step) for model in x])

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.draws import uniform
 from coterie.errors import KnobError
-from coterie.knobs import check_positive
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules import State
+from coterie.rules.knobs import check_positive
+from coterie.rules.rules import State
+from coterie.users.sampling import uniform
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class L2GD:
         """How many gradients user 0 computes in a round."""
         return self.local_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""
         return {"step": 0, "x": x.repeat(len(users.names), 1)}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, p = state["x"], self.probability
         kept = 1 - min(1.0, lr * self.penalty / p)

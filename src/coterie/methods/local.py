@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coterie.knobs import check_count
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
+from coterie.rules.knobs import check_count
 
 
 def local_steps(
-    users: Federation, points: Tensor, step: int, count: int, *, lr: float, add: Tensor | None = None
+    users: Clients, points: Tensor, step: int, count: int, *, lr: float, add: Tensor | None = None
 ) -> Tensor:
     """Let every user take plain gradient steps from its point, x_k ← x_k − η (g_k(x_k) + a_k).
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.knobs import check_share
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps
-from coterie.rules import State
+from coterie.rules.knobs import check_share
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Mapper:
         """How many gradients user 0 computes in a round."""
         return len(self.mixings) * self.local_steps + 1
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""
         n = len(users.names)
         return {"step": 0, "w": x, "v": x.repeat(n, 1), "mixing": x.new_full((n, 1), self.mixings[0])}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         w, v, step = state["w"], state["v"], state["step"]
         tried = []

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps
-from coterie.rules import State
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Mime:
         """How many gradients user 0 computes in a round, one of them over all its examples."""
         return self.local_steps * (1 if self.lite else 2) + 1
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, at rest."""
         return {"step": 0, "x": x, "m": x.new_zeros(x.shape)}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, m, step = state["x"], state["m"], state["step"]
         start = x.expand(len(users.names), -1)

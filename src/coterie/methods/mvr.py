@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps
-from coterie.rules import State
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class MVR:
         """How many gradients user 0 computes in a round."""
         return 2 * self.local_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, which has not moved."""
         return {"step": 0, "x": x, "before": x, "weight": 0.0}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         step, x, before = state["step"], state["x"], state["before"]
         d: Tensor | None = state.get("d")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.knobs import check_positive
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules import State
+from coterie.rules.knobs import check_positive
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class PerFedAvg:
         """How many gradients user 0 computes in a round, that of its own adaptation included."""
         return (2 if self.difference is None else 4) * self.local_steps + 1
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, not yet adapted."""
         return {"step": 0, "x": x, "models": x.unsqueeze(0)}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, step, a, delta = state["x"], state["step"], self.inner_lr, self.difference
         points = x.expand(len(users.names), -1)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from coterie.gradients import Gradients
-from coterie.methods.federation import Federation
-from coterie.parameters import Parameters
-from coterie.rules import State
-from coterie.track import Track
+from coterie.gradients.gradients import Gradients
+from coterie.gradients.parameters import Parameters
+from coterie.learners.learner import Track
+from coterie.methods.clients import Clients
+from coterie.rules.rules import State
 
 
 @runtime_checkable
@@ -31,10 +31,10 @@ class Method(Protocol):
     def gradients_a_round(self) -> int:
         """How many gradients user 0 computes in a round, to compare at equal gradients."""
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round."""
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round with this step size."""
 
     def models(self, state: State) -> Tensor:
@@ -56,7 +56,7 @@ class Rounds(Track):
         self,
         model: nn.Module,
         method: Method,
-        users: Federation,
+        users: Clients,
         optimizer: Optimizer,
         scheduler: LRScheduler | None,
     ) -> None:

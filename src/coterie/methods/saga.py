@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.draws import draw, random_key
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps
-from coterie.rules import State
+from coterie.rules.rules import State
+from coterie.users.sampling import draw, random_key
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SAGA:
         """How many gradients user 0 computes in a round."""
         return self.local_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x and an empty table."""
         blocks = len(_blocks(users))
         return {
@@ -61,7 +61,7 @@ class SAGA:
             "weight": 0.0,
         }
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, step, blocks = state["x"], state["step"], _blocks(users)
         table, seen = state["table"].clone(), state["seen"].clone()
@@ -83,7 +83,7 @@ class SAGA:
         return x.unsqueeze(0)
 
 
-def _blocks(users: Federation) -> list[Tensor]:
+def _blocks(users: Clients) -> list[Tensor]:
     """Return blocks of about as many of user 0's examples as a batch has."""
     size = users.costs.batches[users.me.name]
     return users.blocks(users.me.name, -(-len(users.me) // size))

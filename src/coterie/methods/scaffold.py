@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules import State
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Scaffold:
         """How many gradients user 0 computes in a round; option I adds a pass over all examples."""
         return self.local_steps + (self.option == 1)
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, and no correction yet."""
         return {"step": 0, "x": x, "c": x.new_zeros(len(users.names), x.numel())}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, c, step = state["x"], state["c"], state["step"]
         start = x.expand_as(c)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules import State
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Selfish:
         """How many gradients user 0 computes in a round."""
         return self.local_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, and no correction yet."""
         unknown = [name for name in self.internal if name not in users.names[1:]]
         if unknown:
@@ -63,19 +63,19 @@ class Selfish:
         c = x.new_zeros(len(users.names), x.numel())
         return {"step": 0, "x": x, "c": c, "weights": weights, "weight": float(weights[1:].sum())}
 
-    def _inside(self, users: Federation, like: Tensor) -> Tensor:
+    def _inside(self, users: Clients, like: Tensor) -> Tensor:
         """Return the weight of each user in the mean of the internal ones."""
         inside = like.new_tensor([k == 0 or name in self.internal for k, name in enumerate(users.names)])
         return inside / inside.sum()
 
-    def _weights(self, users: Federation, like: Tensor) -> Tensor:
+    def _weights(self, users: Clients, like: Tensor) -> Tensor:
         inside = self._inside(users, like)
         outside = (inside == 0).to(inside)
         if self.alpha is None or not outside.any():
             return torch.ones_like(inside) / len(inside)
         return torch.lerp(inside, outside / outside.sum(), self.alpha)
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, c, step = state["x"], state["c"], state["step"]
         wanted = self._inside(users, x) @ c

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps
-from coterie.rules import State
+from coterie.rules.rules import State
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class SVRG:
         """How many gradients user 0 computes in a round, one of them over all its examples."""
         return 2 * self.local_steps + 1
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x."""
         return {"step": 0, "x": x, "weight": 0.0}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         step, start = state["step"], state["x"].unsqueeze(0)
         whole, x = users.full_gradients(start), start

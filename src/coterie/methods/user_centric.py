@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules import State
-from coterie.similarity import TINY
+from coterie.rules.rules import State
+from coterie.rules.similarity import TINY
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class UserCentric:
         """How many gradients user 0 computes in a round; there are `blocks` more before the first."""
         return self.local_steps
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: everybody at x, and how they mix."""
         mixing = self.mixing(users, x)
         users.exchange(down=x.numel(), up=x.numel() + 1)
         points = x.repeat(len(users.names), 1)
         return {"step": 0, "points": points, "mixing": mixing, "weights": mixing[0], "weight": _peers(mixing)}
 
-    def mixing(self, users: Federation, x: Tensor) -> Tensor:
+    def mixing(self, users: Clients, x: Tensor) -> Tensor:
         """Return w, a row for each user; who has gradients that are not finite mixes with nobody."""
         means, noises = zip(*(self._gradient(users, name, x) for name in users.names), strict=True)
         noise, apart = torch.stack(noises), _squared_distances(torch.stack(means))
@@ -76,7 +76,7 @@ class UserCentric:
             return weights
         return _grouped(weights, self.clusters)
 
-    def _gradient(self, users: Federation, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _gradient(self, users: Clients, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return G_k and σ_k."""
         blocks = users.blocks(name, self.blocks)
         rows = torch.stack([users.gradient_on(name, x, block) for block in blocks])
@@ -84,7 +84,7 @@ class UserCentric:
         mean = (shares / shares.sum()) @ rows
         return mean, (rows - mean).square().sum(1).mean().sqrt()
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         step, points, mixing = state["step"], state["points"], state["mixing"]
         points = local_steps(users, points, step, self.local_steps, lr=lr)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
-from coterie.methods.federation import Federation
+from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules import State
-from coterie.similarity import TINY
+from coterie.rules.rules import State
+from coterie.rules.similarity import TINY
 
 KEPT = 3
 """Over how many rounds the weights are averaged, as in the paper."""
@@ -65,13 +65,13 @@ class Waffle:
         """Return Ω after so many rounds."""
         return 1 / (1 + math.exp(self.slope * (2 * played / self.rounds - 1)))
 
-    def init(self, users: Federation, x: Tensor) -> State:
+    def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, no corrections, no weights."""
         n = len(users.names)
         zeros = x.new_zeros(n, x.numel())
         return {"step": 0, "x": x, "c_k": zeros, "c": zeros[0], "last": x.new_zeros(0, n), "weight": 0.0}
 
-    def round(self, users: Federation, state: State, lr: float) -> State:
+    def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, c, c_k, step = state["x"], state["c"], state["c_k"], state["step"]
         points = local_steps(users, x.expand_as(c_k), step, self.local_steps, lr=lr, add=c - c_k)

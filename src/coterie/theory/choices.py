@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from coterie.gradients.simplex import water_filling
 from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_alpha, check_steps
-from coterie.weights import water_filling
 
 
 def averaging_cost(problem: Constants, alpha: Numbers, steps: Numbers) -> Numbers:

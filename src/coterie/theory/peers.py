@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.errors import KnobError
+from coterie.gradients.simplex import water_filling
 from coterie.theory.choices import averaging_cost, best_alpha, least_noise_alpha
 from coterie.theory.constants import Constants, Numbers, check_steps
 from coterie.theory.correction import (
@@ -18,7 +19,6 @@ from coterie.theory.correction import (
     correction_bound,
     correction_max_lr,
 )
-from coterie.weights import water_filling
 
 Array = NDArray[np.float64]
 

@@ -1,0 +1,106 @@
+"""What is done before pooling: means of rows in the place of rows, so that good ones are more alike."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from coterie.aggregators.points import Aggregator, Points, Tolerant
+from coterie.errors import KnobError
+
+
+@dataclass(frozen=True)
+class NearestNeighbourMixing(Tolerant):
+    """Replace each row by the mean of its n − f nearest, itself among them, and aggregator those.
+
+    Where the aggregator behind uses distances too, those between the means come from the same Gram matrix, and the
+    means themselves are never formed.
+
+    Args:
+        n_byzantine: f, how many rows may be bad; see `Tolerant`.
+        then: the aggregator of the means.
+
+    Example:
+        >>> import torch
+        >>> from coterie.aggregators import Krum
+        >>> NearestNeighbourMixing(1, then=Krum(1))(torch.tensor([[0.0], [1.0], [2.0], [1e30]]))
+        tensor([1.])
+
+    Reference: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan, *Fixing by Mixing* (2023), Algorithm 2.
+    """
+
+    then: Aggregator
+
+    @property
+    def least(self) -> int:
+        """How many rows it and the aggregator behind need."""
+        return max(super().least, self.then.least)
+
+    def points(self, rows: Tensor) -> Points:
+        """Return the rows, measured; exactly, since means of nearly the same rows lie close together."""
+        return Points.measured(rows, exactly=True)
+
+    def of(self, points: Points) -> Tensor:
+        """Return the aggregator of the means of neighbours."""
+        kept = len(points) - self.bad(points)
+        nearest = points.distances().argsort(axis=1, kind="stable")[:, :kept]
+        weights = np.zeros((len(points), len(points)))
+        np.put_along_axis(weights, nearest, 1 / kept, axis=1)
+        return self.then.of(points.mixed(weights))
+
+
+@dataclass(frozen=True)
+class Bucketing(Aggregator):
+    """Deal the rows into buckets at random, and aggregator the buckets' means.
+
+    The order depends on the seed and the rows' sums alone: it changes from step to step with the rows, a resumed
+    run finds it again, and who does not know the seed cannot choose it. A bad row spoils one bucket: as many
+    buckets may be bad as rows, and `then` must bear that share of fewer.
+
+    Args:
+        size: rows a bucket; the last may have fewer.
+        then: the aggregator of the means.
+        seed: what the order depends on, with the rows.
+
+    Example:
+        >>> import torch
+        >>> from coterie.aggregators import CoordinateMedian
+        >>> Bucketing(size=2, then=CoordinateMedian())(torch.ones(5, 2))
+        tensor([1., 1.])
+
+    Reference: Karimireddy, He and Jaggi, *Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing*
+    (2022), Algorithm 1.
+    """
+
+    size: int
+    then: Aggregator
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise KnobError(f"`size` must be a whole number of rows, 1 or more, got {self.size!r}")
+
+    @property
+    def least(self) -> int:
+        """How many rows make as many buckets as the aggregator behind needs."""
+        return self.size * (self.then.least - 1) + 1
+
+    def points(self, rows: Tensor) -> Points:
+        """Return the rows, measured where the aggregator behind goes by distances."""
+        return self.then.points(rows)
+
+    def of(self, points: Points) -> Tensor:
+        """Return the aggregator of the buckets' means."""
+        order = self._order(points)
+        weights = np.zeros((-(-len(points) // self.size), len(points)))
+        weights[np.arange(len(points)) // self.size, order] = 1.0
+        return self.then.of(points.mixed(weights / weights.sum(1, keepdims=True)))
+
+    def _order(self, points: Points) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return an order of the points that depends on the seed and the rows."""
+        sums = points.base.sum(1).double().cpu().numpy()
+        digest = hashlib.blake2b(sums.tobytes(), key=str(self.seed).encode()[:64], digest_size=16).digest()
+        return np.random.default_rng(int.from_bytes(digest, "little")).permutation(len(points))

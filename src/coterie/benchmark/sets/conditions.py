@@ -1,0 +1,65 @@
+"""Conditions: what is done to the users' data before anyone learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+
+from coterie.benchmark.sets.population import Numbers, Population
+
+Condition: TypeAlias = Callable[
+    [Population, str, Sequence[str], np.random.Generator], tuple[Population, tuple[str, ...]]
+]
+"""From the examples of user 0 and its peers, their names and a generator: the examples as they are to be, and
+the peers whose labels are wrong."""
+
+
+def honest(
+    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
+) -> tuple[Population, tuple[str, ...]]:
+    """Leave everything as it is."""
+    return people, ()
+
+
+def wrong_labels(
+    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
+) -> tuple[Population, tuple[str, ...]]:
+    """Give half of the peers (rounded down) wrong labels throughout, the same error for all."""
+    wrong = sorted(rng.permutation(len(peers))[: len(peers) // 2].tolist())
+    names = tuple(peers[k] for k in wrong)
+    return _relabelled(people, names), names
+
+
+def permuted(
+    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
+) -> tuple[Population, tuple[str, ...]]:
+    """Shuffle all examples among the users, each keeping its number: nobody differs, pooling is best."""
+    return replace(people, owners=rng.permutation(people.owners)), ()
+
+
+def stranger(
+    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
+) -> tuple[Population, tuple[str, ...]]:
+    """Relabel user 0's examples, of training, validation and test alike, so that nobody resembles it."""
+    return _relabelled(people, [me]), ()
+
+
+CONDITIONS: Mapping[str, Condition] = {
+    "honest": honest,
+    "wrong-labels": wrong_labels,
+    "permuted": permuted,
+    "stranger": stranger,
+}
+
+
+def _relabelled(people: Population, names: Sequence[str]) -> Population:
+    """Call class c of these users c + 1 (the last 0); in regression, mirror their targets at their mean."""
+    targets: Numbers = people.targets.copy()
+    for name in names:
+        rows = people.rows(name)
+        own = targets[rows]
+        targets[rows] = (own + 1) % people.n_classes if people.n_classes else 2 * own.mean() - own
+    return replace(people, targets=targets)

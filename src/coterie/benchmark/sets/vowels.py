@@ -1,0 +1,19 @@
+"""Deterding's vowels: 15 speakers, each of 11 vowels six times, as ten numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coterie.benchmark.sets.population import Population
+
+
+def read(folder: Path) -> Population:
+    """Read `vowel-context.data`: a flag, the speaker, the sex, ten features and the class, between blanks."""
+    import pandas as pd
+
+    features = [f"x{i}" for i in range(10)]
+    columns = ["flag", "speaker", "sex", *features, "vowel"]
+    table = pd.read_csv(folder / "vowel-context.data", sep=r"\s+", header=None, names=columns)
+    table = table.sort_values("speaker", kind="stable", ignore_index=True)
+    owners = ("speaker " + table["speaker"].astype(str)).to_numpy(dtype=str)
+    return Population(table[features], table["vowel"].to_numpy(), owners, n_classes=11)

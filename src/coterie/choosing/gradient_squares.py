@@ -1,0 +1,156 @@
+"""Squares of means from a few batches of gradients, without what noise would add to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.errors import DataError
+
+if TYPE_CHECKING:
+    from coterie.engines.engine import Engine
+
+Array = NDArray[np.float64]
+
+SKETCH = 2**15
+"""Longer gradients are folded to this length with random signs; products of them then err by 0.6 %."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Gradients of a few batches, each at the same two points.
+
+    Args:
+        rows: of shape (2, batches, 1 + peers, length), user 0's first.
+        losses: user 0's, of shape (2, batches).
+        distance: between the points.
+        names: the peers that answered every time.
+        left_out: the others, each with the reason.
+    """
+
+    rows: Array
+    losses: Array
+    distance: float
+    names: tuple[str, ...]
+    left_out: dict[str, str]
+
+    @property
+    def batches(self) -> int:
+        """How many batches."""
+        return len(self.losses[0])
+
+    def without(self, batch: int) -> Seen:
+        """Return the same without one batch."""
+        rows, losses = np.delete(self.rows, batch, axis=1), np.delete(self.losses, batch, axis=1)
+        return Seen(rows, losses, self.distance, self.names, self.left_out)
+
+
+def look(engine: Engine, x: Tensor, batches: int, reach: float) -> Seen:
+    """Ask everybody for gradients at x and downhill of it.
+
+    Args:
+        engine: where the gradients come from.
+        x: the first point.
+        batches: how many to draw.
+        reach: how far the second point is, in steps of the length that would bring a linear loss to zero.
+    """
+    first = engine.gradients(x, batches, {})  # a batch of its own, so that the way is not fitted to the others
+    _check_finite(first.own, float(first.own_loss))
+    if float(first.own_loss) <= 0 or not bool(first.own.any()):
+        raise DataError(
+            "user 0's loss is not positive or its gradient is zero at the start: no scale to measure by"
+        )
+    step = (-reach * float(first.own_loss) / first.own.square().sum()) * first.own
+    equal = dict.fromkeys(engine.names, 1 / max(1, len(engine.names)))
+    shorten = _sketch(x)
+    found: list[dict[str | None, Tensor]] = []
+    losses, left_out = [], dict[str, str]()
+    for point in (x, x + step):
+        for batch in range(batches):
+            g = engine.gradients(point, batch, equal, rows=True)
+            _check_finite(g.own, float(g.own_loss))
+            rows = shorten(torch.cat([g.own[None], *([g.rows] if g.rows is not None else [])]))
+            found.append(dict(zip((None, *g.names), rows, strict=True)))
+            losses.append(float(g.own_loss))
+            left_out |= g.left_out
+    names = tuple(name for name in engine.names if all(name in one for one in found))
+    if not names:
+        raise DataError("no peer's gradient can be used")
+    stacked = torch.stack([one[name] for one in found for name in (None, *names)])
+    rows_of_all = stacked.reshape(2, batches, 1 + len(names), -1).numpy()
+    return Seen(rows_of_all, np.array(losses).reshape(2, batches), float(step.norm()), names, left_out)
+
+
+def _sketch(like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what shortens gradients, in double precision, with products kept in the mean (a count sketch)."""
+    if len(like) <= SKETCH:
+        return lambda rows: rows.double().cpu()
+    generator = torch.Generator().manual_seed(0)
+    place = torch.randint(SKETCH, (len(like),), generator=generator).to(like.device)
+    sign = (2 * torch.randint(2, (len(like),), generator=generator) - 1).to(like)
+    return lambda rows: rows.new_zeros(len(rows), SKETCH).index_add_(1, place, rows * sign).double().cpu()
+
+
+def squares(seen: Seen, size: Array, of: Array) -> dict[str, Array]:
+    """Return squares of what is measured, by what it is: of one example's noise, of the bias, of the curvature, ….
+
+    Args:
+        seen: the gradients.
+        size: examples in a batch, by user.
+        of: examples that there are, by user; infinite for fresh samples.
+    """
+    rows, losses, distance = seen.rows, seen.losses, seen.distance
+    each, data = _variances(rows[0], size, of)
+    _, change_data = _variances(rows[1] - rows[0], size, of)
+    gradient = [_square(at[:, 0]) - data[0] for at in rows]
+    bias = [_square(at[:, 1:] - at[:, :1]) - data[0] - data[1:] for at in rows]
+    change = rows[1] - rows[0]
+    curvature = _square(change[:, 0]) - change_data[0]
+    if not curvature > 0:  # lost in the noise of the batches' own curvature: then with it, as an upper estimate
+        curvature = np.square(change[:, 0].mean(0)).sum()
+    gap = _square(change[:, 1:] - change[:, :1]) - change_data[0] - change_data[1:]
+    fall = gradient[0] - gradient[1]
+    most = np.maximum(bias[0], 0) / gradient[0] if gradient[0] > 0 else np.zeros_like(bias[0])
+    growth = np.clip((bias[0] - bias[1]) / fall, 0, most) if fall > 0 else np.zeros_like(most)
+    return {
+        "each": each,
+        "gradient": gradient[0],
+        "bias": bias[0],
+        "growth": growth,
+        "floor": bias[0] - growth * gradient[0],
+        "smoothness": curvature / distance**2,
+        "gap": gap / distance**2,
+        "loss": losses[0].mean(),
+        "pl": np.min(np.divide(gradient, 2 * losses.mean(1))),
+    }
+
+
+def _variances(rows: Array, size: Array, of: Array) -> tuple[Array, Array]:
+    """Return the variance of one example's gradient, and that of the mean over the examples there are, by user.
+
+    A batch of b of n examples varies (1 − b/n)/b times as much as one example does. A user whose batch is all it
+    has is taken to vary as the others do in the mean.
+    """
+    known = size < of
+    seen = rows.var(axis=0, ddof=1).sum(-1)
+    each = np.divide(seen * size, 1 - size / of, out=np.zeros_like(seen), where=known)
+    each[~known] = each[known].mean() if known.any() else 0.0
+    return each, each / of
+
+
+def _square(vectors: Array) -> Any:
+    """Return ‖E v‖², the mean product of two different vectors, so that noise adds nothing; batches first."""
+    n = len(vectors)
+    return (np.square(vectors.sum(0)).sum(-1) - np.square(vectors).sum((0, -1))) / (n * (n - 1))
+
+
+def _check_finite(gradient: Tensor, loss: float) -> None:
+    if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
+        raise DataError("user 0's loss or gradient is not finite at the start")

@@ -1,8 +1,0 @@
-"""The benchmark's sets: real users' data in its original formats, and tasks made of it under conditions."""
-
-from coterie.data.sets.conditions import CONDITIONS
-from coterie.data.sets.population import Population
-from coterie.data.sets.registry import SETS, UserSet, load, missing
-from coterie.data.sets.tasks import SetTask, candidates, task_of
-
-__all__ = ["CONDITIONS", "SETS", "Population", "SetTask", "UserSet", "candidates", "load", "missing", "task_of"]

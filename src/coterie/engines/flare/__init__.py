@@ -1,0 +1,1 @@
+"""Peers in other organisations, reached by NVFLARE over mutual TLS."""

@@ -1,0 +1,285 @@
+"""Between organisations: peers are sites that NVFLARE reaches, each with its own data, over mutual TLS."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from coterie.engines.in_process.engine import InProcess
+from coterie.errors import DataError, KnobError
+from coterie.gradients.gradients import Gradients, receive, weighted_sum
+from coterie.recording.traffic import Traffic
+from coterie.users.user import Loss, User
+
+logger = logging.getLogger(__name__)
+
+ROOM = 4096
+"""How many bytes a message may have beside the gradient."""
+
+
+class Replies(Protocol):
+    """What sites answer to one request, as it comes."""
+
+    def done(self) -> bool:
+        """Say whether every site has answered, failed or run out of time."""
+
+    def wait(self) -> Mapping[str, Any]:
+        """Wait until it is done, and return the answers by site; one that failed has none."""
+
+
+class Sites(Protocol):
+    """The sites that can be asked, whatever carries the messages."""
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
+        """Send a request to sites and return at once."""
+
+
+class Flare:
+    """Gradients of peers in other organisations, who may be late, gone, or wrong.
+
+    A site that does not answer within `timeout` is left out of that step, and its weight goes back to g_0. After
+    `misses` steps in a row without an answer it is no longer waited for; a short question in the background, every
+    `probe_every` steps, finds out whether it is back. One that says so and again gives nothing is dropped at once,
+    for twice as long each time. With fewer than `minimum` answers a step is taken alone.
+
+    Args:
+        model: any module, of the same parameters as at the sites.
+        loss: the mean loss of a batch from (output, target).
+        me: user 0, whose examples stay in this process.
+        sites: what carries the messages.
+        names: the sites that may take part.
+        batch_size: examples a user draws for one gradient.
+        seed: what batches are drawn from, with the user's name and the step.
+        timeout: seconds to wait for a site in one step.
+        misses: steps in a row without an answer after which a site is not waited for.
+        probe_every: steps from one question whether it is back to the next.
+        minimum: how many peers must answer for a step to use their gradients.
+    """
+
+    gives_rows: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        me: User,
+        peers: Sequence[User] = (),
+        *,
+        sites: Sites,
+        names: Sequence[str],
+        batch_size: int = 32,
+        seed: int = 0,
+        timeout: float = 10.0,
+        misses: int = 3,
+        probe_every: int = 10,
+        minimum: int = 1,
+    ) -> None:
+        for knob, value in {"misses": misses, "probe_every": probe_every, "minimum": minimum}.items():
+            if value < 1:
+                raise KnobError(f"`{knob}` must be at least 1, got {value}")
+        if not timeout > 0:
+            raise KnobError(f"`timeout` must be positive, got {timeout}")
+        if peers:
+            raise KnobError(f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites")
+        self.names = tuple(names)
+        if len({me.name, *names}) <= len(names):
+            raise DataError("users must have different names: weights and batches go by them")
+        self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
+        self.sites, self.batch_size, self.seed = sites, batch_size, seed
+        self.timeout, self.misses, self.probe_every, self.minimum = timeout, misses, probe_every, minimum
+        self._traffic = {name: Traffic() for name in (me.name, *self.names)}
+        self._mine = self._traffic[me.name]
+        self._standing = {name: _Standing(probe_every) for name in self.names}
+        self._alone = False
+        self._frozen = frozen_digest(model)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The sites that are not waited for."""
+        return tuple(name for name, site in self._standing.items() if site.missed >= self.misses)
+
+    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+        """Return everybody's gradients at x; see `Engine.gradients`."""
+        self._take_back(step, weights)
+        dropped = self.dropped
+        asked = [name for name in weights if name not in dropped]
+        replies = self._ask(asked, x, step) if asked else None
+        began = time.perf_counter()
+        mine = self.own.gradients(x, step, {})
+        computed = time.perf_counter()
+        answers = self._answers(replies.wait() if replies else {}, asked, step, mine.own)
+        self._mine.computing += computed - began
+        self._mine.waiting += time.perf_counter() - computed
+        if not weights:
+            return mine
+        read = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+        found, names, left_out = receive(mine.own, read)
+        left_out |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+        left_out |= {name: "not waited for" for name in weights if name in dropped}
+        if len(names) < self.minimum:
+            left_out |= dict.fromkeys(names, f"fewer than {self.minimum} peers answered")
+            found, names = found[:0], ()
+        self._say_alone(step, not names)
+        average, answered = weighted_sum(mine.own, found, [weights[name] for name in names])
+        asked_for: dict[str, Any] = {"rows": found, "names": names} if rows else {"peers": average}
+        return replace(mine, **asked_for, answered=answered, left_out=left_out)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the record should say of how gradients are computed."""
+        return self.own.describe() | {
+            "engine": "NVFLARE",
+            "peers": dict.fromkeys(self.names, "at its site"),
+            "timeout": self.timeout,
+            "misses": self.misses,
+            "probe_every": self.probe_every,
+            "minimum": self.minimum,
+        }
+
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return what has travelled so far, by user; a site's waiting is not known here."""
+        return self._traffic
+
+    def close(self) -> None:
+        """Do nothing: the sites are let go where the job ends."""
+
+    def _ask(self, names: Sequence[str], x: Tensor, step: int) -> Replies:
+        # A copy: a late site may still be sent to when x has moved on.
+        point = array_of(x)
+        buffers = {name: array_of(buffer) for name, buffer in self.own.passes.model.named_buffers()}
+        size = point.nbytes + sum(buffer.nbytes for buffer in buffers.values())
+        self._mine.sent += size * len(names)
+        for name in names:
+            self._traffic[name].received += size
+        request = {
+            "x": point,
+            "step": step,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "buffers": buffers,
+            "frozen": self._frozen,
+        }
+        return self.sites.ask(names, "gradient", self.timeout, request=request)
+
+    def _answers(
+        self, answers: Mapping[str, Any], asked: Sequence[str], step: int, own: Tensor
+    ) -> dict[str, Tensor | str | None]:
+        """Return for each site asked its gradient, what is wrong with its answer, or None where there is none."""
+        read = {}
+        for name in asked:
+            answer = answers.get(name)
+            found = read[name] = _gradient(name, answer, step, own)
+            if found is None or (isinstance(found, str) and found.startswith("refused")):
+                self._miss(name, step)
+            else:
+                self._standing[name] = _Standing(self.probe_every)
+            if isinstance(found, Tensor) and isinstance(answer, dict):
+                self._mine.received += found.nbytes
+                self._traffic[name].sent += found.nbytes
+                self._traffic[name].computing += _seconds(answer.get("seconds"), self.timeout)
+        return read
+
+    def _miss(self, name: str, step: int) -> None:
+        site = self._standing[name]
+        site.missed += 1
+        if site.missed >= self.misses:
+            site.since = step
+            logger.warning("step %d: %s gave nothing %d times, not waited for", step, name, self.misses)
+
+    def _take_back(self, step: int, weights: Iterable[str]) -> None:
+        """Take back the sites that have answered a question in the background, and put it to the others."""
+        dropped = self.dropped
+        for name in [name for name in weights if name in dropped]:
+            site = self._standing[name]
+            if site.probe is not None and site.probe.done():
+                answer = site.probe.wait().get(name)
+                willing = isinstance(answer, dict) and answer.get("willing") is True
+                site.probe, site.since = None, step
+                if willing:  # one more miss and it is dropped again, for twice as long
+                    site.missed, site.pause = self.misses - 1, 2 * site.pause
+                    logger.warning("step %d: %s is back", step, name)
+            elif site.probe is None and step - site.since >= site.pause:
+                site.probe = self.sites.ask([name], "ready", self.timeout)
+
+    def _say_alone(self, step: int, alone: bool) -> None:
+        if alone != self._alone:
+            self._alone = alone
+            logger.warning("step %d: %s", step, "going on alone" if alone else "no longer alone")
+
+
+@dataclass
+class _Standing:
+    """How a site stands.
+
+    Args:
+        pause: steps to let pass before it is asked whether it is back.
+        missed: steps in a row without an answer.
+        since: the step that the pause is counted from.
+        probe: the question whether it is back, where one is on its way.
+    """
+
+    pause: int
+    missed: int = 0
+    since: int = 0
+    probe: Replies | None = None
+
+
+def _gradient(name: str, answer: Any, step: int, own: Tensor) -> Tensor | str | None:
+    """Return the gradient in an answer, None where there is no answer, or what is wrong with it.
+
+    Shape and finiteness are left to `gradients.receive`.
+    """
+    if answer is None:
+        return None
+    fields = answer if isinstance(answer, dict) else {}
+    gradient, refused = fields.get("gradient"), fields.get("refused")
+    if isinstance(refused, str):
+        return "refused: " + refused[:100]
+    if not isinstance(gradient, np.ndarray):
+        return "not a gradient"
+    of_step = fields.get("step")
+    wrong = {
+        "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
+        "of another step": not isinstance(of_step, int) or of_step != step,
+        "too large": gradient.nbytes > own.numel() * 8 + ROOM,
+        "not of floating-point numbers": gradient.dtype not in (np.float16, np.float32, np.float64),
+    }
+    reasons = [reason for reason, is_so in wrong.items() if is_so]
+    return reasons[0] if reasons else torch.from_numpy(np.array(gradient))
+
+
+def _seconds(reported: Any, most: float) -> float:
+    """Return the seconds that a site says it computed, as far as they can be true."""
+    return reported if isinstance(reported, float) and 0 <= reported <= most else 0.0
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """Return a digest of the parameters that are not trained, which do not travel and must be the same everywhere.
+
+    Example:
+        >>> frozen_digest(nn.Linear(2, 1)) == frozen_digest(nn.Linear(2, 1))  # nothing is frozen
+        True
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            digest.update(name.encode() + array_of(parameter).tobytes())
+    return digest.hexdigest()
+
+
+def array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return a copy of a tensor as an array that can be sent.
+
+    Example:
+        >>> array_of(torch.ones(2, dtype=torch.bfloat16))
+        array([1., 1.], dtype=float32)
+    """
+    plain = tensor.detach().cpu()
+    return np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())  # NumPy has no bfloat16

@@ -1,0 +1,1 @@
+"""All users in one process: batches drawn together, and few passes for many users."""

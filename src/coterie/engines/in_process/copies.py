@@ -1,0 +1,192 @@
+"""A model in many copies at once: the losses and gradients of all, on batches that groups of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from coterie.engines.in_process.passes import Passes
+from coterie.evaluation.evaluate import evaluation_mode
+
+MEMORY = {"cpu": 2**21, "cuda": 2**30}
+"""About how many bytes of activations the copies that share a pass hold: on a CPU, no more than a near cache."""
+
+_ELEMENTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus),
+    *(nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity),
+)
+
+
+class Copies:
+    """Copies of one model, each at its own parameters, in G groups of M that share a batch of R examples.
+
+    `torch.func.vmap` maps the model over groups and copies. Linear layers and activations in a row, the most of
+    small models, go faster: the first layer of a group is one product of all its weights with the batch, and
+    activations keep the examples last, where a softmax over few classes is an order of magnitude cheaper.
+
+    Args:
+        passes: the model, its loss, and the loss of each example.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> passes = Passes(model, nn.functional.mse_loss)
+        >>> passes.per_example = nn.MSELoss(reduction="none")
+        >>> x, inputs, targets = torch.zeros(3, 2, 3), torch.ones(3, 5, 2), torch.full((3, 5, 1), 2.0)
+        >>> Copies(passes).losses(x, inputs, targets)[0].shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes, self.parameters = passes, passes.parameters
+        self._layers = _layers(passes.model, set(self.parameters.named))
+        self._width: int | None = None
+        f = nn.functional
+        self._classes = passes.loss in (f.cross_entropy, f.nll_loss) or isinstance(
+            passes.loss, nn.CrossEntropyLoss | nn.NLLLoss
+        )
+
+    def gradients(self, x: Tensor, shares: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of each copy's weighted sum of the examples' losses, and that sum.
+
+        Args:
+            x: of shape (G, M, d), the copies' parameters.
+            shares: of shape (G, M, R), what each example weighs for each copy.
+            inputs: of shape (G, R, …).
+            targets: of shape (G, R, …).
+        """
+        leaves = self._pieces(x)
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        sums = (self._losses(leaves, inputs, targets) * shares).sum(2)
+        with torch.autograd.set_multithreading_enabled(False):
+            found = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
+        flat = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves.values(), strict=True)]
+        return torch.cat([g.flatten(2) for g in flat], dim=2), sums.detach()
+
+    def losses(self, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each example under each copy, of shape (G, M, R), in evaluation mode."""
+        with torch.no_grad(), evaluation_mode(self.passes.model):
+            return self._losses(self._pieces(x), inputs, targets)
+
+    def outputs(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """Return each copy's outputs, of shape (G, M, R, …), in evaluation mode."""
+        with torch.no_grad(), evaluation_mode(self.passes.model):
+            return self._outputs(self._pieces(x), inputs)
+
+    def most(self, inputs: Tensor, rows: int) -> int:
+        """Return how many copies may share a pass over batches of so many rows.
+
+        Args:
+            inputs: some examples.
+            rows: how many make a batch.
+        """
+        if self._width is None:
+            self._width = _width(self.passes, inputs[:2])
+        bytes_a_copy = 1 + self._width * rows * self.parameters.dtype.itemsize
+        memory = MEMORY.get(inputs.device.type, 2**28)
+        # Few copies do not fill the time that a pass takes to begin, so that four may take more.
+        return max(1, min(4, 4 * memory // bytes_a_copy), memory // bytes_a_copy)
+
+    def _pieces(self, x: Tensor) -> dict[str, Tensor]:
+        """Return copies of the parameters by name, each of shape (G, M, …)."""
+        pieces = zip(self.parameters.named, torch.split(x, self.parameters.lengths, dim=2), strict=True)
+        shapes = self.parameters.shapes
+        return {
+            name: piece.clone(memory_format=torch.contiguous_format).view(*x.shape[:2], *shape)
+            for (name, piece), shape in zip(pieces, shapes, strict=True)
+        }
+
+    def _losses(self, values: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        each = self.passes.per_example
+        if each is None:
+            raise AssertionError("`why_one_by_one` keeps losses that are no means over examples away")
+        outputs = self._outputs(values, inputs)
+        groups, copies, rows = outputs.shape[:3]
+        outputs = outputs.flatten(0, 1)
+        targets = targets.unsqueeze(1).expand(groups, copies, *targets.shape[1:]).flatten(0, 1)
+        if self._classes:
+            probabilities = targets.is_floating_point()
+            found = each(outputs.movedim(2, 1), targets.movedim(2, 1) if probabilities else targets)
+        else:
+            found = each(outputs, targets)
+        if found.ndim > 2:
+            found = found.flatten(2).mean(2)
+        return found.view(groups, copies, rows)
+
+    def _outputs(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        if self._layers is not None and (inputs.ndim == 3 or isinstance(self._layers[0], nn.Flatten)):
+            return self._through_layers(values, inputs.flatten(2))
+
+        def output(values: dict[str, Tensor], inputs: Tensor) -> Tensor:
+            found: Tensor = functional_call(self.passes.model, values, (inputs,))
+            return found
+
+        if len(inputs) == 1:
+            alone = {name: value.squeeze(0) for name, value in values.items()}
+            return vmap(output, in_dims=(0, None))(alone, inputs.squeeze(0)).unsqueeze(0)
+        return vmap(vmap(output, in_dims=(0, None)))(dict(values), inputs)
+
+    def _through_layers(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """Return the outputs of linear layers and activations, computed with the examples last."""
+        groups, rows = inputs.shape[:2]
+        copies = next(iter(values.values())).shape[1]
+        names = {id(p): name for name, p in self.parameters.named.items()}
+        h, shared, fresh = inputs.mT, True, False  # by all copies of a group; and of no use to the backward pass
+        for layer in self._layers or ():
+            if isinstance(layer, nn.Linear):
+                weight = values[names[id(layer.weight)]].flatten(*(1, 2) if shared else (0, 1))
+                bias = values.get(names.get(id(layer.bias), ""))
+                h = h if shared else h.view(groups * copies, -1, rows)
+                if bias is None:
+                    h = weight @ h
+                else:
+                    h = torch.baddbmm(bias.flatten(*(1, 2) if shared else (0, 1)).unsqueeze(2), weight, h)
+                shared, fresh = False, True
+            elif not isinstance(layer, nn.Flatten):
+                # In place, but never on a view: for that autograd copies all there is.
+                h = h.relu_() if fresh and type(layer) is nn.ReLU else layer(h)
+                fresh = False
+        return h.view(groups * copies, -1, rows).mT.reshape(groups, copies, rows, -1)
+
+
+def _layers(model: nn.Module, trainable: set[str]) -> list[nn.Module] | None:
+    """Return a model's layers where it is linear layers and activations in a row, all trainable; else None."""
+    if {name for name, _ in model.named_parameters()} != trainable:
+        return None
+    found = list(_in_a_row(model))
+    plain = all(type(layer) in (nn.Linear, *_ELEMENTWISE) for layer in found[1:])
+    first = found[0]
+    begins = type(first) is nn.Linear or (
+        isinstance(first, nn.Flatten)
+        and (first.start_dim, first.end_dim) == (1, -1)
+        and len(found) > 1
+        and type(found[1]) is nn.Linear
+    )
+    watched = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return found if plain and begins and not watched else None
+
+
+def _in_a_row(model: nn.Module) -> Iterator[nn.Module]:
+    if type(model) is nn.Sequential:
+        for child in model:
+            yield from _in_a_row(child)
+    else:
+        yield model
+
+
+def _width(passes: Passes, inputs: Tensor) -> int:
+    """Return how many numbers a pass keeps for each example: the output, and what the backward pass needs."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    held = (inputs, *passes.model.parameters(), *passes.model.buffers())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), evaluation_mode(passes.model):
+        output = passes.model(inputs)
+    known = {tensor.data_ptr() for tensor in held}
+    return int(output.numel() + sum(n for place, n in kept.items() if place not in known)) // len(inputs)

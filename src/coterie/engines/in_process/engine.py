@@ -1,0 +1,248 @@
+"""All users in one process: one pass for user 0 and one for all peers, on CPU or GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
+from coterie.engines.in_process.passes import Passes, Weights
+from coterie.engines.in_process.probe import check_classes, probe
+from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn
+from coterie.engines.in_process.side_stream import side_stream
+from coterie.errors import DataError, KnobError
+from coterie.gradients.gradients import (
+    FiniteLater,
+    Gradients,
+    add_up,
+    is_finite,
+    keep_finite,
+    present,
+    weighted_sum,
+)
+from coterie.recording.traffic import Traffic
+from coterie.users.sampling import seeded
+from coterie.users.user import Loss, User
+
+
+class InProcess:
+    """Gradients of users whose data is in this process.
+
+    Where the peers' weighted sum is enough, their batches go through the model together (*average*); where
+    every peer's gradient is wanted, `torch.func` maps over users (*rows*). Models whose examples influence
+    each other (BatchNorm) or that draw random numbers (dropout) are taken user by user, and only user 0's
+    batches move running statistics.
+
+    Args:
+        model: any module. Its parameters are not touched; its buffers are moved by user 0's batches.
+        loss: the mean loss of a batch from (output, target).
+        me: user 0.
+        peers: the others.
+        batch_size: examples a user draws for one gradient; all of them where it has fewer.
+        seed: what batches and dropout draw from, with the user's name and the step.
+        one_by_one: take users one by one even where they could share a pass: slower, and to the same bits as
+            where every user has a process of its own.
+        forward_options: autocast, channels last and compilation, for training only.
+
+    Example:
+        >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
+        >>> engine = InProcess(nn.Linear(2, 1), nn.functional.mse_loss, users[0], users[1:])
+        >>> g = engine.gradients(torch.zeros(3), step=0, weights={"a": 0.5, "b": 0.5})
+        >>> g.own.shape, g.peers.shape, g.rows
+        (torch.Size([3]), torch.Size([3]), None)
+    """
+
+    gives_rows: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        me: User,
+        peers: Sequence[User] = (),
+        *,
+        batch_size: int = 32,
+        seed: int = 0,
+        one_by_one: bool = False,
+        forward_options: ForwardOptions = DEFAULT_FORWARD,
+    ) -> None:
+        if batch_size < 1:
+            raise KnobError(f"`batch_size` must be at least 1, got {batch_size}")
+        self.names = tuple(peer.name for peer in peers)
+        if len({me.name, *self.names}) <= len(peers):
+            raise DataError("users must have different names: weights and batches go by them")
+        self.passes = Passes(model, loss)
+        self.me, self.seed = me.name, seed
+        device = self.passes.parameters.device
+        self.sampler = BatchSampler(me, peers, batch_size=batch_size, seed=seed, device=device)
+        with seeded(seed, me.name, 0, device):
+            x, batch = self.passes.parameters.vector(), self.sampler.one(me.name, 0)
+            output, self.allowed = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
+        self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
+        check_classes(loss, output, [me, *peers])
+        self.passes.pass_by(forward_options)
+
+    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+        """Return everybody's gradients at x; see `Engine.gradients`."""
+        names, together = tuple(weights), not self.allowed.one_by_one
+        own_batch, batches = self.sampler.draw(names if together else (), step)
+        averaged = names and together and not rows
+        peers = self.passes.average(x, batches, self._weights(x, weights, batches)) if averaged else None
+        finite = None if peers is None else FiniteLater(peers)
+        own, loss, buffers = self._single(x, step, self.me, own_batch)
+        if finite is not None and finite.read():
+            return Gradients(own, peers, x=x, own_loss=loss)
+        found = self._peers(own, x, step, weights, batches, rows=rows) if names else {}
+        self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
+        return Gradients(own=own, x=x, own_loss=loss, **found)
+
+    def together(self, x: Tensor, batches: Drawn, weights: Mapping[str, float], *, rows: bool) -> Gradients:
+        """Return everybody's gradients on batches drawn before, unchecked: nothing waits for the device.
+
+        User 0's pass has a stream of its own on a GPU, so that a captured step takes it while the peers' goes on.
+        """
+        own_batch, others = batches
+        with side_stream(x.device) as join:
+            own, loss, _ = self._single(x, 0, self.me, own_batch)
+        if rows and weights:
+            g = Gradients(own, rows=self.passes.rows(x, others), names=tuple(weights), x=x, own_loss=loss)
+        elif weights:
+            average = self.passes.average(x, others, self._weights(x, weights, others))
+            g = Gradients(own, average, x=x, own_loss=loss)
+        else:
+            g = Gradients(own, x=x, own_loss=loss)
+        join()
+        return g
+
+    def with_batch_size(self, size: int) -> InProcess:
+        """Return the same users and model with batches of another size."""
+        if size == self.sampler.batch_size:
+            return self
+        other = copy.copy(self)
+        other.sampler, other._tau = self.sampler.with_batch_size(size), None
+        return other
+
+    def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return every user's gradient at a point of its own, and user 0's loss.
+
+        Args:
+            points: a row for each user, user 0 first; the first alone asks nobody else.
+            step: the step, from which every user draws its batch.
+        """
+        names = self.names if len(points) > 1 else ()
+        own_batch, batches = self.sampler.draw(() if self.allowed.loop else names, step)
+        own, loss, buffers = self._single(points[0], step, self.me, own_batch)
+        rows = self._rows(points[1:], step, names, batches) if names else points[1:]
+        self._keep_buffers(own, buffers)
+        return torch.cat([own.unsqueeze(0), rows]), loss
+
+    def gram(self, x: Tensor, step: int, origin: Tensor) -> Tensor:
+        """Return the inner products of what everybody's gradient differs from a vector, user 0's first, in float64.
+
+        The gradients of a model whose layers are known do not exist at once. Buffers stay as they are.
+
+        Args:
+            x: the point.
+            step: the step, from which every user draws its batch.
+            origin: the vector.
+        """
+        own_batch, batches = self.sampler.draw(() if self.allowed.one_by_one else self.names, step)
+        own = self._single(x, step, self.me, own_batch)[0].unsqueeze(0)
+        if self.passes.by_layer is not None:
+            return self.passes.gram(x, own, batches, origin)
+        differences = torch.cat([own, self._rows(x, step, self.names, batches)]) - origin
+        return (differences @ differences.mT).double()
+
+    def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return one user's gradient and loss at x on its examples at these indices; the step seeds randomness."""
+        batch = self.sampler.users[name].take(indices, seed=self.seed, step=step)
+        gradient, loss, buffers = self._single(x, step, name, batch)
+        if name == self.me:
+            self._keep_buffers(gradient, buffers)
+        return gradient, loss
+
+    def describe(self) -> dict[str, Any]:
+        """Return how the model is passed, and why."""
+        return {
+            "engine": "in process",
+            "device": str(self.passes.parameters.device),
+            "average": "user by user: " + self.allowed.one_by_one if self.allowed.one_by_one else "one pass",
+            "rows": self._way_of_rows(),
+            **{name: str(value) for name, value in vars(self.passes.forward_options).items() if value},
+        }
+
+    def _way_of_rows(self) -> str:
+        if self.passes.by_layer is not None:
+            return "by layer"
+        return "loop: " + self.allowed.loop if self.allowed.loop else "vmap"
+
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return nothing: nothing travels."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: everybody is here."""
+
+    def _weights(self, x: Tensor, tau: Mapping[str, float], batches: Sequence[Batches]) -> Weights:
+        """Return τ as tensors, kept from step to step while it is the same."""
+        asked = tuple(tau.items())  # in order, which a comparison of mappings would not see
+        if self._tau is None or self._tau[0] != asked or self._tau[1].users.dtype != x.dtype:
+            self._tau = asked, Weights.of(list(tau.values()), batches, x)
+        return self._tau[1]
+
+    def _single(
+        self, x: Tensor, step: int, name: str, batch: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return one user's gradient and loss, and the buffers as its batch leaves them."""
+        buffers = self.passes.buffers() if self.allowed.moves_buffers else {}
+        with seeded(self.seed, name, step, x.device) if self.allowed.random else nullcontext():
+            gradient, loss = self.passes.single(x, *batch, buffers)
+        return gradient, loss, buffers
+
+    def _keep_buffers(self, own: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Let the model's buffers be what user 0's batch left, unless its gradient is of no use."""
+        if self.allowed.moves_buffers and is_finite(own):
+            for name, buffer in self.passes.model.named_buffers():
+                buffer.copy_(buffers[name])
+
+    def _peers(
+        self,
+        own: Tensor,
+        x: Tensor,
+        step: int,
+        weights: Mapping[str, float],
+        batches: Sequence[Batches],
+        *,
+        rows: bool,
+    ) -> dict[str, Any]:
+        """Return what the peers add to `Gradients`, by field, where it does not come from one pass."""
+        if not rows and self.allowed.one_by_one:
+            return self._average_one_by_one(own, x, step, weights)
+        # Rows are wanted, or a peer's gradient was not finite and has to be found.
+        found, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
+        given = [weights[name] for name in kept]
+        if rows:
+            return {"rows": found, "names": kept, "answered": present(given), "left_out": left_out}
+        peers, answered = weighted_sum(own, found, given)
+        return {"peers": peers, "answered": answered, "left_out": left_out}
+
+    def _average_one_by_one(
+        self, own: Tensor, x: Tensor, step: int, weights: Mapping[str, float]
+    ) -> dict[str, Any]:
+        found = ((name, self._single(x, step, name, self.sampler.one(name, step))[0]) for name in weights)
+        peers, answered, left_out = add_up(own, found, weights)
+        return {"peers": peers, "answered": answered, "left_out": left_out}
+
+    def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
+        """Return the peers' gradients at x, one point for all or a row for each."""
+        if not self.allowed.loop or (self.passes.by_layer is not None and x.ndim == 1):
+            return self.passes.rows(x, batches)
+        points = x.expand(len(names), -1)
+        batches_of = (self.sampler.one(name, step) for name in names)
+        asked = zip(points, names, batches_of, strict=True)
+        return torch.stack([self._single(point, step, name, batch)[0] for point, name, batch in asked])

@@ -1,0 +1,52 @@
+"""How a batch passes through a model: options that PyTorch's users know by these names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """How batches pass through a model in training; it is looked at, and its model evaluated, in full precision.
+
+    Args:
+        autocast: `torch.bfloat16`, for `torch.autocast`; outputs come back as float32, as are the loss, gradients
+            and all that follows.
+        channels_last: images are laid out channels last, which GPUs are faster with in low precision.
+        compile: the passes that all peers share and user 0's own go through `torch.compile`.
+
+    Example:
+        >>> forward_options = ForwardOptions(autocast=torch.bfloat16)
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> forward_options.through(layer, torch.ones(3, 2)).dtype
+        torch.float32
+    """
+
+    autocast: torch.dtype | None = None
+    channels_last: bool = False
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.autocast not in (None, torch.bfloat16):
+            raise KnobError(f"`autocast` must be None or torch.bfloat16, got {self.autocast!r}")
+
+    def through(self, forward: Callable[[Tensor], Any], inputs: Tensor) -> Any:
+        """Return what a forward pass makes of inputs."""
+        if self.channels_last and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        if self.autocast is None:
+            return forward(inputs)
+        with torch.autocast(inputs.device.type, self.autocast, cache_enabled=False):  # no weight is used twice
+            output = forward(inputs)
+        return output.float() if isinstance(output, Tensor) and output.is_floating_point() else output
+
+
+DEFAULT_FORWARD = ForwardOptions()
+"""In full precision, in the layout that the examples have, as the model is written."""

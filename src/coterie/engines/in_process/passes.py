@@ -1,0 +1,269 @@
+"""Passes through a model: the gradient of a batch, of a weighted sum of batches, of each batch on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from coterie.engines.in_process.by_layer import ByLayer, Destination, Gram, Rows
+from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
+from coterie.engines.in_process.reused_memory import ReusedMemory
+from coterie.engines.in_process.sampler import Batches
+from coterie.gradients.parameters import Parameters
+from coterie.users.user import Loss
+
+FEW = 2
+"""On a CPU as many users are taken one by one: a pass by layer for them costs more than it saves."""
+FEW_MAPPED = 8
+"""The same for a mapped pass."""
+LARGE = 2**17
+"""On a CPU, so are users whose rows are longer than this where only a mapped pass could take them together: there
+the work outweighs the calls, and a loop does it faster."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """τ as tensors, in the order of the batches: of each user, and of each example."""
+
+    users: Tensor
+    examples: Tensor
+
+    @classmethod
+    def of(cls, tau: Sequence[float], batches: Sequence[Batches], like: Tensor) -> Weights:
+        """Return the weights of the users of these batches.
+
+        Args:
+            tau: by position among the peers asked.
+            batches: theirs.
+            like: a tensor of the dtype and device wanted.
+        """
+        users = [tau[position] for batch in batches for position in batch.positions]
+        sizes = [len(batch.inputs) // len(batch.positions) for batch in batches for _ in batch.positions]
+        examples = [weight / size for weight, size in zip(users, sizes, strict=True) for _ in range(size)]
+        return cls(like.new_tensor(users), like.new_tensor(examples))
+
+
+class Passes:
+    """The losses and gradients of one model at any flat vector x.
+
+    Args:
+        model: any module; its parameters are not changed.
+        loss: the mean loss of a batch from (output, target).
+        memory: how many bytes one pass for several users' rows may take; by default a share of what is free on a
+            GPU, and on a CPU what stays in its cache.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, memory: int | None = None) -> None:
+        self.model = model
+        self.loss = loss
+        self.parameters = Parameters(model)
+        self.memory = memory or _memory(self.parameters.device)
+        # What `probe` finds out:
+        self.per_example: Loss | None = None  # the loss of each example, where the loss is their mean
+        self.vmap_loss = True  # whether the loss can be mapped over users
+        self.by_layer: ByLayer | None = None  # where each user's gradient can be had from one pass over all
+        self.bytes_an_example = 0  # what that takes
+        self.forward_options, self._forward = DEFAULT_FORWARD, cast("Callable[[Tensor], Any]", model)
+        self._room = ReusedMemory()
+        self._kept_order: tuple[tuple[int, ...], Tensor] | None = None
+
+    def pass_by(self, forward_options: ForwardOptions) -> None:
+        """Let batches pass in this way from now on."""
+        self.forward_options = forward_options
+        self._forward = torch.compile(self.model, dynamic=False) if forward_options.compile else self.model
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return copies of the model's buffers, for a pass that may move them."""
+        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    def output(self, x: Tensor, inputs: Tensor, buffers: dict[str, Tensor] | None = None) -> Any:
+        """Return the model's output at x; `buffers` becomes what the pass leaves in them."""
+        return self._output(self._leaves(x), inputs, buffers)
+
+    def single(
+        self, x: Tensor, inputs: Tensor, targets: Tensor, buffers: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient and the loss of one batch; `buffers` becomes what the pass leaves in them."""
+        leaves = self._leaves(x)
+        loss = self.loss(self._output(leaves, inputs, buffers), targets)
+        return self._gradient(loss, leaves), loss.detach()
+
+    def average(self, x: Tensor, batches: Sequence[Batches], weights: Weights) -> Tensor:
+        """Return the gradient of Σ τ_k loss_k in one pass over all users' batches.
+
+        Where the loss is the mean over examples, an example of user k has the weight τ_k over the size of its
+        batch. Any other loss is computed for each user on its cut of the output.
+        """
+        leaves = self._leaves(x)
+        output = self._output(leaves, _joined([batch.inputs for batch in batches]))
+        if self.per_example is not None:
+            losses = self.per_example(output, _joined([batch.targets for batch in batches]))
+            return self._gradient(weights.examples @ mean_of_each(losses), leaves)
+        cuts = zip(batches, torch.split(output, [len(b.inputs) for b in batches]), strict=True)
+        losses = torch.cat([self._losses(b.by_user(cut), b.by_user(b.targets)) for b, cut in cuts])
+        return self._gradient(weights.users @ losses, leaves)
+
+    def rows(self, x: Tensor, batches: Sequence[Batches]) -> Tensor:
+        """Return every user's gradient as a row, of as many users at a time as memory allows.
+
+        Args:
+            x: one point for all users, or a row for each, in the order of the peers asked.
+            batches: theirs.
+        """
+        users = sum(len(batch.positions) for batch in batches)
+        if users == 1:
+            return self.single(x if x.ndim == 1 else x[0], batches[0].inputs, batches[0].targets)[0].unsqueeze(0)
+        rows, done = self._room.empty((users, self.parameters.size), x), 0
+        for some in self._parts(x, batches):
+            theirs = slice(done, done := done + sum(len(batch.positions) for batch in some))
+            self._write_rows(x, some, rows[theirs])
+        if len(batches) == 1:
+            return rows
+        return torch.index_select(rows, 0, self._order(batches, x.device), out=self._room.empty(rows.shape, x))
+
+    def gram(self, x: Tensor, vectors: Tensor, batches: Sequence[Batches], origin: Tensor) -> Tensor:
+        """Return the inner products of what some vectors and every user's gradient differ from an origin, by layer.
+
+        Args:
+            x: one point for all users.
+            vectors: of shape (m, d), which come first.
+            batches: the users'.
+            origin: of shape (d,).
+        """
+        if self.by_layer is None:
+            raise AssertionError("`InProcess.gram` knows other ways")
+        found = Gram(self.parameters, vectors, origin, sum(len(batch.positions) for batch in batches))
+        self.write_by_layer(x, self.by_layer, batches, found)
+        if len(batches) == 1:
+            return found.products
+        order = torch.cat(
+            [torch.arange(len(vectors), device=x.device), len(vectors) + self._order(batches, x.device)]
+        )
+        return found.products[order][:, order]
+
+    def _parts(self, x: Tensor, batches: Sequence[Batches]) -> list[Sequence[Batches]]:
+        """Return the batches of one pass after the other."""
+        row = self.parameters.size * self.parameters.dtype.itemsize
+        by_layer = self.by_layer is not None and x.ndim == 1
+        takes = [row + (self.bytes_an_example * batch.size if by_layer else 0) for batch in batches]
+        if by_layer and sum(t * len(b.positions) for t, b in zip(takes, batches, strict=True)) <= self.memory:
+            return [batches]
+        each = zip(batches, takes, strict=True)
+        return [[part] for batch, taken in each for part in batch.cut(max(1, self.memory // taken))]
+
+    def _write_rows(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
+        """Write some users' gradients in the way that suits them, which goes by sizes alone."""
+        users, d = rows.shape
+        on_cpu = rows.device.type == "cpu"
+        if x.ndim == 1 and self.by_layer is not None and users > (FEW if on_cpu else 1):
+            self.write_by_layer(x, self.by_layer, batches, Rows(self.parameters, rows))
+        elif users == 1 or (on_cpu and (users <= FEW_MAPPED or d > LARGE)):
+            self._one_by_one(x, batches, rows)
+        else:
+            self.mapped(x, batches[0], rows)
+
+    def write_by_layer(self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], to: Destination) -> int:
+        """Write every user's gradient in one pass; see `ByLayer.backward`."""
+
+        def loss() -> Tensor:
+            output = self._output(self._leaves(x), _joined([batch.inputs for batch in batches]), watched=True)
+            cuts = torch.split(output, [len(batch.inputs) for batch in batches])
+            return torch.stack([self._sum(batch, cut) for batch, cut in zip(batches, cuts, strict=True)]).sum()
+
+        return layers.backward(loss, batches, to)
+
+    def _sum(self, batch: Batches, output: Tensor) -> Tensor:
+        """Return the sum of some users' losses."""
+        if self.per_example is not None:
+            return mean_of_each(self.per_example(output, batch.targets)).sum() / batch.size
+        return self._losses(batch.by_user(output), batch.by_user(batch.targets)).sum()
+
+    def _one_by_one(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
+        users = (
+            each for b in batches for each in zip(b.positions, *map(b.by_user, (b.inputs, b.targets)), strict=True)
+        )
+        for row, (position, inputs, targets) in zip(rows, users, strict=True):
+            row.copy_(self.single(x if x.ndim == 1 else x[position], inputs, targets)[0])
+
+    def mapped(self, x: Tensor, batch: Batches, rows: Tensor) -> None:
+        """Write some users' gradients by vmap of grad, where the model and the loss can be mapped."""
+
+        def loss(values: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+            output = self.forward_options.through(
+                lambda inputs: functional_call(self.model, values, (inputs,)), inputs
+            )
+            return self.loss(output, targets)
+
+        points = x if x.ndim == 1 else x[torch.tensor(batch.positions, device=x.device)]
+        gradients = vmap(grad(loss), in_dims=(None if x.ndim == 1 else 0, 0, 0))
+        found = gradients(
+            self.parameters.unflatten(points), batch.by_user(batch.inputs), batch.by_user(batch.targets)
+        )
+        for name, view in self.parameters.unflatten(rows).items():
+            view.copy_(found[name])
+
+    def _order(self, batches: Sequence[Batches], device: torch.device) -> Tensor:
+        """Return where each peer asked stands among the users of these batches, kept from step to step."""
+        positions = tuple(position for batch in batches for position in batch.positions)
+        if self._kept_order is None or self._kept_order[0] != positions:
+            self._kept_order = positions, torch.tensor(positions).argsort().to(device)
+        return self._kept_order[1]
+
+    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each user from outputs and targets of shape (users, size, …)."""
+        if self.vmap_loss:
+            return vmap(self.loss)(outputs, targets)
+        return torch.stack([self.loss(o, t) for o, t in zip(outputs, targets, strict=True)])
+
+    def _leaves(self, x: Tensor) -> Mapping[str, Tensor]:
+        """Return what to differentiate by: the model's own parameters where they are views of x."""
+        if self.parameters.are_views_of(x):
+            return self.parameters.named
+        return {name: view.requires_grad_() for name, view in self.parameters.unflatten(x.detach()).items()}
+
+    def _output(
+        self,
+        leaves: Mapping[str, Tensor],
+        inputs: Tensor,
+        buffers: dict[str, Tensor] | None = None,
+        *,
+        watched: bool = False,
+    ) -> Any:
+        """Return the model's output; one whose layers are watched is not compiled, which would leave them out."""
+        if leaves is self.parameters.named and not buffers:
+            # This spares the tenth of a millisecond that `functional_call` takes.
+            return self.forward_options.through(self.model if watched else self._forward, inputs)
+        values = {**leaves, **(buffers or {})}
+        output = self.forward_options.through(lambda inputs: functional_call(self.model, values, (inputs,)), inputs)
+        if buffers:  # a module may assign a buffer anew, which `functional_call` writes back to `values`
+            buffers.update({name: values[name].detach() for name in buffers})
+        return output
+
+    def _gradient(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
+        # On a GPU autograd hands the backward pass to another thread, which costs more than a small pass takes.
+        with torch.autograd.set_multithreading_enabled(False):
+            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        found = zip(gradients, leaves.values(), strict=True)
+        return self.parameters.flatten(torch.zeros_like(p) if g is None else g for g, p in found)
+
+
+def mean_of_each(losses: Tensor) -> Tensor:
+    """Return one number an example, where a loss has one for each part of a target."""
+    return losses if losses.ndim == 1 else losses.flatten(1).mean(1)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _memory(device: torch.device) -> int:
+    """Return how many bytes a pass may take: a quarter of a GPU's free memory, on a CPU about its cache."""
+    if device.type != "cuda":
+        return 2**25
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + held) // 4

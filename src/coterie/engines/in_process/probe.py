@@ -1,0 +1,239 @@
+"""What a model allows, found by trying it once on real batches before any training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from coterie.engines.in_process.by_layer import ByLayer, Rows
+from coterie.engines.in_process.passes import Passes, Weights
+from coterie.engines.in_process.sampler import Batches
+from coterie.errors import ModelError
+from coterie.users.examples import InMemory
+from coterie.users.user import Loss, User
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """How the users' batches may be passed through a model.
+
+    Args:
+        one_by_one: why users must be taken one by one, or None where their batches may share a pass.
+        loop: why rows need a loop over users, or None where `torch.func.vmap` can do it.
+        moves_buffers: whether the forward pass changes the model's buffers.
+        random: whether the forward pass or the loss draws random numbers.
+    """
+
+    one_by_one: str | None = None
+    loop: str | None = None
+    moves_buffers: bool = False
+    random: bool = False
+
+    @property
+    def batch_dependent(self) -> bool:
+        """Whether another size of batches may mean another objective, as with BatchNorm."""
+        return self.one_by_one is not None and (self.moves_buffers or not self.random)
+
+
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    """Let a GPU round as float32 does: by TensorFloat32 two ways to the same numbers differ by hundredths."""
+    places: tuple[Any, Any] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for place, allowed in zip(places, before, strict=True):
+            place.allow_tf32 = allowed
+
+
+@exactly()
+def probe(
+    passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User], *, together: bool = True
+) -> tuple[Any, Allowed]:
+    """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`.
+
+    Args:
+        passes: through the model.
+        x: a point.
+        batch: user 0's.
+        users: everybody.
+        together: whether it is wanted at all that users share a pass.
+    """
+    inputs, targets = batch
+    before, random_before = passes.buffers(), _random_state(x.device)
+    buffers = passes.buffers()
+    output = _check_fit(passes, x, inputs, targets, buffers)
+    random = not torch.equal(random_before, _random_state(x.device))
+    moves_buffers = any(not torch.equal(before[name], buffers[name]) for name in before)
+    if random:
+        one_by_one: str | None = "the model draws random numbers, which belong to (seed, user, step)"
+    elif moves_buffers:
+        one_by_one = "the model moves its buffers, which only user 0 may"
+    elif not together:
+        one_by_one = "as asked"
+    else:
+        one_by_one = _why_one_by_one(passes, x, inputs, output)
+    loop = one_by_one or _why_loop(passes, x, inputs, targets)
+    if one_by_one is None:
+        passes.per_example = _per_example(passes.loss, users)
+        _try_by_layer(passes, x, inputs, targets)
+    return output, Allowed(one_by_one, loop, moves_buffers, random)
+
+
+def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
+    """Check that every class of every user has an output; on a GPU a stray one would end the process."""
+    losses = (nn.functional.cross_entropy, nn.functional.nll_loss)
+    if loss not in losses and not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return
+    ignored = getattr(loss, "ignore_index", -100)
+    parts = [(user.name, part) for user in users for part in (user.examples, user.validation, user.test)]
+    for name, examples in parts:
+        targets = examples.targets if isinstance(examples, InMemory) else None
+        if targets is None or targets.is_floating_point():
+            continue
+        stray = targets[(targets != ignored) & ((targets < 0) | (targets >= output.shape[1]))]
+        if stray.numel():
+            raise ModelError(
+                f"user {name!r} has the class {int(stray[0])}, but the model has outputs for classes 0 "
+                f"to {output.shape[1] - 1}; number the classes from 0 and widen the last layer"
+            )
+
+
+def _check_fit(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor, buffers: dict[str, Tensor]) -> Any:
+    """Return the output on a batch once the model takes the inputs and the loss takes the output."""
+    try:
+        with torch.no_grad():
+            output = passes.output(x, inputs, buffers)
+    except Exception as error:
+        raise ModelError(
+            f"the model does not take user 0's inputs of shape {tuple(inputs.shape)}: {error}"
+        ) from error
+    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    about = f"the model's output ({shape}) does not fit the loss with targets {tuple(targets.shape)}"
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch only warns where mse_loss would broadcast wrongly
+            loss = passes.loss(output, targets)
+    except Exception as error:
+        raise ModelError(f"{about}: {error}; change the last layer, the targets or the loss") from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise ModelError(f"{about}: the loss must return one number, the mean over the batch, got {loss!r}")
+    try:
+        passes.single(x, inputs, targets, passes.buffers())
+    except Exception as error:
+        raise ModelError(f"the loss of the model's output has no gradient: {error}") from error
+    return output
+
+
+def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tensor, output: Any) -> str | None:
+    """Say why users' batches may not share a pass, as far as the output tells."""
+    if any(isinstance(module, _BatchNorm) and _uses_batch(module) for module in passes.model.modules()):
+        return "the model normalises over the batch"
+    if not isinstance(output, Tensor) or not output.ndim or len(output) != len(inputs):
+        return "the model's output is not a tensor of one row an example"
+    alone = inputs[: max(1, len(inputs) // 2)]
+    with torch.no_grad():
+        half = passes.output(x, alone if len(inputs) > 1 else torch.cat([inputs, torch.zeros_like(inputs)]))
+    if not torch.allclose(half[: len(alone)], output[: len(alone)], rtol=1e-2, atol=1e-4, equal_nan=True):
+        return "the model's output for one example depends on the others"
+    return None
+
+
+def _uses_batch(module: _BatchNorm) -> bool:
+    return module.training or module.running_mean is None
+
+
+def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str | None:
+    """Say why `vmap` cannot serve for rows; note on `passes` whether it can serve for the loss alone."""
+    twice = Batches([0, 1], torch.cat([inputs, inputs]), torch.cat([targets, targets]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # vmap warns where it would fall back to a slow loop of its own
+        try:
+            passes.average(x, [twice], Weights.of([0.5, 0.5], [twice], x))
+        except Exception:  # a loss may fail under vmap in any way; the loop then serves
+            passes.vmap_loss = False
+        try:
+            passes.mapped(x, twice, x.new_empty(2, len(x)))
+        except Exception as error:  # so may a model
+            return f"torch.func.vmap does not take this model: {str(error).splitlines()[0]}"
+    return None
+
+
+def _try_by_layer(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> None:
+    """Let rows be computed by layer where that gives two users' gradients as a plain loop does.
+
+    What a model does with its parameters outside its layers, or with the order of examples inside, shows in the
+    gradients. So that all of it does, they are compared at a point where no parameter is zero by chance, and the
+    two users' examples differ.
+    """
+    layers = ByLayer(passes.model, passes.parameters)
+    if layers.stranger:
+        return
+    if len(inputs) == 1:
+        inputs, targets = torch.cat([inputs, torch.zeros_like(inputs)]), torch.cat([targets, targets])
+    even = len(inputs) // 2 * 2
+    batch = Batches([0, 1], inputs[:even], targets[:even])
+    noise = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
+    x = x + 0.1 * x.square().mean().sqrt().clamp(min=0.1) * noise
+    try:
+        alone = torch.stack(
+            [
+                passes.single(x, *one)[0]
+                for one in zip(*map(batch.by_user, (batch.inputs, batch.targets)), strict=True)
+            ]
+        )
+        rows = torch.full_like(alone, torch.nan)
+        passes.bytes_an_example = passes.write_by_layer(x, layers, [batch], Rows(passes.parameters, rows))
+    except Exception:  # a layer may be called in a way that is not foreseen; then mapping serves, or a loop
+        return
+    lengths = zip(*(passes.parameters.unflatten(each).values() for each in (rows - alone, alone)), strict=True)
+    slight = 1e-4 * alone.norm()
+    if all(bool(error.norm() <= 1e-2 * size.norm() + slight) for error, size in lengths):
+        passes.by_layer = layers
+
+
+def _per_example(loss: Loss, users: Sequence[User]) -> Loss | None:
+    """Return the loss of each example, for a loss of torch that is the mean over them; None for any other.
+
+    It goes by what the loss is: that a mean fits one batch does not say that it fits the next, in which a target
+    may be ignored or a class have another weight.
+    """
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    if kind in _OVER_TARGETS:
+        ignored = getattr(loss, "ignore_index", -100)
+        if any(not isinstance(u.examples, InMemory) or bool((u.examples.targets == ignored).any()) for u in users):
+            return None
+    elif kind not in _OVER_ELEMENTS:
+        return None
+    if not isinstance(loss, nn.Module):
+        return functools.partial(cast("Callable[..., Tensor]", loss), reduction="none")
+    if loss.reduction != "mean" or any(True for _ in loss.buffers()):
+        return None  # a sum, or a mean with weights
+    each = copy.copy(loss)
+    each.reduction = "none"  # type: ignore[assignment]  # a string, as it was
+    return each
+
+
+_OVER_TARGETS = (nn.functional.cross_entropy, nn.functional.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+_OVER_ELEMENTS = (
+    *(nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss),
+    *(nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits),
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
+)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state

@@ -1,0 +1,48 @@
+"""Memory for results that are made anew at every step, used again once nobody holds the last ones."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class ReusedMemory:
+    """Tensors of one shape after the other, each in memory that is nobody else's.
+
+    The system takes large memory back when it is let go, and clears every page of it when it gives it out again,
+    which on a CPU can cost as much as what is then written there. A GPU's memory is kept by torch itself.
+
+    Example:
+        >>> room = ReusedMemory()
+        >>> first = room.empty((2, 3), torch.zeros(()))
+        >>> place, part = first.data_ptr(), first[0]
+        >>> del first
+        >>> room.empty((2, 3), torch.zeros(())).data_ptr() == place  # a part of it is still held
+        False
+        >>> del part
+        >>> room.empty((2, 3), torch.zeros(())).data_ptr() == place
+        True
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[NDArray[np.uint8], weakref.ref[Any]]] = []
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return a tensor to be filled, of the dtype and device of another."""
+        size = math.prod(shape) * like.element_size()
+        if like.device.type != "cpu" or not size:
+            return like.new_empty(shape)
+        self._kept = [kept for kept in self._kept if len(kept[0]) == size or kept[1]() is not None]
+        free = next(
+            (i for i, (memory, lent) in enumerate(self._kept) if len(memory) == size and lent() is None), None
+        )
+        memory = np.empty(size, np.uint8) if free is None else self._kept.pop(free)[0]
+        lent = memory[:]  # the tensor and its views hold this, and nothing else does
+        self._kept.append((memory, weakref.ref(lent)))
+        return torch.from_numpy(lent).view(like.dtype).view(shape)

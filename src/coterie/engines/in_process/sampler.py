@@ -1,0 +1,187 @@
+"""The batches of one step, of user 0 and the peers asked, drawn together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from coterie.errors import DataError
+from coterie.users.examples import Examples, InMemory
+from coterie.users.sampling import draw, random_key
+from coterie.users.user import User
+
+AHEAD = 64
+"""How many steps' indices are computed at a time; what they are does not depend on it."""
+
+KEPT = 4
+"""For how many selections of peers those are kept; a method may ask all users and user 0 alone in turn."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of one size, one after the other.
+
+    Args:
+        positions: where their users stand among the peers asked.
+        inputs: of shape (users × size, …).
+        targets: of shape (users × size, …).
+    """
+
+    positions: Sequence[int]
+    inputs: Tensor
+    targets: Tensor
+
+    @property
+    def size(self) -> int:
+        """Examples of each user."""
+        return len(self.inputs) // len(self.positions)
+
+    def by_user(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of one row an example as (users, size, …)."""
+        return tensor.reshape(len(self.positions), -1, *tensor.shape[1:])
+
+    def cut(self, users: int) -> list[Batches]:
+        """Return the batches of as many users at a time."""
+        starts = range(0, len(self.positions), users)
+        pieces = (torch.split(tensor, users * self.size) for tensor in (self.inputs, self.targets))
+        return [
+            Batches(self.positions[start : start + users], inputs, targets)
+            for start, inputs, targets in zip(starts, *pieces, strict=True)
+        ]
+
+
+Drawn: TypeAlias = tuple[tuple[Tensor, Tensor], list[Batches]]
+"""User 0's batch, and those of the peers asked, grouped by size."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Users whose batches have one size."""
+
+    positions: list[int]
+    users: list[User]
+    size: int
+
+
+class BatchSampler:
+    """Draw everybody's batches: of users in memory by one look-up in a pool of all examples.
+
+    Each batch is the one that `User.batch` gives.
+
+    Args:
+        me: user 0, whose examples the peers' must resemble in shape and dtype.
+        peers: the peers.
+        batch_size: examples a user; all of them where it has fewer.
+        seed: what batches are drawn from, with the user's name and the step.
+        device: where the batches are wanted.
+    """
+
+    def __init__(
+        self, me: User, peers: Sequence[User], *, batch_size: int, seed: int, device: torch.device
+    ) -> None:
+        _check_alike(me, me.validation, "the validation set")
+        _check_alike(me, me.test, "the test set")
+        for peer in peers:
+            _check_alike(me, peer.examples, f"peer {peer.name!r}")
+        self.users = {user.name: user.to(device) for user in (me, *peers)}
+        self.me = self.users[me.name]
+        self.batch_size, self.seed, self.device = batch_size, seed, device
+        self._pool: InMemory | None = None
+        self._offsets: dict[str, int] = {}
+        self._groups: dict[tuple[str, ...], list[_Group]] = {}
+        self._indices: dict[tuple[str, ...], tuple[int, Tensor]] = {}
+        held = [user.examples for user in self.users.values() if isinstance(user.examples, InMemory)]
+        if len(held) == len(self.users):
+            self._pool = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held]))
+            ends = torch.tensor([len(e) for e in held]).cumsum(0).tolist()
+            for user, end in zip(self.users.values(), ends, strict=True):
+                cut = slice(end - len(user), end)
+                self._offsets[user.name] = cut.start
+                user.examples = InMemory(self._pool.inputs[cut], self._pool.targets[cut])  # not held twice
+
+    def with_batch_size(self, size: int) -> BatchSampler:
+        """Return the same users, on the same memory, with batches of another size."""
+        other = copy.copy(self)
+        other.batch_size, other._groups, other._indices = size, {}, {}
+        return other
+
+    def one(self, name: str, step: int) -> tuple[Tensor, Tensor]:
+        """Return one user's batch at a step."""
+        return self.users[name].batch(self.batch_size, seed=self.seed, step=step)
+
+    def draw(self, names: tuple[str, ...], step: int) -> Drawn:
+        """Return user 0's batch at a step, and those of these peers, grouped by size."""
+        if self._pool is None:
+            return self.one(self.me.name, step), [self._read(group, step) for group in self._grouped(names)[1:]]
+        return self.at(names, self._indices_at(names, step))
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all examples are held in memory."""
+        return self._pool is not None
+
+    def indices(self, names: tuple[str, ...], step: int) -> Tensor:
+        """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
+        groups = self._grouped(names)
+        total = sum(group.size * len(group.users) for group in groups)
+        steps = range(step, step + max(1, min(AHEAD, 2**18 // total)))
+        return torch.cat([self._rows_of_pool(group, steps) for group in groups], dim=1)
+
+    def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
+        """Return user 0's batch, and those of these peers, from a row of `indices`."""
+        if self._pool is None:
+            raise AssertionError("indices are of examples in memory")
+        groups = self._grouped(names)
+        inputs, targets = self._pool.take(indices)
+        lengths = [group.size * len(group.users) for group in groups]
+        own, *others = zip(torch.split(inputs, lengths), torch.split(targets, lengths), strict=True)
+        return own, [Batches(g.positions, *found) for g, found in zip(groups[1:], others, strict=True)]
+
+    def _grouped(self, names: tuple[str, ...]) -> list[_Group]:
+        """Return user 0 as a group of its own, then the peers by the size of their batches."""
+        if names in self._groups:
+            return self._groups[names]
+        by_size: dict[int, list[int]] = {}
+        for position, name in enumerate(names):
+            by_size.setdefault(min(self.batch_size, len(self.users[name])), []).append(position)
+        peers = [_Group(p, [self.users[names[i]] for i in p], size) for size, p in by_size.items()]
+        own = _Group([0], [self.me], min(self.batch_size, len(self.me)))
+        self._groups[names] = [own, *peers]
+        return self._groups[names]
+
+    def _indices_at(self, names: tuple[str, ...], step: int) -> Tensor:
+        """Return the rows of the pool that a step's batches are, from a block computed ahead."""
+        first, block = self._indices.get(names, (step, None))
+        if block is None or not first <= step < first + len(block):
+            first, block = step, self.indices(names, step).to(self.device)
+            if len(self._indices) >= KEPT:
+                self._indices.clear()
+            self._indices[names] = first, block
+        return block[step - first]
+
+    def _rows_of_pool(self, group: _Group, steps: range) -> Tensor:
+        streams = [random_key(self.seed, user.name) for user in group.users]
+        found = draw(streams, [len(user) for user in group.users], group.size, steps)
+        return (found + torch.tensor([self._offsets[user.name] for user in group.users])[:, None]).flatten(1)
+
+    def _read(self, group: _Group, step: int) -> Batches:
+        inputs, targets = zip(*(self.one(user.name, step) for user in group.users), strict=True)
+        return Batches(group.positions, torch.cat(inputs), torch.cat(targets))
+
+
+def _check_alike(me: User, others: Examples | None, whose: str) -> None:
+    """Say early where other examples could not be passed through user 0's model."""
+    if not isinstance(me.examples, InMemory) or not isinstance(others, InMemory):
+        return
+    for what in ("inputs", "targets"):
+        ours, other = getattr(me.examples, what), getattr(others, what)
+        if ours.shape[1:] != other.shape[1:] or ours.dtype != other.dtype:
+            raise DataError(
+                f"the {what} of {whose} ({tuple(other.shape[1:])}, {other.dtype}) are not like "
+                f"those of {me.name!r} ({tuple(ours.shape[1:])}, {ours.dtype}); prepare both in the same way"
+            )

@@ -1,0 +1,33 @@
+"""Work beside other work: a stream of its own on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Do what is inside in a stream of its own, and wait for it where the function given is called.
+
+    On a CPU there is one stream, and nothing to wait for.
+
+    Example:
+        >>> with beside(torch.device("cpu")) as join:
+        ...     total = torch.ones(3).sum()
+        >>> join()
+        >>> total
+        tensor(3.)
+    """
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    here = torch.cuda.current_stream(device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    if side == here:  # torch has so many streams, and gives them out in turn
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        yield lambda: torch.cuda.current_stream(device).wait_stream(side)

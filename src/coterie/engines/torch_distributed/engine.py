@@ -1,0 +1,256 @@
+"""Users in processes of their own, on one machine or a cluster, over torch.distributed.
+
+For a trusted network only: nothing is encrypted, and whoever reaches the port can take part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coterie.engines.in_process.engine import InProcess
+from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
+from coterie.engines.torch_distributed.request import Ask
+from coterie.engines.torch_distributed.wire import Compress, Wire, relative_error
+from coterie.engines.torch_distributed.worker import serve
+from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost
+from coterie.gradients.gradients import Gradients, add_up, complete, is_finite, keep_finite, present
+from coterie.recording.traffic import Traffic
+from coterie.users.user import Loss, User
+
+__all__ = ["TorchDistributed", "join", "serve"]
+
+
+class TorchDistributed:
+    """The gradients of peers in other processes, each of which calls `serve`; for user 0, rank 0.
+
+    A step is one broadcast of x and one reduce of the peers' weighted gradients, or one gather where a rule needs
+    every peer's. User 0 computes its own gradient meanwhile. One lost process ends the run with `PeerLost`, after
+    which it can be resumed.
+
+    Args:
+        model: any module; its buffers are moved by user 0's batches.
+        loss: the mean loss of a batch from (output, target).
+        me: user 0, whose examples stay in this process.
+        peers: who is expected, by name; whoever comes when empty.
+        batch_size: examples a user draws for one gradient; all of them where it has fewer.
+        seed: what batches and dropout draw from, with the user's name and the step.
+        gather: collect every peer's gradient for an average too and add them up here, in order, to the same bits
+            as `InProcess(one_by_one=True)`; the peers' share of the traffic is then no longer shared among them.
+        compress: round x and the gradients to "bf16" or "fp16" on the way; the largest relative error of each user
+            is its `rounding` in the record's traffic.
+        backend: "gloo" or "nccl"; nccl where the model is on a GPU, when None.
+        timeout: seconds after which a process that does not answer is taken for lost.
+        group: the processes, where they have already been joined.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        me: User,
+        peers: Sequence[User] = (),
+        *,
+        batch_size: int = 32,
+        seed: int = 0,
+        gather: bool = False,
+        compress: Compress | None = None,
+        backend: str | None = None,
+        timeout: float = 120.0,
+        group: Group | None = None,
+    ) -> None:
+        self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
+        self.group = group or join(timeout)
+        if self.group.rank:
+            raise KnobError(
+                f"this process is rank {self.group.rank}; user 0 is rank 0, and every other must `serve`"
+            )
+        self.me, self.gather, self.compress = me.name, gather, compress
+        device = self.own.passes.parameters.device
+        self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        moves = self.own.allowed.moves_buffers
+        self.wire = Wire(model, self.group.size - 1, compress, moves, self.backend)
+        run = {"batch_size": batch_size, "seed": seed, "compress": compress}
+        self.group.tell("run", run | {"moves_buffers": moves, "backend": self.backend})
+        self.hellos = self._meet([peer.name for peer in peers])
+        self.names = tuple(hello["name"] for hello in self.hellos)
+        self.gives_rows = not any(hello["sums_only"] for hello in self.hellos)
+        self._traffic = {name: Traffic() for name in (self.me, *self.names)}
+        self._life = contextlib.ExitStack()
+        self._told_to_end = self._life.enter_context(noting_sigterm())
+        self._whole = True  # no message was left half done
+        self._connect()
+
+    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+        """Return everybody's gradients at x; see `Engine.gradients`."""
+        if self._told_to_end.is_set():
+            raise self._lost("this process was told to end")
+        if not weights:
+            self._stay_in_touch()
+            return self.own.gradients(x, step, {})
+        before, began = self.own.passes.buffers() if self.wire.frame.buffers else {}, time.perf_counter()
+        ask, self._whole = Ask.ROWS if rows or self.gather else Ask.SUM, False
+        self._fill(ask, x, step, weights)
+        try:
+            sending = self.wire.send_frame()
+            collecting, answers = self.wire.collect(ask)
+        except RuntimeError as error:
+            raise self._lost(str(error)) from error
+        g, computed = self.own.gradients(x, step, {}), time.perf_counter()
+        try:
+            sending.wait()
+            collecting.wait()
+        except RuntimeError as error:
+            del sending, collecting  # they would keep the connections open
+            for name, buffer in before.items():  # the step is not taken, and so moves nothing
+                self.own.passes.model.get_buffer(name).copy_(buffer)
+            raise self._lost(str(error)) from error
+        self._whole, self._last = True, time.monotonic()
+        answers = answers.to(x.device)
+        answered = self._noted(ask, x, answers, (computed - began, time.perf_counter() - computed))
+        return replace(g, **self._found(g.own, ask, answers, weights, answered, rows=rows))
+
+    def describe(self) -> dict[str, Any]:
+        """Return how gradients travel, and who the peers are."""
+        return {
+            "engine": "torch.distributed",
+            "backend": self.backend,
+            "device": str(self.own.passes.parameters.device),
+            "average": "gather, added up in order" if self.gather else "reduce",
+            "rows": "gather" if self.gives_rows else "none: a peer gives sums only",
+            "compress": self.compress,
+            "peers": {hello["name"]: hello["examples"] for hello in self.hellos},
+            "data": " ".join([self.own.sampler.me.fingerprint(), *(hello["data"] for hello in self.hellos)]),
+        }
+
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return what has travelled so far, and the time it took, by user.
+
+        Bytes are those of the messages, not what ranks pass on for each other in a broadcast or a reduce.
+        """
+        return self._traffic
+
+    def close(self) -> None:
+        """Let the peers go."""
+        with self._life:
+            if self._whole:
+                self._whole = False
+                self.wire.frame.ask(Ask.END)
+                with contextlib.suppress(RuntimeError):  # whoever is gone need not be told
+                    self.wire.send_frame().wait()
+            self.group.disconnect()
+
+    def _meet(self, expected: Sequence[str]) -> list[dict[str, Any]]:
+        """Return what each peer says of itself, once all are there and fit together."""
+        hellos = [self.group.told(f"hello/{rank}", f"rank {rank}") for rank in self.group.others]
+        try:
+            _check(self.me, self.wire, hellos, expected)
+            if self.gather and any(hello["sums_only"] for hello in hellos):
+                raise KnobError("`gather` collects every peer's gradient, but a peer gives sums only; leave it out")
+        except CoterieError as error:
+            self.group.tell("go", {"refused": str(error)})
+            raise
+        self.group.tell("go", {"refused": None})
+        return hellos
+
+    def _connect(self) -> None:
+        try:
+            self.group.connect(self.backend)
+            self.wire.share_what_stays()
+        except (RuntimeError, PeerLost) as error:
+            raise self._lost(str(error)) from error
+        self._last = time.monotonic()
+
+    def _stay_in_touch(self) -> None:
+        """Let peers that nobody asks know, before they give up waiting, that the run goes on."""
+        if time.monotonic() - self._last > self.group.timeout / 3:
+            self.wire.frame.ask(Ask.NOTHING)
+            self._last = time.monotonic()
+            try:
+                self.wire.send_frame().wait()
+            except RuntimeError as error:
+                raise self._lost(str(error)) from error
+
+    def _fill(self, ask: Ask, x: Tensor, step: int, weights: Mapping[str, float]) -> None:
+        asked = [weights.get(name, math.nan) for name in self.names]
+        self.wire.frame.fill(ask, step, asked, x, dict(self.own.passes.model.named_buffers()))
+
+    def _noted(self, ask: Ask, x: Tensor, answers: Tensor, seconds: tuple[float, float]) -> set[str]:
+        """Add up what travelled, and return who answered."""
+        down, up = self.wire.frame.bytes.numel(), answers.element_size() * answers.shape[-1]
+        notes = dict(zip(self.names, self.wire.notes(ask, answers), strict=True))
+        received = up if ask is Ask.SUM else up * len(notes)
+        rounding = relative_error(x.detach(), self.wire.frame.x)
+        self._traffic[self.me] += Traffic(down, received, seconds[1], seconds[0], rounding)
+        for name, note in notes.items():
+            self._traffic[name] += Traffic(up, down, note.waiting, note.computing, note.rounding)
+        return {name for name, note in notes.items() if note.answered}
+
+    def _found(
+        self,
+        own: Tensor,
+        ask: Ask,
+        answers: Tensor,
+        weights: Mapping[str, float],
+        answered: set[str],
+        *,
+        rows: bool,
+    ) -> dict[str, Any]:
+        """Return what the peers add to `Gradients`, by field."""
+        kept = tuple(name for name in weights if name in answered)
+        reason = "not finite" if self.compress is None else f"not finite in {self.compress}"
+        left_out = {name: reason for name in weights if name not in answered}
+        if ask is Ask.SUM:
+            total = answers[: self.wire.size].to(own.dtype)
+            if not is_finite(total):
+                left_out, kept = dict.fromkeys(weights, "the sum is not finite"), ()
+            peers, share = complete(own, total, sum(weights[name] for name in kept))
+            return {"peers": peers, "answered": share, "left_out": left_out}
+        found = ((name, answers[1 + self.names.index(name), : self.wire.size].to(own.dtype)) for name in kept)
+        if not rows:
+            peers, share, also = add_up(own, found, weights)
+            return {"peers": peers, "answered": share, "left_out": left_out | also}
+        matrix = torch.stack([row for _, row in found]) if kept else own.new_empty(0, len(own))
+        matrix, kept, also = keep_finite(matrix, kept)
+        share = present(weights[name] for name in kept)
+        return {"rows": matrix, "names": kept, "answered": share, "left_out": left_out | also}
+
+    def _lost(self, cause: str) -> PeerLost:
+        """Cut the connections, find out who is missing, and return the error that says so."""
+        self._whole = False
+        self.group.disconnect()
+        missing = self.group.roll_call()
+        names = [self.names[rank - 1] for rank in missing]
+        shown = [
+            f"{name!r} (rank {rank}: {why or 'no sign of life'})"
+            for name, (rank, why) in zip(names, missing.items(), strict=True)
+        ]
+        who = f"lost {', '.join(shown)}" if shown else "lost the connection, though every peer still answers"
+        return PeerLost(f"{who} ({in_short(cause)})", names)
+
+
+def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: Sequence[str]) -> None:
+    """Say where the peers do not fit user 0 or each other."""
+    names = [hello["name"] for hello in hellos]
+    for rank, hello in enumerate(hellos, 1):
+        if hello["refused"]:
+            raise ModelError(f"rank {rank} ({hello['name']!r}) cannot take part: {hello['refused']}")
+        theirs, ours = (hello["size"], hello["dtype"]), (wire.size, str(wire.dtype))
+        if theirs != ours:
+            raise ModelError(
+                f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of {theirs[1]}, user 0 one "
+                f"of {ours[0]} of {ours[1]}; build the same model in every process"
+            )
+    if len({me, *names}) <= len(names):
+        raise DataError(
+            f"users must have different names: weights and batches go by them; got {', '.join([me, *names])}"
+        )
+    if expected and sorted(expected) != sorted(names):
+        raise DataError(f"expected the peers {', '.join(expected)}, but {', '.join(names)} came")

@@ -1,0 +1,236 @@
+"""What user 0 receives in one step: its own gradient and its peers', checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients at one point, as flat vectors.
+
+    Args:
+        own: g_0, user 0's own gradient, of shape (d,).
+        peers: Σ τ_k g_k, the peers' weighted sum, of shape (d,). What did not answer is g_0 in it.
+        rows: the gradients of the peers that answered, of shape (n, d), for rules that need each.
+        names: the peers of `rows`, in order.
+        answered: the share of the peers' weight that answered; 1 when everyone did.
+        left_out: the peers left out of this step, each with the reason.
+        x: the point the gradients belong to, where a rule needs it.
+        own_loss: user 0's loss on its batch.
+
+    Example:
+        >>> g = Gradients(own=torch.zeros(2), rows=torch.tensor([[1.0, 0.0], [0.0, 1.0]]), names=("a", "b"))
+        >>> g.average({"a": 0.25, "b": 0.75})
+        (tensor([0.2500, 0.7500]), 1.0)
+    """
+
+    own: Tensor
+    peers: Tensor | None = None
+    rows: Tensor | None = None
+    names: tuple[str, ...] = ()
+    answered: float = 1.0
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    x: Tensor | None = None
+    own_loss: Tensor | float = math.nan
+
+    def average(
+        self, tau: Mapping[str, float] | None = None, aggregator: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, float]:
+        """Return the peers' weighted sum, or aggregator, and the share of the weight that answered.
+
+        The weight of a peer that did not answer goes back to g_0.
+
+        Args:
+            tau: the weight of each peer, used with `rows`; equal weights when None.
+            aggregator: takes the place of the weighted sum; see `coterie.aggregators`.
+        """
+        if aggregator is not None:
+            return self._pooled(aggregator)
+        if self.peers is not None:
+            return self.peers, self.answered
+        if self.rows is None:
+            raise KnobError("a rule that listens to peers needs `Gradients(peers=…)` or `Gradients(rows=…)`")
+        if tau is None:
+            weights = [self.answered / max(1, len(self.rows))] * len(self.rows)
+        else:
+            weights = [float(tau.get(name, 0.0)) for name in self._row_names()]
+        return weighted_sum(self.own, self.rows, weights)
+
+    def _pooled(self, aggregator: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+        if self.rows is None:
+            raise KnobError("an aggregator needs every peer's gradient: `Gradients(rows=…)`")
+        if not len(self.rows):
+            return complete(self.own, self.own, 0.0)
+        return complete(self.own, self.answered * aggregator(self.rows), self.answered)
+
+    def _row_names(self) -> tuple[str, ...]:
+        if self.rows is not None and len(self.names) != len(self.rows):
+            raise KnobError(
+                f"`names` must name every row when weights are given by name: {len(self.names)} names, "
+                f"{len(self.rows)} rows"
+            )
+        return self.names
+
+
+def weighted_sum(own: Tensor, rows: Tensor, weights: Sequence[float]) -> tuple[Tensor, float]:
+    """Return Σ τ_k g_k, with g_0 in the place of the weight that is missing to 1, and the weight present.
+
+    Example:
+        >>> weighted_sum(torch.tensor([8.0]), torch.tensor([[4.0]]), [0.5])
+        (tensor([6.]), 0.5)
+    """
+    return complete(own, own.new_tensor(weights) @ rows, sum(weights))
+
+
+def add_up(
+    own: Tensor, found: Iterable[tuple[str, Tensor]], weights: Mapping[str, float]
+) -> tuple[Tensor, float, dict[str, str]]:
+    """Return Σ τ_k g_k added up in the order of arrival, the weight present, and who was left out and why.
+
+    One gradient is held at a time; the same order gives the same bits, wherever the gradients come from.
+
+    Example:
+        >>> add_up(torch.zeros(1), [("a", torch.tensor([4.0])), ("b", torch.tensor([8.0]))], {"a": 0.25, "b": 0.75})
+        (tensor([7.]), 1.0, {})
+    """
+    total, answered, left_out = torch.zeros_like(own), 0.0, {}
+    for name, gradient in found:
+        if is_finite(gradient):
+            total.add_(gradient, alpha=weights[name])
+            answered += weights[name]
+        else:
+            left_out[name] = "not finite"
+    return *complete(own, total, answered), left_out
+
+
+def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float]:
+    """Give the weight that did not answer back to g_0; exactly g_0 when nobody did.
+
+    Example:
+        >>> complete(torch.tensor([8.0]), torch.tensor([0.0]), 0.0)
+        (tensor([8.]), 0.0)
+    """
+    answered = present([answered])
+    if not answered:
+        return own.clone(), 0.0
+    return (peers, 1.0) if answered == 1 else (peers.add(own, alpha=1 - answered), answered)
+
+
+def present(weights: Iterable[float]) -> float:
+    """Return the share of the peers' weight that answered; 1 where the weights sum to it but for rounding.
+
+    Example:
+        >>> present([0.1] * 10), present([0.1] * 5)
+        (1.0, 0.5)
+    """
+    answered = sum(weights)
+    return 1.0 if 1 - answered < 1e-12 else answered
+
+
+def by_name(values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwise: Tensor | float = 0.0) -> Tensor:
+    """Return the values of the names wanted, one a row, without the host or the device waiting for the other.
+
+    Args:
+        values: one a row, of the users in `names`.
+        names: whose they are.
+        wanted: whose are wanted, in which order.
+        otherwise: what stands for a name that has none: a number, or a value for each name wanted.
+
+    Example:
+        >>> by_name(torch.tensor([1.0, 2.0]), ("a", "b"), ("b", "c", "a"))
+        tensor([2., 0., 1.])
+    """
+    if list(names) == list(wanted):
+        return values
+    if not isinstance(otherwise, Tensor):
+        otherwise = values.new_full((len(wanted), *values.shape[1:]), otherwise)
+    place = {name: i for i, name in enumerate(names)}
+    found = [values[place[name]] if name in place else otherwise[i] for i, name in enumerate(wanted)]
+    return torch.stack(found) if found else otherwise
+
+
+def is_finite(vector: Tensor) -> bool:
+    """Say whether every entry is finite, in one pass over the vector.
+
+    Example:
+        >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([1.0, float("nan")]))
+        (True, False)
+    """
+    # A finite sum has finite terms; only where it is not, which overflow may cause too, look at each.
+    return FiniteLater(vector).read()
+
+
+class FiniteLater:
+    """Whether a vector is finite, asked for now and read later, so that a GPU need not be waited for.
+
+    Example:
+        >>> answer = FiniteLater(torch.tensor([1.0, float("nan")]))
+        >>> answer.read()
+        False
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        self._vector, self._total = vector, vector.sum()
+        self._copied: torch.Event | None = None
+        if vector.is_cuda:
+            host = torch.empty_like(self._total, device="cpu", pin_memory=True)
+            self._total = host.copy_(self._total, non_blocking=True)
+            self._copied = torch.cuda.current_stream().record_event()
+
+    def read(self) -> bool:
+        """Return the answer; see `is_finite`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return math.isfinite(self._total.item()) or bool(self._vector.isfinite().all())
+
+
+def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
+    """Keep the rows that are finite: the rows, their names, and who was left out and why.
+
+    Example:
+        >>> keep_finite(torch.tensor([[1.0], [float("inf")]]), ("a", "b"))
+        (tensor([[1.]]), ('a',), {'b': 'not finite'})
+    """
+    if is_finite(rows):
+        return rows, tuple(names), {}
+    finite = rows.isfinite().all(1).tolist()
+    kept = tuple(name for name, good in zip(names, finite, strict=True) if good)
+    left_out = {name: "not finite" for name, good in zip(names, finite, strict=True) if not good}
+    return rows[torch.tensor(finite, device=rows.device)], kept, left_out
+
+
+def receive(own: Tensor, answers: Mapping[str, Tensor | None]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
+    """Keep the answers that can be used: the rows, their names, and who was left out and why.
+
+    Args:
+        own: g_0, whose shape every answer must have.
+        answers: for each peer asked, its gradient, or None where nothing came.
+
+    Example:
+        >>> answers = {"a": torch.ones(2), "b": torch.ones(3), "c": None}
+        >>> rows, names, left_out = receive(torch.zeros(2), answers)
+        >>> names, left_out
+        (('a',), {'b': 'shape (3,) instead of (2,)', 'c': 'no answer'})
+    """
+    whole: dict[str, Tensor] = {}
+    left_out: dict[str, str] = {}
+    for name, answer in answers.items():
+        if answer is None:
+            left_out[name] = "no answer"
+        elif answer.shape != own.shape:
+            left_out[name] = f"shape {tuple(answer.shape)} instead of {tuple(own.shape)}"
+        elif not answer.is_floating_point():
+            left_out[name] = f"dtype {answer.dtype} instead of {own.dtype}"
+        else:
+            whole[name] = answer.to(own)
+    rows = torch.stack(list(whole.values())) if whole else own.new_empty(0, *own.shape)
+    rows, names, not_finite = keep_finite(rows, list(whole))
+    return rows, names, left_out | not_finite

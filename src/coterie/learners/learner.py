@@ -1,0 +1,122 @@
+"""A model on its way: one step of Algorithm 1 after the other."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from coterie.engines.engine import Engine
+from coterie.gradients.gradients import Gradients
+from coterie.gradients.parameters import Parameters
+from coterie.recording.costs import Costs
+from coterie.rules.rules import Rule, weights_in
+
+
+class Track:
+    """A model, the rule it follows, its optimizer, and the best it has been.
+
+    Everything that a later step depends on is in `state_dict`; all randomness is a function of
+    (seed, user, step), so there is no generator to save.
+
+    Args:
+        model: whose parameters become views of the flat vector `x`.
+        rule: how gradients become a direction.
+        engine: where the gradients come from.
+        optimizer: of the model's parameters.
+        scheduler: of the optimizer's step size.
+        costs: where what is asked of the users is counted.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: Rule,
+        engine: Engine,
+        optimizer: Optimizer,
+        *,
+        scheduler: LRScheduler | None,
+        costs: Costs,
+    ) -> None:
+        self.model, self.rule, self.engine, self.costs = model, rule, engine, costs
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.parameters = Parameters(model)
+        self.x = self.parameters.share()
+        self.state = rule.init(self.x)
+        self.step = 0
+        self.listens_from = 0
+        self.best: dict[str, Any] = {}
+
+    def gradients(self) -> Gradients:
+        """Ask everybody for gradients at x; nobody but user 0 before step `listens_from`."""
+        weights = self.rule.weights(self.engine.names) if self.step >= self.listens_from else {}
+        g = self.engine.gradients(self.x, self.step, weights, self.rule.needs_rows)
+        self.costs.compute([self.costs.me, *weights])
+        self.costs.exchange(list(weights), down=self.x.numel(), up=self.x.numel())
+        return g
+
+    def advance(self, g: Gradients) -> None:
+        """Take the step that the rule makes of these gradients."""
+        if self.step >= self.listens_from:
+            direction, self.state = self.rule(g, self.state)
+        else:
+            direction, self.state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
+        self.parameters.set_gradient(direction)
+        self.optimizer.step()
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+        self.step += 1
+
+    def consider(self, validation_loss: float) -> None:
+        """Keep the model if it is the best by validation loss so far, and tell a scheduler that wants to know."""
+        if validation_loss < self.best.get("loss", float("inf")):
+            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.model.state_dict().items()}
+            self.best = {"step": self.step, "loss": validation_loss, "model": state}
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(validation_loss)
+
+    @property
+    def weight(self) -> float:
+        """The weight that the peers had in the last step; not a number where there is no such thing."""
+        return float(self.state.get("weight", math.nan))
+
+    def tau(self) -> Mapping[str, float]:
+        """Return the weight of each peer among the peers in the last step, where there is such a thing."""
+        given = weights_in(self.state) if "tau" in self.state else self.rule.weights(self.engine.names)
+        return {name: given[name] for name in self.engine.names if name in given}
+
+    def models(self) -> dict[str, nn.Module]:
+        """Return the personal models of all users, where there are any beside user 0's."""
+        return {}
+
+    def restart_from(self, other: Track, listens_from: int) -> None:
+        """Take over another track's model and optimizer, and listen to nobody until a step."""
+        fresh = self.rule.init(self.x) | {"step": self.step}
+        mine = {"rule": fresh, "best": self.best, "listens_from": listens_from}
+        self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)  # else the optimizers would share tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later steps depend on."""
+        return {
+            "step": self.step,
+            "listens_from": self.listens_from,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler and self.scheduler.state_dict(),
+            "rule": self.state,
+            "best": self.best,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.step, self.listens_from = state["step"], state["listens_from"]
+        self.state, self.best = state["rule"], state["best"]

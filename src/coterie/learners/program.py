@@ -1,0 +1,120 @@
+"""Many runs as one program: a pass over the own batches of all, one over the peers', then the rules of all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from coterie.engines.in_process.copies import Copies
+from coterie.learners.directions import Directions
+from coterie.learners.sharing import Needs, Pass, passes
+from coterie.learners.spec import Problem
+from coterie.learners.stack import Stack
+from coterie.learners.tables import Pool
+from coterie.rules.rules import Alone, BiasCorrection, State, WeightedAveraging
+from coterie.users.examples import InMemory
+from coterie.users.user import User
+
+Listening: TypeAlias = Alone | WeightedAveraging | BiasCorrection
+"""The rules that a program knows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One run of a program.
+
+    Args:
+        problem: what it learns, from whom, and how.
+        rule: how gradients become its direction.
+    """
+
+    problem: Problem
+    rule: Listening
+
+
+class Program:
+    """Many runs of one model and loss, all taking a step at a time.
+
+    Args:
+        copies: the model, in as many copies as there are runs.
+        members: the runs; those of one setting of the optimizer one after the other.
+        stack: their parameters, in that order.
+    """
+
+    def __init__(self, copies: Copies, members: Sequence[Member], stack: Stack) -> None:
+        self.copies, self.stack, self.step = copies, stack, 0
+        device, own, peers = stack.x.device, Needs(), Needs()
+        pool = Pool((user for m in members for user in (m.problem.me, *m.problem.peers)), device)
+        for run, member in enumerate(members):
+            p = member.problem
+            own[run] = {pool.draws(p.me, p.batch_size, p.seed): 1.0}
+            tau = member.rule.weights([peer.name for peer in p.peers])
+            found = {pool.draws(u, p.batch_size, p.seed): tau[u.name] for u in p.peers if u.name in tau}
+            if found:
+                peers[run] = found
+        self._own, self._peers = (passes(copies, pool, needs, stack.x) for needs in (own, peers))
+        self._held_out = _validation(copies, [member.problem.me for member in members], stack.x)
+        self._heard = torch.cat([each.runs for each in self._peers]) if peers else None
+        heard = [] if self._heard is None else self._heard.tolist()
+        self._directions = Directions({run: members[run].rule for run in heard}, stack.x)
+        self.own_loss = stack.x.new_zeros(len(members), dtype=torch.float64)
+        self._sums = stack.x.new_zeros(len(members))
+
+    def advance(self) -> None:
+        """Take one step in every run."""
+        x, direction = self.stack.x, self.stack.direction
+        for each in self._own:
+            gradients, losses = each.gradients(self.copies, x, self.step)
+            direction.index_copy_(0, each.runs, gradients)
+            self.own_loss.index_copy_(0, each.runs, losses.double())
+        if self._heard is not None:
+            peers = [each.gradients(self.copies, x, self.step)[0] for each in self._peers]
+            own = direction.index_select(0, self._heard)
+            heard = self._directions(own, peers[0] if len(peers) == 1 else torch.cat(peers), self.step)
+            direction.index_copy_(0, self._heard, heard)
+        self._sums += direction.sum(1)
+        self.stack.step()
+        self.step += 1
+
+    def failed(self) -> list[bool]:
+        """Say of each run whether one of its gradients was not finite, so that its parameters are of no use."""
+        # A finite sum has finite terms, and no knob hides what is not finite: 0 · ∞ is not a number.
+        return (~self._sums.isfinite()).tolist()
+
+    def weight(self, run: int) -> float:
+        """Return the weight that a run's peers had in the last step."""
+        return self._directions.weight(run) if self.step else 0.0
+
+    def state(self, run: int) -> State:
+        """Return the state of a run's rule after the last step."""
+        return {"step": self.step, "weight": self.weight(run), **self._directions.bias(run, self.step)}
+
+    def held_out(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the outputs and targets on the validation set of each run that has one in memory."""
+        found = {}
+        for each in self._held_out:
+            outputs, targets = each.outputs(self.copies, self.stack.x)
+            sizes = [sum(draws.size for draws in group) for group in each.table.groups]
+            for place, run in enumerate(each.runs.tolist()):
+                group, copy_ = divmod(place, outputs.shape[1])
+                size = sizes[group]
+                found[run] = outputs[group, copy_, :size], targets[group, :size]
+        return found
+
+
+def _validation(copies: Copies, users: Sequence[User], x: Tensor) -> list[Pass]:
+    """Return the passes over the validation sets that are in memory."""
+    held = {}
+    for run, user in enumerate(users):
+        if isinstance(user.validation, InMemory):
+            held[run] = copy.copy(user)  # a user whose examples are the validation set
+            held[run].examples = user.validation
+    if not held:
+        return []
+    pool = Pool(held.values(), x.device)
+    return passes(copies, pool, {run: {pool.draws(user, len(user), 0): 1.0} for run, user in held.items()}, x)

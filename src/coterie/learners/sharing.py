@@ -1,0 +1,108 @@
+"""Which runs share batches, and how they go through the model together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from coterie.engines.in_process.copies import Copies
+from coterie.learners.tables import Draws, Pool, Table
+
+T = TypeVar("T")
+Needs: TypeAlias = dict[int, dict[Draws, float]]
+"""For each run, the batches that it needs, and what the mean loss over each weighs."""
+
+SPARE = 1.25
+"""How many times the examples that it needs a run may see, those of others with no weight, in order to share."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """Runs that go through the model together, in G groups of M that share their batches.
+
+    Args:
+        runs: which they are, of shape (G M,).
+        table: the batches of each group.
+        shares: of shape (G, M, R), what each example weighs for each run.
+    """
+
+    runs: Tensor
+    table: Table
+    shares: Tensor
+
+    def gradients(self, copies: Copies, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the weighted losses, of shape (G M, d), and those losses, of shape (G M,)."""
+        found, losses = copies.gradients(self._rows(x), self.shares, *self.table.at(step))
+        return found.flatten(0, 1), losses.flatten()
+
+    def outputs(self, copies: Copies, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs on batches that are all there is, of shape (G, M, R, …), and their targets."""
+        inputs, targets = self.table.at(0)
+        return copies.outputs(self._rows(x), inputs), targets
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.runs).view(*self.shares.shape[:2], -1)
+
+
+def passes(copies: Copies, pool: Pool, needs: Needs, x: Tensor) -> list[Pass]:
+    """Return passes that give every run what it needs.
+
+    Runs that need nearly the same share a group; groups of one size go together, as many as memory allows.
+
+    Args:
+        copies: the model.
+        pool: all examples.
+        needs: by run.
+        x: the parameters, for their dtype and device.
+    """
+    cut: list[tuple[list[int], list[Draws]]] = []
+    for runs, draws in _groups(needs):
+        most = copies.most(pool.examples.inputs, _rows(draws))
+        cut += [(list(some), draws) for some in _evenly(runs, most)]
+    cut.sort(key=lambda group: (len(group[0]), _rows(group[1])))
+    found = []
+    for size, same in groupby(cut, key=lambda group: len(group[0])):
+        alike = list(same)
+        most = copies.most(pool.examples.inputs, _rows(alike[-1][1]))
+        for some in _evenly(alike, max(1, most // size)):
+            table = Table(pool.examples, [draws for _, draws in some])
+            shares = table.shares([[needs[run] for run in runs] for runs, _ in some])
+            order = torch.tensor([run for runs, _ in some for run in runs], device=x.device)
+            found.append(Pass(order, table, shares.to(x)))
+    return found
+
+
+def _groups(needs: Needs) -> list[tuple[list[int], list[Draws]]]:
+    """Return runs that need nearly the same, and all that they need."""
+    groups: list[tuple[list[int], dict[Draws, None], int]] = []
+    known: dict[frozenset[Draws], int] = {}
+    for run, need in needs.items():
+        wanted, rows = frozenset(need), _rows(need)
+        if wanted not in known:
+            for place, (_, there, least) in enumerate(groups):
+                union = _rows(there.keys() | wanted)
+                if union <= SPARE * min(rows, least):
+                    groups[place] = (groups[place][0], there | dict.fromkeys(need), min(rows, least))
+                    known[wanted] = place
+                    break
+            else:
+                known[wanted] = len(groups)
+                groups.append(([], dict.fromkeys(need), rows))
+        groups[known[wanted]][0].append(run)
+    return [(runs, list(there)) for runs, there, _ in groups]
+
+
+def _rows(draws: Iterable[Draws]) -> int:
+    return sum(each.size for each in draws)
+
+
+def _evenly(values: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Return values in parts of about one size, which is at most that."""
+    parts = -(-len(values) // most)
+    ends = [len(values) * part // parts for part in range(parts + 1)]
+    return [values[first:last] for first, last in pairwise(ends)]

@@ -1,0 +1,74 @@
+"""The parameters of many runs as the rows of one matrix, stepped by few optimizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from coterie.gradients.parameters import Parameters
+from coterie.learners.spec import Problem, scheduler_of
+
+
+class Stack:
+    """Rows of parameters, and for each setting of the optimizer one that steps all rows of that setting.
+
+    An optimizer that treats every number by itself does not notice that its parameter is many.
+
+    Args:
+        x: of shape (K, d): where each run starts; it is changed in place.
+        settings: in the order of the rows, a problem of which they have model, optimizer and scheduler, and how
+            many rows those are.
+
+    Example:
+        >>> from coterie import User
+        >>> model = torch.nn.Linear(1, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> problem = Problem(model, torch.nn.functional.mse_loss, User("me", [[1.0]], [[1.0]]), (), sgd)
+        >>> stack = Stack(torch.zeros(3, 2), [(problem, 3)])
+        >>> stack.direction.copy_(torch.tensor([[2.0, 0.0]]))
+        tensor([[2., 0.],
+                [2., 0.],
+                [2., 0.]])
+        >>> stack.step()
+        >>> stack.x[0]
+        tensor([-1.,  0.])
+    """
+
+    def __init__(self, x: Tensor, settings: Sequence[tuple[Problem, int]]) -> None:
+        self.x, self.direction = x, torch.zeros_like(x)
+        self._steps: list[tuple[Optimizer, LRScheduler | None]] = []
+        first = 0
+        for problem, count in settings:
+            rows = slice(first, first + count)
+            optimizer = _over(problem, x[rows], self.direction[rows])
+            self._steps.append((optimizer, scheduler_of(problem.scheduler, optimizer)))
+            first += count
+
+    def step(self) -> None:
+        """Let every optimizer follow its rows of `direction`."""
+        for optimizer, scheduler in self._steps:
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+
+
+def _over(problem: Problem, x: Tensor, direction: Tensor) -> Optimizer:
+    """Return a copy of the optimizer that holds rows of parameters in the place of the model's."""
+    model, optimizer = copy.deepcopy((problem.model, problem.optimizer))
+    parameters = Parameters(model)
+    names = {id(p): name for name, p in parameters.named.items()}
+    values, slopes = parameters.unflatten(x), parameters.unflatten(direction)
+    for group in optimizer.param_groups:
+        held = [names[id(p)] for p in group["params"] if id(p) in names]
+        pairs = [(values[name], slopes[name]) for name in held]
+        if set(held) == set(values):
+            pairs = [(x, direction)]  # one tensor in the place of many
+        for value, slope in pairs:
+            value.grad = slope
+        group["params"] = [value for value, _ in pairs]
+    return optimizer

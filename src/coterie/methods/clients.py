@@ -1,0 +1,128 @@
+"""All users of a federated method, each computing at a point of its own, and what that costs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from coterie.engines.in_process.engine import InProcess
+from coterie.errors import DataError
+from coterie.evaluation.evaluate import evaluate
+from coterie.gradients.gradients import is_finite
+from coterie.recording.costs import Costs
+from coterie.users.sampling import seeded
+from coterie.users.user import User
+
+
+class Clients:
+    """All users, user 0 first. What a method asks of them is counted.
+
+    Points are rows, one for each user in the order of `names`. A peer whose gradient is not finite takes no step
+    with it: its row is zero, and it is counted in `left_out`.
+
+    Args:
+        engine: computes the gradients.
+        me: user 0.
+        peers: the others.
+        costs: where it is counted.
+
+    Example:
+        >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
+        >>> engine = InProcess(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:])
+        >>> federation = Clients(engine, users[0], users[1:], Costs({user.name: 9 for user in users}))
+        >>> federation.gradients(torch.zeros(3, 3), step=0).shape
+        torch.Size([3, 3])
+        >>> federation.costs.of["a"]["gradients"]
+        1
+    """
+
+    def __init__(self, engine: InProcess, me: User, peers: Sequence[User], costs: Costs) -> None:
+        self.engine, self.me = engine, me
+        self.names = (me.name, *(peer.name for peer in peers))
+        self.costs = costs
+        self.left_out: dict[str, str] = {}
+        self.own_losses: list[float] = []
+        counts = torch.tensor([float(len(user)) for user in (me, *peers)], dtype=torch.float64)
+        self.sizes = counts.to(engine.passes.parameters.device, engine.passes.parameters.dtype)
+
+    @property
+    def shares(self) -> Tensor:
+        """Each user's share of all examples, by which a pooled model weighs them."""
+        return self.sizes / self.sizes.sum()
+
+    def gradients(self, points: Tensor, step: int) -> Tensor:
+        """Return each user's gradient at its point, on its batch of this step.
+
+        Args:
+            points: a row for each user; the first row alone asks user 0 alone.
+            step: the same step draws the same batches.
+        """
+        rows, loss = self.engine.each(points, step)
+        self.costs.compute(self.names[: len(points)])
+        self.own_losses.append(float(loss))
+        return self._finite(rows)
+
+    def full_gradients(self, points: Tensor) -> Tensor:
+        """Return each user's gradient at its point over all its examples; the first row alone asks user 0 alone."""
+        asked = zip(self.names, points, strict=False)
+        return self._finite(torch.stack([self.gradient_on(name, x, self.blocks(name, 1)[0]) for name, x in asked]))
+
+    def blocks(self, name: str, count: int) -> list[Tensor]:
+        """Return the indices of a user's examples, dealt out like cards into so many blocks, none of them empty."""
+        user = self.engine.sampler.users[name]
+        if user.is_stream:
+            raise DataError(f"{name!r} is a stream: this method needs examples that it can go through again")
+        count = min(count, len(user))
+        return [torch.arange(first, len(user), count) for first in range(count)]
+
+    def gradient_on(self, name: str, x: Tensor, indices: Tensor, step: int = 0) -> Tensor:
+        """Return one user's gradient at x on its examples at these indices, finite or not.
+
+        Args:
+            name: whose.
+            x: where.
+            indices: which of its examples, as `blocks` gives them.
+            step: seeds what is random in the model.
+        """
+        self.costs.compute([name], len(indices))
+        gradient, loss = self.engine.on(name, x, indices, step)
+        if name == self.me.name:
+            self.own_losses.append(float(loss))
+        return gradient
+
+    def losses(self, points: Tensor, step: int) -> Tensor:
+        """Return each user's loss at its point, on its batch of this step; running statistics stay as they are."""
+        passes, allowed, found = self.engine.passes, self.engine.allowed, []
+        for name, point in zip(self.names, points, strict=False):
+            inputs, targets = self.engine.sampler.one(name, step)
+            buffers = passes.buffers() if allowed.moves_buffers else None
+            random = seeded(self.engine.seed, name, step, point.device) if allowed.random else nullcontext()
+            with torch.no_grad(), random:
+                found.append(passes.loss(passes.output(point, inputs, buffers), targets))
+        return torch.stack(found)
+
+    def held_out_losses(self, points: Tensor) -> Tensor:
+        """Return user 0's mean validation loss at each of these points."""
+        if self.me.validation is None:
+            raise DataError(f"this method judges models on validation examples, but {self.me.name!r} has none")
+        passes = self.engine.passes
+        before, found = passes.parameters.vector(), []
+        for point in points:
+            passes.parameters.load(point)
+            found.append(evaluate(passes.model, passes.loss, self.me.validation, {})["loss"])
+        passes.parameters.load(before)
+        return points.new_tensor(found)
+
+    def exchange(self, down: int, up: int) -> None:
+        """Count numbers that user 0 sends to every peer, and numbers that each sends back."""
+        self.costs.exchange(self.names[1:], down, up)
+
+    def _finite(self, rows: Tensor) -> Tensor:
+        if not is_finite(rows[1:]):
+            bad = ~rows[1:].isfinite().all(1)
+            self.left_out |= {self.names[1 + int(k)]: "not finite" for k in bad.nonzero().flatten()}
+            rows[1:][bad] = 0.0
+        return rows

@@ -1,0 +1,7 @@
+"""The paper reproduced: every figure with its settings, exact values and sampled runs."""
+
+from coterie.paper.series import Series, Setting
+from coterie.paper.studies import STUDIES, Study
+from coterie.paper.writing import reproduce
+
+__all__ = ["STUDIES", "Series", "Setting", "Study", "reproduce"]

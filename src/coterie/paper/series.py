@@ -1,0 +1,104 @@
+"""One line of a figure: its setting, and what comes of it, exactly and in sampled runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from coterie.rules.knobs import Knob
+from coterie.rules.rules import Rule
+from coterie.theory.linear_gaussian import FloatArray
+from coterie.theory.quadratic import NoisyQuadratic
+from coterie.users.sampling import random_key
+
+TRIALS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """One line of a figure.
+
+    Args:
+        label: its name in `results.json`.
+        legend: its name in the figure.
+        x: where it is recorded, mostly steps.
+        exact: the exact values there.
+        stationary: where it would settle after infinitely many steps; None where that has no meaning.
+        mean: the mean of the sampled runs; None where nothing is sampled.
+        error: the standard error of that mean.
+        knobs: the knobs, in words.
+    """
+
+    label: str
+    legend: str
+    x: FloatArray
+    exact: FloatArray
+    stationary: float | None = None
+    mean: FloatArray | None = None
+    error: FloatArray | None = None
+    knobs: str = ""
+
+    def results(self) -> dict[str, float | None]:
+        """Return what `results.json` says of it."""
+        return {
+            "exact_final": float(self.exact[-1]),
+            "exact_stationary": self.stationary,
+            "sampled_final_mean": None if self.mean is None else float(self.mean[-1]),
+            "sampled_final_se": None if self.error is None else float(self.error[-1]),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A rule with its knobs on a problem: what one line of a figure shows.
+
+    Args:
+        label: its name in `results.json`.
+        legend: its name in the figure.
+        problem: the problem.
+        rule: the rule.
+        lr: η.
+        average_from: after this step, the mean of the iterates since then is shown.
+        knobs: the knobs, in words.
+    """
+
+    label: str
+    legend: str
+    problem: NoisyQuadratic
+    rule: Rule
+    lr: Knob
+    average_from: int | None = None
+    knobs: str = ""
+
+    def final(self, steps: int) -> float:
+        """Return the exact expected loss after `steps` steps."""
+        return float(self.problem.expected(self.rule, self.lr, [steps], average_from=self.average_from).loss[-1])
+
+    def series(self, steps: Sequence[int], seed: int) -> Series:
+        """Return the exact curve and 100 sampled runs; their noise depends on the seed and the label."""
+        law = self.problem.law(self.rule, self.lr, steps, average_from=self.average_from)
+        exact = law.expected()
+        losses = self.problem.loss(law.paths(TRIALS, random_key(seed, self.label) % 2**63))
+        settles = self.average_from is None and not callable(self.lr)
+        return Series(
+            self.label,
+            self.legend,
+            exact.steps.astype(float),
+            exact.loss,
+            self.problem.stationary(self.rule, float(self.lr)) if settles else None,  # type: ignore[arg-type]
+            losses.mean(0),
+            losses.std(0, ddof=1) / np.sqrt(TRIALS),
+            self.knobs,
+        )
+
+
+def recorded(steps: int, first: int = 1, points: int = 160) -> list[int]:
+    """Return the steps to record: equally spaced on a logarithmic axis.
+
+    Example:
+        >>> recorded(1000, points=4)
+        [1, 10, 100, 1000]
+    """
+    return sorted({round(step) for step in np.geomspace(first, steps, points)})

@@ -1,0 +1,131 @@
+"""Every method at its own best knobs: the comparison that the paper lacks, and the problem where BC wins it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from coterie.paper.series import Setting
+from coterie.paper.tuning import best
+from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.theory import Constants, best_alpha
+from coterie.theory.quadratic import NoisyQuadratic, Quadratic
+
+
+def constant_steps(
+    problem: NoisyQuadratic, n_peers: int, steps: int, average_from: int | None = None
+) -> list[Setting]:
+    """Return every method at its best constant knobs for the loss after `steps` steps.
+
+    Args:
+        problem: the problem.
+        n_peers: N.
+        steps: the horizon.
+        average_from: judge the mean of the iterates after this step, not the last. BC then takes large steps
+            and needs its warm-up; without averaging it is better off here with c_0 = 0, whose push towards
+            the peers' optimum happens to be in the direction of user 0's.
+    """
+    schedule = "constant" if average_from is None else "averaged"
+    cold, share = average_from is None, n_peers / (n_peers + 1)
+
+    def line(label: str, legend: str, rule: Rule, lr: float, knobs: str = "") -> Setting:
+        return Setting(f"{label}_{schedule}", legend, problem, rule, lr, average_from, f"η = {lr:.2g}{knobs}")
+
+    def alone(lr: float) -> Setting:
+        return line("alone", "Alone", Alone(), lr)
+
+    def wga(lr: float, alpha: float) -> Setting:
+        return line("wga", "WGA", WeightedAveraging(alpha), lr, f", α = {alpha:.2g}")
+
+    def bc(lr: float, beta: float, alpha: float) -> Setting:
+        rule = BiasCorrection(alpha, beta, start="zero" if cold else "first", warm_up=not cold)
+        return line("bc", "BC", rule, lr, f", α = {alpha:.2g}, β = {beta:.2g}")
+
+    def oracle(lr: float) -> Setting:
+        return line("oracle", "BC, oracle", problem.oracle(share), lr, f", α = {share:.2g}")
+
+    return [
+        best(alone, [1e-5 if cold else 5e-5], steps),
+        best(wga, [1e-5 if cold else 5e-5, 1e-4], steps),
+        best(bc, [8e-6, 4e-5, 0.6] if cold else [2e-2, 8e-6, 0.2], steps),
+        best(oracle, [1e-5 if cold else 5e-5], steps),
+    ]
+
+
+def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_floor: float) -> list[Setting]:
+    """Return every method with steps and, for BC, a β that decrease as 1/t, on a problem with a_0 = 1, σ_0 = 10.
+
+    The best θ and φ of η_t = θ/(t + 1), β_t = φ/(t + 1) do not depend on the horizon; BC's are therefore
+    found at a hundredth of it, where each costs a hundredth.
+    """
+    share = n_peers / (n_peers + 1)
+    constants = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=n_peers, bias_floor=bias_floor)
+    alpha = float(best_alpha(constants, steps))
+
+    def bc(theta: float, phi: float) -> Setting:
+        knobs = f"η = {theta:g}/(t+1), α = {share:.2g}, β = {phi:g}/(t+1)"
+        rule = BiasCorrection(share, _decreasing(phi))
+        return Setting("bc_decreasing", "BC", problem, rule, _decreasing(theta), knobs=knobs)
+
+    grid = [bc(*knobs) for knobs in itertools.product((0.7, 1, 1.5, 2, 4), (1, 3, 10, 30, 100))]
+    lr, knobs = _decreasing(1), "η = 1/(t+1)"
+    return [
+        Setting("alone_decreasing", "Alone", problem, Alone(), lr, knobs=knobs),
+        Setting("wga_decreasing", "WGA", problem, WeightedAveraging(alpha), lr, knobs=f"{knobs}, α = {alpha:.2g}"),
+        min(grid, key=lambda setting: setting.final(steps // 100)),
+        Setting(
+            "oracle_decreasing", "BC, oracle", problem, problem.oracle(share), lr, knobs=f"{knobs}, α = {share:.2g}"
+        ),
+    ]
+
+
+def drifting_optimum(steps: int) -> list[Setting]:
+    """Return every method at its best knobs on objectives that drift together, for the loss after `steps` steps.
+
+    All curvatures are 1, σ = 10, the peers' optimum is 4 away from user 0's, and all optima take a random
+    step of standard deviation 0.01 after every step. BC's bias estimate forgets nothing within the run:
+    β = 1/steps, with α = N/(N + 1).
+    """
+
+    def problem(n_peers: int) -> NoisyQuadratic:
+        peers = [Quadratic(1, 4, 10 / n_peers**0.5)]
+        return NoisyQuadratic(Quadratic(1, 0, 10), peers, x0_spread=1, drift=0.01)
+
+    def alone(lr: float) -> Setting:
+        return Setting("alone", "Alone", problem(1), Alone(), lr, knobs=f"η = {lr:.2g}")
+
+    def wga(lr: float, alpha: float) -> Setting:
+        rule, knobs = WeightedAveraging(alpha), f"η = {lr:.2g}, α = {alpha:.2g}"
+        return Setting("wga_100", "WGA, N = 100", problem(100), rule, lr, knobs=knobs)
+
+    def bc(n_peers: int) -> Callable[[float], Setting]:
+        share = n_peers / (n_peers + 1)
+        return lambda lr: Setting(
+            f"bc_{n_peers}",
+            f"BC, N = {n_peers}",
+            problem(n_peers),
+            BiasCorrection(share, 1 / steps),
+            lr,
+            knobs=f"η = {lr:.2g}, α = {share:.2g}, β = {1 / steps:.2g}",
+        )
+
+    def oracle(n_peers: int) -> Callable[[float], Setting]:
+        share = n_peers / (n_peers + 1)
+        return lambda lr: Setting(
+            f"oracle_{n_peers}",
+            f"BC, oracle, N = {n_peers}",
+            problem(n_peers),
+            problem(n_peers).oracle(share),
+            lr,
+            knobs=f"η = {lr:.2g}, α = {share:.2g}",
+        )
+
+    return [
+        best(alone, [1e-3], steps),
+        best(wga, [1e-3, 1e-3], steps),
+        *(best(method(n_peers), [3e-3], steps) for n_peers in (10, 100) for method in (bc, oracle)),
+    ]
+
+
+def _decreasing(numerator: float) -> Callable[[int], float]:
+    return lambda t: min(1.0, numerator / (t + 1))

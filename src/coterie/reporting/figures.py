@@ -1,0 +1,269 @@
+"""Figures, one function each, drawn without global state: every function returns a Matplotlib `Figure`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from coterie.theory import Constants, Numbers, averaging_speedup
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from coterie.paper.series import Series
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+"""Okabe and Ito's palette, told apart by colour-blind readers and in print."""
+
+DASHES = ("-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)), ":", (0, (1, 1)))
+"""A second mark beside the colour, for copies in grey."""
+
+MARKS = ("o", "s", "^")
+"""A mark for every turn of the palette."""
+
+METHODS = {"Alone": 0, "BC": 1, "WGA": 2, "BC, oracle": 3, "BC as printed": 4}
+"""Methods keep their colours from figure to figure; the first three have the paper's."""
+
+NOTE = "lines: exact; bands: mean of 100 sampled runs ± 2 standard errors"
+
+
+def loss_curves(series: Sequence[Series], title: str) -> Figure:
+    """Draw expected losses over steps, each beside the mean of its sampled runs ± 2 standard errors."""
+    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _label(axes, title, "steps taken", "expected loss  E f₀(x) − f₀*")
+    _losses(axes, series)
+    figure.supxlabel(NOTE, fontsize=8, color="#555555")
+    return figure
+
+
+def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float, note: str) -> Figure:
+    """Draw expected losses over steps, one panel a group, with one colour for one legend in all.
+
+    Args:
+        panels: by its heading, the lines of each panel.
+        title: the heading of all.
+        floor: a level to compare with, drawn across.
+        note: what that level is.
+    """
+    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    for i, (heading, series) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), i + 1, sharey=figure.axes[0] if i else None)
+        _label(axes, heading, "steps taken", "" if i else "expected loss  E f₀(x) − f₀*")
+        _losses(axes, series)
+        axes.axhline(floor, color="#444444", linewidth=0.8)
+        axes.annotate(note, (0.02, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+        axes.tick_params(labelleft=not i)
+    figure.supxlabel(NOTE, fontsize=8, color="#555555")
+    return figure
+
+
+def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
+    """Draw the speedup 1/(1 − α*) of weighted averaging over Lσ_0²/(μTζ²) and N, for m = 0.
+
+    Args:
+        mark: a point (Lσ_0²/(μTζ²), N) to mark, with its speedup.
+
+    Example:
+        >>> gain_factor(mark=(0.5, 10)).axes[0].get_title()
+        'Speedup of weighted averaging over training alone'
+    """
+    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _label(
+        axes,
+        "Speedup of weighted averaging over training alone",
+        "noise against accumulated bias,  Lσ₀² / (μTζ²)",
+        "number of peers  N",
+    )
+    ratio, n_peers = np.geomspace(1e-3, 1e5, 161), np.geomspace(1, 1e4, 121)
+    speedup = np.asarray(gain(ratio, n_peers[:, None]))
+    _logarithmic(axes)
+    mesh = axes.pcolormesh(
+        ratio, n_peers, speedup, norm=LogNorm(1, speedup.max()), cmap="viridis", shading="nearest", rasterized=True
+    )
+    levels = [1.1, 2, 10, 100, 1000]
+    lines = axes.contour(ratio, n_peers, speedup, levels, colors="white", linewidths=0.8)
+    axes.clabel(lines, fmt=lambda level: f"×{level:g}", fontsize=8)
+    figure.colorbar(mesh, ax=axes, label="speedup  1 / (1 − α*)", format=_power_of_ten)
+    if mark is not None:
+        x, y = np.clip(mark[0], ratio[0], ratio[-1]), np.clip(mark[1], n_peers[0], n_peers[-1])
+        axes.plot(x, y, "o", color="white", markeredgecolor="black", markersize=9, clip_on=False, zorder=5)
+        axes.annotate(
+            f"×{float(gain(*mark)):.3g}",
+            (float(x), float(y)),
+            xytext=(10, 8) if x < 1e3 else (-10, 8),
+            textcoords="offset points",
+            ha="left" if x < 1e3 else "right",
+            bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
+        )
+    axes.grid(visible=False)
+    return figure
+
+
+def bias_growth(series: Sequence[Series]) -> Figure:
+    """Draw the speedup of weighted averaging over the number of users, for each m, at ζ = 0.
+
+    Args:
+        series: speedups over N + 1; the first, for m = 0, is linear.
+    """
+    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _label(axes, "Speedup of weighted averaging at ζ = 0", "number of users  N + 1", "speedup over training alone")
+    for i, one in enumerate(series):
+        axes.plot(one.x, one.exact, color=COLOURS[i], linestyle="-" if i else "--", label=one.legend)
+    axes.margins(x=0)
+    _legend(axes)
+    return figure
+
+
+def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]], ylabel: str) -> Figure:
+    """Draw the mean curve of each method over its runs, with a band of one standard error.
+
+    Args:
+        curves: by method, the (steps, values) of each run; runs of one method have the same steps.
+        ylabel: what the values are.
+
+    Example:
+        >>> learning_curves({"Alone": [([0, 1], [2.0, 1.0])]}, "loss").axes[0].get_ylabel()
+        'loss'
+    """
+    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _label(axes, "", "steps taken", ylabel)
+    for i, (method, runs) in enumerate(curves.items()):
+        steps, values = runs[0][0], np.array([run[1] for run in runs])
+        mean, error = values.mean(0), values.std(0, ddof=min(1, len(runs) - 1)) / np.sqrt(len(runs))
+        axes.fill_between(steps, mean - error, mean + error, color=COLOURS[i], alpha=0.25, linewidth=0)
+        axes.plot(steps, mean, color=COLOURS[i], linestyle=DASHES[i], label=method)
+    axes.set_yscale("log")
+    axes.margins(x=0)
+    _legend(axes)
+    return figure
+
+
+def weights_over_steps(weights: Mapping[str, tuple[Sequence[int], Sequence[float]]], title: str) -> Figure:
+    """Draw how weights went over the steps, a line a name; those beyond the sixth in grey.
+
+    Args:
+        weights: by name, steps and values, the most important first.
+        title: the heading.
+
+    Example:
+        >>> weights_over_steps({"own": ([0, 5], [1.0, 0.4])}, "weights").axes[0].get_ylabel()
+        'weight'
+    """
+    figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _label(axes, title, "steps taken", "weight")
+    for i, (name, (steps, values)) in enumerate(weights.items()):
+        if i < len(COLOURS):
+            axes.plot(steps, values, color=COLOURS[i], linestyle=DASHES[i], label=name)
+        else:
+            axes.plot(steps, values, color="#bbbbbb", linewidth=0.8)
+    axes.set_ylim(-0.02, 1.02)
+    axes.margins(x=0)
+    _legend(axes)
+    return figure
+
+
+def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: str, unit: str) -> Figure:
+    """Draw the difference of each method to Alone with two standard errors, a group of lines a set.
+
+    Args:
+        values: by set, by method, the difference and its standard error.
+        title: the heading.
+        unit: what the difference is of.
+
+    Example:
+        >>> differences({"digits": {"wga": (0.05, 0.01)}}, "honest", "accuracy").axes[0].get_xlabel()
+        'difference to Alone, accuracy, ± 2 standard errors'
+    """
+    methods = list(dict.fromkeys(method for found in values.values() for method in found))
+    height = len(values) * (len(methods) + 1.5)
+    figure = Figure(figsize=(7.6, 1.3 + 0.13 * height), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _label(axes, title, f"difference to Alone, {unit}, ± 2 standard errors", "")
+    axes.axvline(0, color="#444444", linewidth=0.8)
+    for i, method in enumerate(methods):
+        found = [(row, one[method]) for row, one in enumerate(values.values()) if method in one]
+        places = [row + 0.8 * (i + 0.5) / len(methods) - 0.4 for row, _ in found]
+        middle, error = np.array([pair for _, pair in found]).T
+        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i // len(COLOURS) % len(MARKS)]
+        axes.errorbar(middle, places, xerr=2 * np.nan_to_num(error), fmt=mark, ms=4, color=colour, label=method)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.legend(
+        fontsize=8,
+        framealpha=0.85,
+        edgecolor="none",
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        ncols=1 + len(methods) // 25,
+    )
+    return figure
+
+
+def gain(ratio: Numbers, n_peers: Numbers) -> Numbers:
+    """Return the speedup 1/(1 − α*) at Lσ_0²/(μTζ²) = `ratio` and N peers, for m = 0.
+
+    Example:
+        >>> round(float(gain(np.inf, 10.0)), 12), round(float(gain(1.0, 1.0)), 12)
+        (11.0, 1.5)
+    """
+    problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=n_peers, bias_floor=1 / np.sqrt(ratio))
+    return averaging_speedup(problem, steps=1)
+
+
+def _losses(axes: Axes, series: Sequence[Series]) -> None:
+    """Draw exact curves as lines and sampled means ± 2 standard errors as bands, on logarithmic axes."""
+    for i, one in enumerate(series):
+        number = METHODS.get(one.legend, i)
+        colour, dashes = COLOURS[number], DASHES[number]
+        if one.mean is not None and one.error is not None:
+            low = np.maximum(one.mean - 2 * one.error, one.mean / 100)  # a logarithmic axis has no zero
+            axes.fill_between(one.x, low, one.mean + 2 * one.error, color=colour, alpha=0.25, linewidth=0)
+        width = 1.6 if i else 2.6  # what coincides with the first line stays visible on it
+        axes.plot(one.x, one.exact, color=colour, linestyle=dashes, linewidth=width, label=one.legend)
+    _logarithmic(axes)
+    axes.margins(x=0)
+    _legend(axes)
+
+
+def _logarithmic(axes: Axes) -> None:
+    """Make both axes logarithmic, labelled at powers of ten in plain text (mathtext takes most of the drawing)."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(_power_of_ten)
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _power_of_ten(value: float, _: float | None = None) -> str:
+    """Return 10 to a power with the power raised.
+
+    Example:
+        >>> _power_of_ten(0.001), _power_of_ten(1.0)
+        ('10⁻³', '10⁰')
+    """
+    return "10" + f"{round(np.log10(value))}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _label(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
+    """Set the words and the plain style that all figures share."""
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")

@@ -1,0 +1,67 @@
+"""One self-contained HTML page: text, tables and figures in a single file that opens anywhere."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: a title, paragraphs, tables and figures, in this order.
+
+    Args:
+        title: the heading.
+        text: paragraphs of plain text; what is between backquotes is set as code.
+        tables: each a list of rows, a row a mapping from column to what stands in the cell.
+        figures: Matplotlib figures, drawn into the page as SVG.
+    """
+
+    title: str
+    text: Sequence[str] = ()
+    tables: Sequence[Sequence[Mapping[str, Any]]] = ()
+    figures: Sequence[Figure] = field(default_factory=list)
+
+
+def write_page(path: Path, title: str, sections: Sequence[Section]) -> Path:
+    """Write a page of sections to one HTML file that needs nothing else, and return its path.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "page.html"
+        >>> page = write_page(path, "A title", [Section("Result", ["a < b"], [[{"loss": 1.0}]])])
+        >>> "a &lt; b" in page.read_text(encoding="utf-8")
+        True
+    """
+    import jinja2
+    from markupsafe import Markup, escape
+
+    def prose(text: str) -> Markup:
+        parts = str(escape(text)).split("`")
+        return Markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))  # noqa: S704  # escaped above
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("coterie.reporting", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"prose": prose, "svg": lambda figure: Markup(_svg(figure))}  # noqa: S704  # our own drawing
+    text = environment.get_template("page.html").render(title=title, sections=sections)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _svg(figure: Figure) -> str:
+    """Return a figure as an SVG element; the same figure gives the same text."""
+    import matplotlib as mpl
+
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "coterie", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

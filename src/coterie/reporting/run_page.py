@@ -1,0 +1,127 @@
+"""The page of one run: its summary, curves, weights, candidates, and the constants with their plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coterie.choosing.estimates import Estimates, Measured
+from coterie.recording.record import Record
+from coterie.reporting.figures import learning_curves, weights_over_steps
+from coterie.reporting.page import Section
+from coterie.theory import best_corrected_peers, plan_for_peers
+from coterie.theory.phrases import cells, note, numbers, verdict
+
+
+def sections(record: Record, summary: Sequence[str] = ()) -> list[Section]:
+    """Return the sections of a run's page, as far as its record has something to say.
+
+    Args:
+        record: of the run.
+        summary: lines to begin with.
+
+    Example:
+        >>> record = Record({"rule": "Alone()", "steps": 9})
+        >>> record.add({"step": 9, "own_loss": 0.5})
+        >>> [section.title for section in sections(record, ["done"])]
+        ['Result', 'Learning curves']
+    """
+    found = [Section("Result", summary)] if summary else []
+    return [*found, *_curves(record), *_weights(record), *_candidates(record), *_constants(record)]
+
+
+def _curves(record: Record) -> list[Section]:
+    wanted = {
+        "own_loss": "own training loss",
+        "validation_loss": "validation loss",
+        "alone_validation_loss": "validation loss of the model trained alone beside it (the guard)",
+    }
+    curves = {title: [record.curve(name)] for name, title in wanted.items() if record.curve(name)[0]}
+    restarts = max(record.curve("guard_restarts")[1], default=0)
+    text = [f"The guard let the run start again from the model trained alone {restarts} times."] if restarts else []
+    return [Section("Learning curves", text, figures=[learning_curves(curves, "loss")])] if curves else []
+
+
+def _weights(record: Record) -> list[Section]:
+    steps, weight = record.curve("weight")
+    figures = (
+        [weights_over_steps({"all peers": (steps, weight)}, "weight of the peers in the run")]
+        if any(weight)
+        else []
+    )
+    choice = record.configuration.get("choice") or {}
+    if choice.get("steps"):
+        ordered = sorted(choice["weights"].items(), key=lambda one: one[1][-1], reverse=True)
+        lines = {"own": choice["own_weight"], **dict(ordered)}
+        shown = {name: (choice["steps"], values) for name, values in lines.items()}
+        figures.append(weights_over_steps(shown, "weights while choosing whom to listen to"))
+    tau = record.end.get("tau") or {}
+    rows = [
+        {"peer": name, "share of the peers' weight": f"{tau[name]:.3g}"}
+        for name in sorted(tau, key=tau.__getitem__)[::-1]
+    ]
+    return [Section("Weights", [], [rows], figures)] if figures or rows else []
+
+
+def _candidates(record: Record) -> list[Section]:
+    tried = (record.configuration.get("choice") or {}).get("candidates")
+    if not tried:
+        return []
+    rows = [
+        {
+            "alpha": f"{one['alpha']:g}",
+            "tau": one["tau"] if one["alpha"] else "",
+            "cross-validated loss": f"{one['loss']:.4g}",
+            "difference to Alone": f"{one['difference']:+.3g} ± {one['error']:.2g}" if one["alpha"] else "",
+        }
+        for one in tried
+    ]
+    return [Section("What was compared", ["± is one standard error, paired by own example."], [rows])]
+
+
+def _constants(record: Record) -> list[Section]:
+    found: Mapping[str, Any] = record.configuration.get("estimates") or {}
+    if "not measured" in found:
+        return [Section("Constants", [f"Not measured: {found['not measured']}."])]
+    if not found:
+        return []
+    estimates, steps = Estimates.of(found), record.configuration["steps"]
+    peers = estimates.constants(steps)
+    choices = plan_for_peers(peers, steps)
+    rows = {name: numbers(choice) for name, choice in choices.items()}
+    corrected = peers.constants(best_corrected_peers(peers, steps).tau)
+    own = {
+        "constant": ["noise σ_0", "gradient ‖∇f_0‖", "smoothness L", "PL constant μ", "loss, for F_0"],
+        "value": [
+            *map(_shown, (estimates.noise, estimates.gradient, estimates.smoothness)),
+            *(f"{value:.3g}" for value in (estimates.pl, estimates.loss)),
+        ],
+    }
+    table = [dict(zip(own, row, strict=True)) for row in zip(*own.values(), strict=True)]
+    each = [
+        {
+            "peer": name,
+            "noise σ_k": _shown(peer.noise),
+            "bias ζ_k": _shown(peer.bias_floor),
+            "its growth m_k": _shown(peer.bias_growth),
+            "Hessian gap δ_k": _shown(peer.hessian_gap),
+        }
+        for name, peer in estimates.peers.items()
+    ]
+    text = [
+        f"From {estimates.batches} batches, at the start of training and a little downhill, ± one standard error "
+        "over batches. The least loss is taken to be 0; curvature is that on the way from one point to the other.",
+    ]
+    plan = [
+        *verdict(corrected, choices, steps),
+        note(rows),
+        "A bound that is not below Alone's does not say that the method is worse, only that this shows no gain.",
+    ]
+    return [
+        Section("Constants, measured", text, [table, each]),
+        Section("What the theory makes of them", plan, [[cells(name, row) for name, row in rows.items()]]),
+    ]
+
+
+def _shown(one: Measured) -> str:
+    return f"{one.value:.3g} ± {one.error:.2g}"

@@ -1,0 +1,293 @@
+"""Other ways to weigh peers from their gradients, each a few lines, to compare `AdaptiveAveraging` with.
+
+All need every peer's gradient, and none needs to know more. They differ in what they take for likeness: the angle
+between gradients, their distance, or what a peer's last gradient would have done for user 0's loss.
+
+`state["tau"]` holds the weights of the last step, of the users in `state["names"]`, the own under the empty name.
+It stays on the device, where the next step needs it, and a step asks the host for nothing: it can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from coterie.errors import KnobError
+from coterie.gradients.gradients import Gradients, by_name
+from coterie.rules.knobs import check_share
+from coterie.rules.rules import State, WeightedAveraging
+
+TINY = 1e-30
+"""Keeps a gradient of length zero from dividing by it."""
+OWN = ""
+"""The name of user 0's own weight, which is no user's."""
+
+
+@dataclass(frozen=True)
+class _Weighing:
+    """What the rules here share: they ask every peer for its gradient."""
+
+    needs_rows: ClassVar[bool] = True
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Ask every peer."""
+        return WeightedAveraging(1.0).weights(names)
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step."""
+        return {"step": 0, "weight": 0.0}
+
+    def ahead(self, state: State) -> tuple[dict[str, float], State] | None:
+        """Return no knobs, and the next step's number; the first step, which learns who is there, is on its own."""
+        return ({}, {"step": state["step"] + 1}) if "tau" in state else None
+
+    def at(self, knobs: Mapping[str, Tensor]) -> Self:
+        """Return this rule."""
+        return self
+
+
+@dataclass(frozen=True)
+class CosineSimilarity(_Weighing):
+    """Weigh each peer by the cosine of the angle between its gradient and the own.
+
+        τ_k ∝ max(0, cos(g_0, g_k)),   d_t = (1 − α) g_0 + α Σ τ_k g_k
+
+    With no peer at an acute angle, d_t = g_0.
+
+    Args:
+        alpha: α, the peers' weight, in [0, 1].
+
+    Example:
+        >>> rule = CosineSimilarity(alpha=0.5)
+        >>> g = Gradients(torch.tensor([1.0, 0.0]), rows=torch.tensor([[3.0, 0.0], [-1.0, 0.0]]), names=("a", "b"))
+        >>> direction, state = rule(g, rule.init(torch.zeros(2)))
+        >>> direction, state["names"], state["tau"]
+        (tensor([2., 0.]), ['a', 'b'], tensor([1., 0.]))
+
+    Reference: the similarity that Sattler, Müller and Samek, *Clustered Federated Learning* (2021), group by.
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        check_share("alpha", self.alpha)
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the average by similarity and the next state."""
+        rows = _rows(g)
+        likeness = _cosines(g.own, rows).clamp(min=0)
+        total = likeness.sum()
+        tau = likeness / total.clamp(min=TINY)
+        alpha = self.alpha * (total > 0).to(rows)
+        return torch.lerp(g.own, tau @ rows, alpha), _next(state, g, tau, alpha)
+
+
+@dataclass(frozen=True)
+class SimilarityGate(_Weighing):
+    """Let a peer's gradient through where it makes an acute angle with the own, and not otherwise.
+
+        d_t = g_0 + (α/N) Σ_k [cos(g_0, g_k) ≥ 0] (g_k − g_0)
+
+    so that the weight of a peer that is shut out goes back to g_0.
+
+    Args:
+        alpha: α, the weight of the peers where all come through, in [0, 1].
+
+    Example:
+        >>> rule = SimilarityGate(alpha=0.5)
+        >>> g = Gradients(torch.tensor([1.0, 0.0]), rows=torch.tensor([[3.0, 0.0], [-1.0, 0.0]]), names=("a", "b"))
+        >>> rule(g, rule.init(torch.zeros(2)))[0]
+        tensor([1.5000, 0.0000])
+
+    Reference: Du, Czarnecki, Jayakumar, Farajtabar, Pascanu and Lakshminarayanan, *Adapting Auxiliary Losses Using
+    Gradient Similarity* (2018), the unweighted version, with peers for auxiliary losses.
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        check_share("alpha", self.alpha)
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the average of what came through and the next state."""
+        rows = _rows(g)
+        tau = (_cosines(g.own, rows) >= 0).to(rows) * (g.answered / max(1, len(rows)))
+        direction = g.own + self.alpha * (tau @ rows - tau.sum() * g.own)
+        return direction, _next(state, g, tau, self.alpha * tau.sum())
+
+
+@dataclass(frozen=True)
+class WeightErosion(_Weighing):
+    """Begin with everybody alike, and wear a peer's weight away by how far its gradients are from the own.
+
+        ω_k ← max(0, ω_k − p ‖g_k − g_0‖ / ‖g_0‖),   d_t = (g_0 + Σ ω_k g_k) / (1 + Σ ω_k)
+
+    from ω_k = 1. A weight never comes back.
+
+    Args:
+        penalty: p, how fast.
+
+    Example:
+        >>> rule = WeightErosion(penalty=0.25)
+        >>> g = Gradients(torch.tensor([1.0, 0.0]), rows=torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), names=("a", "b"))
+        >>> rule(g, rule.init(torch.zeros(2)))[1]["tau"]
+        tensor([1.0000, 0.5000])
+
+    Reference: Grimberg, Hartley, Jaggi and Karimireddy, *Weight Erosion: an Update Aggregation Scheme for
+    Personalized Collaborative Machine Learning* (2020), without its penalty for small data sets.
+    """
+
+    penalty: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not self.penalty >= 0:
+            raise KnobError(f"`penalty` must not be negative, got {self.penalty!r}")
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the average by what is left of the weights, and the next state."""
+        rows, names = _rows(g), _everybody(g, state)
+        before = state["tau"] if "tau" in state else rows.new_ones(len(names))
+        far = (rows - g.own).norm(dim=1) / g.own.norm().clamp(min=TINY)
+        omega = (by_name(before, names, g.names) - self.penalty * far).clamp(min=0)
+        total = 1 + omega.sum()
+        kept = by_name(omega, g.names, names, otherwise=before)  # who does not answer keeps the weight it had
+        following = {"step": state["step"] + 1, "weight": 1 - 1 / total, "tau": kept, "names": names}
+        return (g.own + omega @ rows) / total, following
+
+
+@dataclass(frozen=True)
+class MirrorDescent(_Weighing):
+    """Learn the weights with the model, by mirror descent on user 0's loss after the step that they cause.
+
+        d_t = Σ_{k≥0} w_k g_k(x_t),   w_k ← w_k exp(γ ⟨g_0(x_{t+1}), g_k(x_t)⟩ / s) / Z
+
+    The derivative of f_0(x_t − η Σ w_k g_k) by w_k is −η ⟨∇f_0(x_{t+1}), g_k(x_t)⟩, and the next own gradient, from
+    a fresh batch, stands for ∇f_0. s, the product of the lengths of g_0(x_{t+1}) and of the longest g_k(x_t), makes
+    γ free of units; Z makes the weights sum to 1. Where a batch is all own examples, the weights follow the
+    training loss, not the true one. The paper takes several such steps, each with one gradient more, before x
+    moves; here there is one, after it has moved, with a gradient computed anyway: weights are a step late.
+
+    Args:
+        rate: γ, the step size of the weights.
+
+    Example:
+        >>> rule = MirrorDescent(rate=1.0)
+        >>> g = Gradients(torch.tensor([1.0]), rows=torch.tensor([[1.0], [-1.0]]), names=("a", "b"))
+        >>> state = rule(g, rule.init(torch.zeros(1)))[1]
+        >>> state = rule(g, state)[1]
+        >>> state["names"], state["tau"]
+        (['', 'a', 'b'], tensor([0.4683, 0.4683, 0.0634], dtype=torch.float64))
+
+    Reference: Tupitsa, Horváth, Takáč and Gorbunov, *Federated Learning Can Find Friends That Are Advantageous*
+    (MeritFed, 2024).
+    """
+
+    rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0:
+            raise KnobError(f"`rate` must be positive, got {self.rate!r}")
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the average by the weights learned so far, and the next state."""
+        weights = _weights(g, state)
+        if "last" in state:
+            lengths, gains = _lengths_and_gains(g, state)
+            scale = lengths.max() * g.own.norm().double() + TINY
+            weights = weights * torch.exp(self.rate * gains / scale)
+        return _by_own_and_rows(g, weights / weights.sum(), state)
+
+
+@dataclass(frozen=True)
+class FirstOrder(_Weighing):
+    """Weigh everybody by how much user 0's loss falls along their last gradient, per unit of length.
+
+        w_k ∝ running mean of max(0, ⟨g_0(x_{t+1}), g_k(x_t)⟩ / ‖g_k(x_t)‖),   d_t = Σ_{k≥0} w_k g_k(x_t)
+
+    To first order this is FedFomo's (f_0(x) − f_0(x_k)) / ‖x_k − x‖ for models x_k = x − η g_k one step away, with
+    the next own gradient, from a fresh batch, in the place of a validation loss.
+
+    Args:
+        memory: the share of the running mean that a step leaves as it was, in [0, 1).
+
+    Example:
+        >>> rule = FirstOrder(memory=0.0)
+        >>> g = Gradients(torch.tensor([1.0]), rows=torch.tensor([[2.0], [-1.0]]), names=("a", "b"))
+        >>> state = rule(g, rule.init(torch.zeros(1)))[1]
+        >>> rule(g, state)[1]["tau"].tolist()
+        [0.5, 0.5, 0.0]
+
+    Reference: Zhang, Sapra, Fidler, Yeung and Alvarez, *Personalized Federated Learning with First Order Model
+    Optimization* (FedFomo, 2021).
+    """
+
+    memory: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.memory < 1:
+            raise KnobError(f"`memory` must lie in [0, 1), got {self.memory!r}")
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the average by what everybody's last gradient was worth, and the next state."""
+        weights = _weights(g, state)
+        if "last" in state:
+            lengths, gains = _lengths_and_gains(g, state)
+            worth = (gains / (lengths + TINY)).clamp(min=0)
+            total = worth.sum()
+            moved = torch.lerp(worth / total.clamp(min=TINY), weights, self.memory)
+            weights = torch.where(total > 0, moved, weights)
+        return _by_own_and_rows(g, weights, state)
+
+
+def _everybody(g: Gradients, state: State) -> list[str]:
+    """Return the peers asked, in the order of the first step."""
+    names: list[str] = state.get("names", [*g.names, *g.left_out])
+    return names
+
+
+def _weights(g: Gradients, state: State) -> Tensor:
+    """Return the weights so far, which sum to 1: equal at first."""
+    if "tau" in state:
+        return torch.as_tensor(state["tau"])
+    n = 1 + len(g.names) + len(g.left_out)
+    return torch.full((n,), 1 / n, dtype=torch.float64, device=g.own.device)
+
+
+def _lengths_and_gains(g: Gradients, state: State) -> tuple[Tensor, Tensor]:
+    """Return the length of the own and each peer's gradient of the last step, and ⟨g_0 now, it⟩."""
+    return state["last"].norm(dim=1).double(), (state["last"] @ g.own).double()
+
+
+def _by_own_and_rows(g: Gradients, weights: Tensor, state: State) -> tuple[Tensor, State]:
+    """Return Σ w_k g_k over the own gradient and the rows, the own in the place of who did not answer."""
+    everyone = torch.cat([g.own.unsqueeze(0), _rows(g)])
+    names = state.get("names", [OWN, *g.names, *g.left_out])
+    theirs = by_name(weights, names, [OWN, *g.names])[1:]
+    used = torch.cat([1 - theirs.sum().reshape(1), theirs]).to(everyone)
+    return used @ everyone, {
+        "step": state["step"] + 1,
+        "weight": used[1:].sum(),
+        "tau": weights,
+        "last": by_name(everyone, [OWN, *g.names], names),
+        "names": names,
+    }
+
+
+def _next(state: State, g: Gradients, tau: Tensor, weight: Tensor) -> State:
+    names = _everybody(g, state)
+    return {"step": state["step"] + 1, "weight": weight, "tau": by_name(tau, g.names, names), "names": names}
+
+
+def _cosines(own: Tensor, rows: Tensor) -> Tensor:
+    lengths: Tensor = rows.norm(dim=1) * own.norm()
+    return (rows @ own) / lengths.clamp(min=TINY)
+
+
+def _rows(g: Gradients) -> Tensor:
+    if g.rows is None or len(g.names) != len(g.rows):
+        raise KnobError("this rule needs every peer's gradient and name: `Gradients(rows=…, names=…)`")
+    return g.rows

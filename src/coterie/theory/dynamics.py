@@ -1,0 +1,168 @@
+"""The rules on a noisy quadratic as a linear-Gaussian system, one coordinate at a time.
+
+With e = x − x_0* and the bias of the peers ∇f_avg − ∇f_0 = gap·e − pull, keep c̃ = c + pull, the error of the
+bias estimate at user 0's optimum. Then Algorithms 1 to 3 read
+
+    e ← e − η [(a_0 + α gap) e − α (1 − w) pull − α w c̃ + (1 − α) n_0 + α n_1] + drift
+    c̃ ← (1 − β) c̃ + β (gap e + n_1 − n_0)
+
+where n_0 and n_1 are the same draws in both lines. (c̃ and not c, since pull may be 10⁸ times what
+remains of e.) A third entry sums the iterates, where their average is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from coterie.errors import KnobError
+from coterie.rules.knobs import Knob
+from coterie.theory.linear_gaussian import FloatArray, Powers, Transition, chain, identity
+
+_CHUNK = 1 << 15  # step matrices held at once: a few megabytes, whatever the number of steps
+
+
+@dataclass(frozen=True, eq=False)
+class Dynamics:
+    """A rule with its step size on a noisy quadratic: what `Transition` every stretch of steps is.
+
+    Args:
+        curvature: a_0, of shape (d,).
+        gap: a_1 − a_0, the curvature of the peers' bias.
+        pull: a_1 (x_1* − x_0*), minus the peers' bias at user 0's optimum.
+        own_variance: the variance of n_0.
+        peer_variance: the variance of n_1.
+        drift_variance: the variance of the step that the optimum takes.
+        alpha: α; 0 for Alone.
+        beta: β; 1 where there is no c, which then has no memory and no effect.
+        correction: w; 0 for weighted averaging.
+        lr: η.
+        first: whether c_0 is the first observed bias, not zero.
+        warm_up: whether β_t = max(β, 1/(t + 1)).
+        average_from: the step after which the state also sums the iterates; None where it does not.
+    """
+
+    curvature: FloatArray
+    gap: FloatArray
+    pull: FloatArray
+    own_variance: FloatArray
+    peer_variance: FloatArray
+    drift_variance: FloatArray
+    alpha: Knob
+    beta: Knob
+    correction: float
+    lr: Knob
+    first: bool
+    warm_up: bool
+    average_from: int | None
+
+    @cached_property
+    def settled(self) -> float:
+        """The step from which all knobs are constant: infinity where one is a function of the step."""
+        if callable(self.alpha) or callable(self.beta) or callable(self.lr):
+            return math.inf
+        if self.warm_up:
+            return math.ceil(1 / self.beta) if self.beta else math.inf
+        return int(self.first)
+
+    @cached_property
+    def settled_step(self) -> Transition:
+        """The one step that is repeated once all knobs are constant."""
+        if math.isinf(self.settled):
+            raise KnobError("a scheduled knob never settles; pass numbers for `alpha`, `beta` and `lr`")
+        step = max(int(self.settled), -1 if self.average_from is None else self.average_from + 1)
+        return chain(self.each(step, step + 1))
+
+    @property
+    def size(self) -> int:
+        """How many numbers the state has in each coordinate."""
+        return 2 if self.average_from is None else 3
+
+    def reading(self, step: int) -> FloatArray:
+        """Return the weights that read x − x_0*, or the mean of it, from the state after `step` steps."""
+        if self.average_from is None or step <= self.average_from:
+            return np.array([1.0, 0.0, 0.0][: self.size])
+        return np.array([0.0, 0.0, 1 / (step - self.average_from)])
+
+    def between(self, start: int, stop: int) -> Transition:
+        """Return steps `start` to `stop` − 1 as one transition."""
+        if start == stop:
+            return identity(len(self.curvature), self.size)
+        cuts = {start, stop} | {int(cut) for cut in self._cuts if start < cut < stop}
+        return functools.reduce(Transition.then, itertools.starmap(self._stretch, itertools.pairwise(sorted(cuts))))
+
+    def each(self, start: int, stop: int) -> Transition:
+        """Return steps `start` to `stop` − 1 one by one, along the first axis."""
+        alpha, beta, correction, lr = (knob[:, None] for knob in self._knobs(start, stop))
+        shape = (stop - start, len(self.curvature), self.size)
+        matrix, offset, noise = np.zeros((*shape, self.size)), np.zeros(shape), np.zeros((*shape, self.size))
+        matrix[..., 0, 0] = 1 - lr * (self.curvature + alpha * self.gap)
+        matrix[..., 0, 1] = lr * alpha * correction
+        matrix[..., 1, 0] = beta * self.gap
+        matrix[..., 1, 1] = 1 - beta
+        offset[..., 0] = lr * alpha * (1 - correction) * self.pull
+        noise[..., 0, 0] = self.drift_variance + lr**2 * (
+            (1 - alpha) ** 2 * self.own_variance + alpha**2 * self.peer_variance
+        )
+        noise[..., 0, 1] = lr * beta * ((1 - alpha) * self.own_variance - alpha * self.peer_variance)
+        noise[..., 1, 0] = noise[..., 0, 1]
+        noise[..., 1, 1] = beta**2 * (self.own_variance + self.peer_variance)
+        if self.average_from is not None:  # sum ← sum + the new e, forgetting the sum at the first step
+            matrix[..., 2, :] = matrix[..., 0, :]
+            matrix[..., 2, 2] = (np.arange(start, stop) != self.average_from)[:, None]
+            offset[..., 2] = offset[..., 0]
+            noise[..., 2, :] = noise[..., 0, :]
+            noise[..., :, 2] = noise[..., :, 0]
+        return Transition(matrix, offset, noise)
+
+    @property
+    def _cuts(self) -> tuple[float, ...]:
+        """The steps at which one stretch of equal steps ends and another begins."""
+        if self.average_from is None:
+            return (self.settled,)
+        return (self.settled, self.average_from, self.average_from + 1)
+
+    def _stretch(self, start: int, stop: int) -> Transition:
+        """Return steps between two cuts as one: by squaring once the knobs are constant, else pairwise."""
+        if start >= self.settled and start != self.average_from:
+            return self._settled_powers(stop - start)
+        chunk = max(1, _CHUNK // len(self.curvature))
+        chunks = [chain(self.each(t, min(t + chunk, stop))) for t in range(start, stop, chunk)]
+        return functools.reduce(Transition.then, chunks)
+
+    def _knobs(self, start: int, stop: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Return α, β, w and η at every step."""
+        alpha = _at_each("alpha", self.alpha, start, stop)
+        beta = _at_each("beta", self.beta, start, stop)
+        lr = _at_each("lr", self.lr, start, stop, highest=math.inf)
+        correction = np.full(stop - start, self.correction)
+        if self.warm_up:
+            beta = np.maximum(beta, 1 / np.arange(start + 1, stop + 1))
+        if self.first and start == 0:
+            # c_0 = b_0 makes the first direction (1 − α(1 − w)) g_0 + α(1 − w) g_avg, and c_1 = b_0.
+            alpha[0] *= 1 - self.correction
+            beta[0], correction[0] = 1, 0
+        return alpha, beta, correction, lr
+
+    @cached_property
+    def _settled_powers(self) -> Powers:
+        return Powers(self.settled_step)
+
+
+def _at_each(name: str, knob: Knob, start: int, stop: int, highest: float = 1.0) -> FloatArray:
+    """Return a knob's value at every step, checked."""
+    if callable(knob):
+        values = np.fromiter(map(knob, range(start, stop)), dtype=float, count=stop - start)
+    else:
+        values = np.full(stop - start, float(knob))
+    bad = ~((values >= 0) & (values <= highest) & np.isfinite(values))
+    if bad.any():
+        t = int(bad.argmax())
+        allowed = "be a number of at least 0" if math.isinf(highest) else f"lie in [0, {highest:g}]"
+        raise KnobError(f"`{name}` must {allowed}, got {values[t]:g} at step {start + t}")
+    return values

@@ -1,0 +1,298 @@
+"""Noisy quadratics, where everything about the paper's rules is known exactly.
+
+f_k(x) = ½ a_k (x − x_k*)² in every coordinate, seen through gradients with Gaussian noise. Expected losses
+and stationary levels need no simulation, and sample paths are drawn at the recorded steps only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from scipy.linalg import solve_discrete_lyapunov
+
+from coterie.errors import KnobError
+from coterie.rules.knobs import Knob, decided
+from coterie.rules.rules import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
+from coterie.theory.dynamics import Dynamics
+from coterie.theory.linear_gaussian import FloatArray, Transition
+from coterie.theory.quadratic_engine import QuadraticEngine, TrueBias
+
+PerCoordinate: TypeAlias = float | Sequence[float] | npt.NDArray[Any]
+"""One number for all coordinates, or one for each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Quadratic:
+    """One user's objective f(x) = ½ Σ a (x − x*)², and the noise of its gradients.
+
+    Args:
+        curvature: a, at least 0.
+        optimum: x*.
+        noise: σ, the standard deviation of the gradient noise in each coordinate.
+    """
+
+    curvature: PerCoordinate = 1.0
+    optimum: PerCoordinate = 0.0
+    noise: PerCoordinate = 1.0
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("curvature", 0.0), ("optimum", -np.inf), ("noise", 0.0)):
+            values = np.asarray(getattr(self, name), dtype=float)
+            if not (np.isfinite(values) & (values >= lowest)).all():
+                at_least = "" if np.isinf(lowest) else " of at least 0"
+                raise KnobError(f"`{name}` must be a finite number{at_least}, got {values}")
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """What is expected at the recorded steps.
+
+    Args:
+        steps: how many steps had been taken.
+        loss: E f_0(x) − f_0*.
+        squared_gradient: E‖∇f_0(x)‖².
+    """
+
+    steps: npt.NDArray[np.int64]
+    loss: FloatArray
+    squared_gradient: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class Law:
+    """The joint law of x at the recorded steps, from which expectations and sample paths follow.
+
+    Args:
+        steps: the recorded steps.
+        curvature: a_0, of shape (d,).
+        start: the law of the state before the first step, as a transition from anywhere.
+        transitions: from each recorded step (at first the start) to the next.
+        readings: for each recorded step, the weights that read x − x_0* from the state.
+    """
+
+    steps: npt.NDArray[np.int64]
+    curvature: FloatArray
+    start: Transition
+    transitions: Sequence[Transition]
+    readings: Sequence[FloatArray]
+
+    def expected(self) -> Curve:
+        """Return the exact expected loss and squared gradient at the recorded steps."""
+        mean, covariance = self.start.offset, self.start.noise
+        squares = np.empty((len(self.steps), len(self.curvature)))
+        for i, (transition, reading) in enumerate(zip(self.transitions, self.readings, strict=True)):
+            mean, covariance = transition.moments(mean, covariance)
+            squares[i] = (mean @ reading) ** 2 + np.einsum("i,dij,j->d", reading, covariance, reading)
+        return Curve(self.steps, squares @ self.curvature / 2, squares @ self.curvature**2)
+
+    def paths(self, trials: int = 100, seed: int = 0) -> FloatArray:
+        """Draw independent runs: x − x_0* at the recorded steps, of shape (trials, steps, d)."""
+        rng = np.random.default_rng(seed)
+        z = self.start.sample(np.zeros((trials, *self.start.offset.shape)), rng)
+        drawn = np.empty((trials, len(self.steps), len(self.curvature)))
+        for i, (transition, reading) in enumerate(zip(self.transitions, self.readings, strict=True)):
+            z = transition.sample(z, rng)
+            drawn[:, i] = z @ reading
+        return drawn
+
+
+@dataclass(frozen=True, eq=False)
+class NoisyQuadratic:
+    """User 0 and its peers, each with a quadratic objective; diagonal in d coordinates, which add up.
+
+    The peers are called "1", …, "N". Where only their average matters, give it as one peer, with noise σ/√N.
+
+    Args:
+        own: user 0's objective; its curvature must be positive.
+        peers: the peers' objectives.
+        x0: where training starts.
+        x0_spread: the standard deviation of the start in each coordinate.
+        drift: the standard deviation of the step that all users' optima take together after every step, in
+            each coordinate (a random walk); losses are then those against the optimum of the moment.
+
+    Example:
+        The paper's quadratic, with the step sizes of its first figure:
+
+        >>> problem = NoisyQuadratic(Quadratic(1, 1, 10), [Quadratic(2, 5, 10)] * 10, x0_spread=1)
+        >>> alone, bc = Alone(), BiasCorrection(alpha=10 / 11, beta=1e-4)
+        >>> print(f"{problem.stationary(alone, lr=1e-4):.2e} {problem.stationary(bc, lr=1e-4):.2e}")
+        2.50e-03 9.38e-04
+        >>> problem.expected(alone, lr=1e-4, steps=[0, 700_000]).loss.round(4)
+        array([1.    , 0.0025])
+    """
+
+    own: Quadratic
+    peers: Sequence[Quadratic] = ()
+    x0: PerCoordinate = 0.0
+    x0_spread: PerCoordinate = 0.0
+    drift: PerCoordinate = 0.0
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not (np.asarray(self.own.curvature, dtype=float) > 0).all():
+            raise KnobError(f"user 0's `curvature` must be positive, got {self.own.curvature}")
+        object.__setattr__(self, "names", tuple(str(k) for k in range(1, len(self.peers) + 1)))
+
+    @cached_property
+    def dim(self) -> int:
+        """d, the number of coordinates."""
+        users = [value for user in (self.own, *self.peers) for value in vars(user).values()]
+        shapes = [np.shape(value) for value in (*users, self.x0, self.x0_spread, self.drift)]
+        return int(np.broadcast_shapes((1,), *shapes)[0])
+
+    def vector(self, values: PerCoordinate) -> FloatArray:
+        """Return one number for each coordinate."""
+        return np.broadcast_to(np.asarray(values, dtype=float), self.dim)
+
+    def law(
+        self, rule: Rule, lr: Knob, steps: Sequence[int] | npt.NDArray[Any], *, average_from: int | None = None
+    ) -> Law:
+        """Return the law of a run at the recorded steps: what `expected` and `paths` both come from.
+
+        Args:
+            rule: `Alone`, `WeightedAveraging`, `BiasCorrection`, or what `oracle` returns.
+            lr: η, a number or a function of the step. With constant knobs the cost is O(log t), with
+                scheduled ones O(t).
+            steps: the numbers of steps taken, in increasing order; 0 is the start.
+            average_from: after this step, judge the mean of the iterates since then instead of the last.
+        """
+        recorded = np.asarray(steps, dtype=np.int64)
+        if recorded.ndim != 1 or (np.diff(recorded, prepend=0) < 0).any():
+            raise KnobError(f"`steps` must be numbers of steps in increasing order, got {steps!r}")
+        dynamics = self._dynamics(rule, lr, average_from)
+        return Law(
+            recorded,
+            dynamics.curvature,
+            self._start(dynamics),
+            [dynamics.between(*stretch) for stretch in itertools.pairwise([0, *recorded.tolist()])],
+            [dynamics.reading(step) for step in recorded.tolist()],
+        )
+
+    def expected(
+        self, rule: Rule, lr: Knob, steps: Sequence[int] | npt.NDArray[Any], *, average_from: int | None = None
+    ) -> Curve:
+        """Return the exact expected loss and squared gradient after each number of steps; see `law`."""
+        return self.law(rule, lr, steps, average_from=average_from).expected()
+
+    def stationary(self, rule: Rule, lr: float) -> float:
+        """Return the expected loss after infinitely many steps; infinite where no level is reached."""
+        if self.spectral_radius(rule, lr) >= 1:
+            return float("inf")
+        step = self._dynamics(rule, lr).settled_step
+        total = 0.0
+        for a, matrix, offset, noise in zip(
+            self.vector(self.own.curvature), step.matrix, step.offset, step.noise, strict=True
+        ):
+            mean = np.linalg.solve(np.eye(2) - matrix, offset)
+            total += a / 2 * float(mean[0] ** 2 + solve_discrete_lyapunov(matrix, noise)[0, 0])
+        return total
+
+    def spectral_radius(self, rule: Rule, lr: float) -> float:
+        """Return the spectral radius of the iteration in (x, c): it converges to a level below 1."""
+        return float(np.abs(np.linalg.eigvals(self._dynamics(rule, lr).settled_step.matrix)).max())
+
+    def paths(
+        self,
+        rule: Rule,
+        lr: Knob,
+        steps: Sequence[int] | npt.NDArray[Any],
+        *,
+        trials: int = 100,
+        seed: int = 0,
+        average_from: int | None = None,
+    ) -> FloatArray:
+        """Draw independent runs, exact in law, at the recorded steps only; see `law`.
+
+        Returns:
+            x − x_0*, where x_0* may drift, of shape (trials, steps, d); `loss` turns it into losses.
+        """
+        return self.law(rule, lr, steps, average_from=average_from).paths(trials, seed)
+
+    def loss(self, distance: FloatArray) -> FloatArray:
+        """Return f_0 at x_0* + `distance`, over the last axis."""
+        return np.asarray(distance**2 @ self.vector(self.own.curvature) / 2)
+
+    def oracle(self, alpha: Knob, *, noise: float = 0.0, seed: int = 0) -> OracleCorrection:
+        """Return bias correction with the true bias of the equally weighted peers (Theorem 2).
+
+        Args:
+            alpha: α.
+            noise: v/√N, the standard deviation of the oracle's noise in each coordinate.
+            seed: what that noise depends on, beside the point asked about.
+
+        Example:
+            >>> problem = NoisyQuadratic(Quadratic(1, 0, 10), [Quadratic(2, 5, 10)] * 10)
+            >>> print(f"{problem.stationary(problem.oracle(alpha=10 / 11), lr=1e-4):.2e}")
+            2.27e-04
+        """
+        return OracleCorrection(alpha, TrueBias(self, noise, seed))
+
+    def engine(self, seed: int = 0) -> QuadraticEngine:
+        """Return this problem as an engine, for the ordinary rules and the ordinary training loop."""
+        return QuadraticEngine(self, seed)
+
+    def average(self, weights: Mapping[str, float]) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return Σ τ_k a_k, Σ τ_k a_k (x_k* − x_0*) and Σ τ_k² σ_k² of the peers, in each coordinate."""
+        curvature, pull, variance = np.zeros((3, self.dim))
+        for name, tau in weights.items():
+            peer = self.peers[self.names.index(name)]
+            a = self.vector(peer.curvature)
+            curvature = curvature + tau * a
+            pull = pull + tau * a * (self.vector(peer.optimum) - self.vector(self.own.optimum))
+            variance = variance + (tau * self.vector(peer.noise)) ** 2
+        return curvature, pull, variance
+
+    def _dynamics(self, rule: Rule, lr: Knob, average_from: int | None = None) -> Dynamics:
+        """Return the rule as one point of the family (α, β, w)."""
+        own = self.vector(self.own.curvature)
+        alpha: Knob = 0.0
+        beta: Knob = 1.0  # without c: it then forgets everything and moves nothing
+        correction, first, warm_up = 0.0, False, False
+        curvature, pull, variance = self.average({} if isinstance(rule, Alone) else rule.weights(self.names))
+        match rule:
+            case Alone():
+                pass
+            case WeightedAveraging():
+                alpha = decided("alpha", rule.alpha)
+            case BiasCorrection():
+                alpha, beta = decided("alpha", rule.alpha), decided("beta", rule.beta)
+                correction = rule.correction
+                first, warm_up = rule.start == "first", rule.warm_up
+            case OracleCorrection(bias=TrueBias() as oracle, tau=None):  # g_avg − c is an unbiased copy of g_0
+                alpha, curvature, pull = rule.alpha, own, np.zeros(self.dim)
+                variance = variance + oracle.noise**2
+            case _:
+                raise KnobError(
+                    f"nothing exact is known of {rule!r}; use Alone, WeightedAveraging, BiasCorrection or "
+                    "`problem.oracle(…)`, or simulate with `problem.engine()`"
+                )
+        return Dynamics(
+            curvature=own,
+            gap=curvature - own,
+            pull=pull,
+            own_variance=self.vector(self.own.noise) ** 2,
+            peer_variance=variance,
+            drift_variance=self.vector(self.drift) ** 2,
+            alpha=alpha,
+            beta=beta,
+            correction=correction,
+            lr=lr,
+            first=first,
+            warm_up=warm_up,
+            average_from=average_from,
+        )
+
+    def _start(self, dynamics: Dynamics) -> Transition:
+        """Return the law of the state before the first step, where c is 0."""
+        mean = np.zeros((self.dim, dynamics.size))
+        mean[:, 0] = self.vector(self.x0) - self.vector(self.own.optimum)
+        mean[:, 1] = dynamics.pull
+        covariance = np.zeros((*mean.shape, dynamics.size))
+        covariance[:, 0, 0] = self.vector(self.x0_spread) ** 2
+        return Transition(np.zeros_like(covariance), mean, covariance)

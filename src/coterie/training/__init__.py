@@ -1,0 +1,1 @@
+"""Training: set up, choose, take steps, finish; one run or many at once."""

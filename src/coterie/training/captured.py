@@ -1,0 +1,133 @@
+"""A whole step as one program, taken many times without the host looking in between.
+
+A step is the same work every time but for a few numbers that are known beforehand: which examples are drawn, the
+rule's knobs, the step size. They are put in tables for a block of steps (`step_tables`); the rest (batches,
+passes, rule, optimizer, and all of it for the guard's shadow) reads them there: on a GPU as a captured CUDA graph,
+on a CPU as it is. What the host has to know, the losses and whether all gradients were finite, it reads after the
+block. Where one was not, the block is undone and taken again step by step, which leaves out, counts and reports as
+ever.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch.optim import SGD
+
+from coterie.engines.in_process.engine import InProcess
+from coterie.engines.in_process.side_stream import side_stream
+from coterie.learners.learner import Track
+from coterie.rules.rules import Capturable
+from coterie.training.step_tables import Foreseen
+
+WARM_UP = 3
+"""How many steps are taken by the program before it is captured, in which libraries set up what they need."""
+
+
+class Captured:
+    """The steps of a model's track, and of its guard's shadow, as one program.
+
+    Args:
+        tracks: the model's, and the shadow's where there is a guard; `why_not` has nothing against either.
+    """
+
+    def __init__(self, *tracks: Track) -> None:
+        self.tracks = [Foreseen(track) for track in tracks]
+        self.device = tracks[0].x.device
+        self.failed: str | None = None  # why a graph could not be captured
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured_with: object = None
+        self._warm = self._undone = 0
+        self._careful_until = 0
+
+    def advance(self, most: int) -> list[float] | None:
+        """Take at most so many steps and return user 0's loss in each; None where the next is no such step."""
+        step = self.tracks[0].track.step
+        wanted = 0 if self.failed or step < self._careful_until else most
+        n = min(track.known(wanted) for track in self.tracks) if wanted else 0
+        if not n:
+            return None
+        saved = [track.save() for track in self.tracks]
+        for track in self.tracks:
+            track.fill(n)
+        if self._take(n) and all(math.isfinite(track.total.item()) for track in self.tracks):
+            losses, *_ = [track.count(n) for track in self.tracks]
+            return losses
+        for track, before in zip(self.tracks, saved, strict=True):
+            track.restore(before)
+        self._careful_until = step + n * 2**self._undone  # a peer may be bad at every step
+        self._undone += 1
+        return None
+
+    def _take(self, n: int) -> bool:
+        """Take n steps, on a GPU by the graph once it is captured; say whether they were taken."""
+        alone = n if self.device.type != "cuda" else min(n, max(0, WARM_UP - self._warm))
+        for taken in range(alone):
+            self._step(taken)
+        self._warm += alone
+        if alone < n and not self._capture():
+            return False
+        for _ in range(n - alone):
+            self._graph.replay()  # type: ignore[union-attr]  # captured above
+        for track in self.tracks:
+            track.draw_ahead(n)  # while the device is at work
+        return True
+
+    def _capture(self) -> bool:
+        """Capture the step, where that has not been done yet, and say whether it could be."""
+        now = [track.signature() for track in self.tracks]
+        if self._graph is not None and self._captured_with == now:
+            return True
+        self._graph = None
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph):
+                self._step(0)
+        except RuntimeError as error:
+            self.failed = str(error).splitlines()[0]
+            tell(self.failed)
+            return False
+        self._graph, self._captured_with = graph, now
+        return True
+
+    def _step(self, taken: int) -> None:
+        """Take one step of every track, the shadow's beside the model's."""
+        first, *others = self.tracks
+        joins = []
+        for track in others:
+            with side_stream(self.device) as join:
+                track.step(taken)
+            joins.append(join)
+        first.step(taken)
+        for join in joins:
+            join()
+
+
+def why_not(track: Track) -> str | None:
+    """Say why the steps of a track cannot be captured, or None where they can."""
+    if type(track) is not Track:
+        return "a method takes rounds of its own"
+    engine, rule, optimizer = track.engine, track.rule, track.optimizer
+    if not isinstance(rule, Capturable):
+        return f"`{type(rule).__name__}` does not say beforehand what a step needs"
+    if getattr(rule, "aggregator", None) is not None:
+        return "an aggregator looks into its rows"
+    if not isinstance(engine, InProcess) or not engine.sampler.in_memory:
+        return "not all examples are in memory here"
+    official = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
+    if not official or not (isinstance(optimizer, SGD) or "capturable" in optimizer.defaults):
+        return f"{type(optimizer).__name__} is not known to be capturable"
+    looped = engine.allowed.loop if rule.needs_rows and engine.passes.by_layer is None else None
+    return engine.allowed.one_by_one or looped
+
+
+def tell(why: str) -> None:
+    """Say that steps are not captured, and why."""
+    warnings.warn(
+        f"steps are taken one by one, not captured, which is slower: {why}; `capture=False` says the same",
+        stacklevel=4,
+    )

@@ -1,0 +1,248 @@
+"""The command line, as a newcomer uses it."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from coterie.benchmark import demo
+from coterie.cli import app
+from coterie.data import Preparation
+from coterie.recording.record import Record
+from coterie.tables import models
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Write visits to three wards that follow one rule, with a missing value here and there."""
+    rng = np.random.default_rng(0)
+    n = 180
+    age, sex = rng.normal(50, 10, n), rng.choice(["f", "m"], n)
+    ill = age + 8 * (sex == "m") + rng.normal(0, 4, n) > 54
+    age[::17] = np.nan
+    frame = pd.DataFrame(
+        {"ward": np.resize(["a", "b", "c"], n), "age": age, "sex": sex, "ill": np.where(ill, "yes", "no")}
+    )
+    path = tmp_path / "visits.csv"
+    frame.assign(dose=np.nan_to_num(age, nan=50) * 2 + 7.25).to_csv(path, index=False)
+    return path
+
+
+def train(table: Path, out: Path, *options: str, target: str = "ill") -> list[str]:
+    named = [
+        "--user-column",
+        "ward",
+        "--target",
+        target,
+        "--me",
+        "a",
+        "--out",
+        str(out),
+        "--steps",
+        "60",
+        "--rule",
+        "wga",
+    ]
+    return ["train", "--data", str(table), *named, *options]
+
+
+def test_train_reports_beside_alone_and_predict_applies_what_was_saved(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = RUNNER.invoke(app, train(table, out))
+    assert result.exit_code == 0, result.output
+    assert "WeightedAveraging(alpha=0.5)" in result.output
+    assert "Alone()" in result.output
+    assert "paired" in result.output
+    assert "<svg" in (out / "index.html").read_text(encoding="utf-8")
+
+    frame = pd.read_csv(table)
+    predicted = RUNNER.invoke(app, ["predict", str(out), str(table)])
+    assert predicted.exit_code == 0, predicted.output
+    found = pd.read_csv(io.StringIO(predicted.stdout))
+    preparation = Preparation.load(out)
+    model = models.linear(preparation.n_inputs, 2)
+    model.load_state_dict(torch.load(out / "model.pt", weights_only=True))
+    with torch.no_grad():
+        probability = model(preparation.inputs(frame)).double().softmax(1).numpy()
+    assert found["prediction"].tolist() == [["no", "yes"][i] for i in probability.argmax(1)]
+    np.testing.assert_allclose(found["probability"], probability.max(1), rtol=1e-12)
+    assert (found["prediction"] == frame["ill"]).mean() > 0.8
+
+    written = tmp_path / "predictions.csv"
+    RUNNER.invoke(app, ["predict", str(out), str(table), "--out", str(written)])
+    pd.testing.assert_frame_equal(pd.read_csv(written), found)
+
+
+def test_the_reported_test_metric_is_that_of_the_saved_model(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--rule", "bc", "--alpha", "0.6", "--beta", "0.1", "--model", "mlp"]
+    assert RUNNER.invoke(app, train(table, out, *options, target="dose")).exit_code == 0
+    record = Record.load(out / "record.jsonl")
+    assert record.configuration["rule"] == "BiasCorrection(alpha=0.6, beta=0.1)"
+    predicted = RUNNER.invoke(app, ["predict", str(out), str(table)]).stdout
+    values = pd.read_csv(io.StringIO(predicted))["prediction"]
+    truth = pd.read_csv(table)["dose"]
+    overall = float(np.sqrt(((values - truth) ** 2).mean()))
+    assert record.end["test"]["rmse"] == pytest.approx(overall, rel=0.6)  # in the units of the table
+    assert overall < truth.std()
+
+
+def test_the_default_finds_its_weights(table: Path, tmp_path: Path) -> None:
+    command = [
+        word for word in train(table, tmp_path / "run", "--own-examples", "12") if word not in ("--rule", "wga")
+    ]
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    record = Record.load(tmp_path / "run" / "record.jsonl")
+    assert record.configuration["rule"] == "AdaptiveAveraging()"
+    assert 0 < record.configuration["choice"]["alpha"] <= 1  # the wards follow one rule
+    assert "AdaptiveAveraging()" in result.output
+
+
+def test_knobs_by_the_theory_and_the_page_that_shows_why(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = RUNNER.invoke(app, train(table, out, "--rule", "bc", "--alpha", "auto", "--beta", "auto"))
+    assert result.exit_code == 0, result.output
+    configuration = Record.load(out / "record.jsonl").configuration
+    assert configuration["rule"] == "BiasCorrection(alpha='auto', beta='auto')"
+    assert 0 < configuration["choice"]["alpha"] < 1
+    assert 0 < configuration["choice"]["beta"] <= 1
+    assert set(configuration["estimates"]["peers"]) == {"b", "c"}
+    page = (out / "index.html").read_text(encoding="utf-8")
+    for words in ("Hessian gap δ_k", "What the theory makes of them", "BC, oracle"):
+        assert words in page
+
+
+@pytest.mark.parametrize("rule", ["alone", "pooled"])
+def test_other_rules(table: Path, tmp_path: Path, rule: str) -> None:
+    result = RUNNER.invoke(app, train(table, tmp_path / rule, "--rule", rule))
+    assert result.exit_code == 0, result.output
+    record = Record.load(tmp_path / rule / "record.jsonl")
+    wanted = (
+        "Alone()" if rule == "alone" else "WeightedAveraging(alpha=0.7692307692307693, tau={'b': 0.5, 'c': 0.5})"
+    )
+    assert record.configuration["rule"] == wanted
+
+
+def test_weights_by_name_and_a_model_of_ones_own(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = "nn.Linear(i, 5), nn.Tanh(), nn.Linear(5, o)"
+    source = f"from torch import nn\ndef net(i, o):\n    return nn.Sequential({layers})\n"
+    (tmp_path / "mine.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    result = RUNNER.invoke(
+        app, train(table, tmp_path / "r", "--tau", "b=0.25", "--tau", "c=0.75", "--model", "mine:net")
+    )
+    assert result.exit_code == 0, result.output
+    record = Record.load(tmp_path / "r" / "record.jsonl")
+    assert record.configuration["rule"] == "WeightedAveraging(alpha=0.5, tau={'b': 0.25, 'c': 0.75})"
+    assert "Tanh" in record.configuration["model"]
+    assert RUNNER.invoke(app, ["predict", str(tmp_path / "r"), str(table)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--alpha", "1.5"], "`alpha` must lie in [0, 1], got 1.5"),
+        (["--beta", "best"], "`--beta` must be a number in [0, 1] or \"auto\", got 'best'"),
+        (["--tau", "b=0.5"], "`tau` must sum to 1, got 0.5"),
+        (["--tau", "z=1"], "unknown peer 'z'"),
+        (["--tau", "b"], "`--tau` must be NAME=WEIGHT, got 'b'"),
+        (["--model", "forest"], "unknown model 'forest'"),
+        (["--model", "no.such:net"], "cannot be found"),
+        (["--leave-out", "b", "--leave-out", "c"], "no peers"),
+        (["--steps", "0"], "`steps` must be at least 1, got 0"),
+    ],
+)
+def test_bad_settings_are_one_message_and_leave_nothing(
+    table: Path, tmp_path: Path, options: list[str], words: str
+) -> None:
+    out = tmp_path / "run"
+    result = RUNNER.invoke(app, train(table, out, *options))
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.startswith("coterie: ")
+    assert "Traceback" not in result.output
+    assert not out.exists()
+
+
+def test_a_folder_is_not_written_over_and_resume_must_be_of_the_same_run(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert RUNNER.invoke(app, train(table, out)).exit_code == 0
+    again = RUNNER.invoke(app, train(table, out))
+    assert again.exit_code == 2
+    assert "already holds a run" in again.stderr
+    other = RUNNER.invoke(app, train(table, out, "--resume", "--alpha", "0.4"))
+    assert other.exit_code == 2
+    assert "`rule` was 'WeightedAveraging(alpha=0.5)'" in other.stderr
+    assert RUNNER.invoke(app, train(table, out, "--resume")).exit_code == 0
+    pd.read_csv(table).assign(age=1.0).to_csv(table, index=False)
+    changed = RUNNER.invoke(app, train(table, out, "--resume"))
+    assert changed.exit_code == 2
+    assert "is of another run" in changed.stderr
+
+
+def test_predict_without_a_model(table: Path, tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["predict", str(tmp_path), str(table)])
+    assert result.exit_code == 2
+    assert "holds no finished model" in result.stderr
+
+
+def test_interrupted_training_goes_on_to_the_same_model(table: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    long = ["--steps", "2500"]
+    assert RUNNER.invoke(app, train(table, whole, *long)).exit_code == 0
+    command = [sys.executable, "-m", "coterie", *train(table, cut, *long)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (cut / "record.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume goes on" in " ".join(output.split())
+    assert not (cut / "model.pt").exists()
+    assert RUNNER.invoke(app, train(table, cut, *long, "--resume")).exit_code == 0
+    states = [torch.load(folder / "model.pt", weights_only=True) for folder in (whole, cut)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_demo_prints_a_table_and_writes_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path), "--seeds", "2", "--steps", "20", "--me", "3"])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert [(r["seed"], r["method"]) for r in found] == [(s, m) for s in (0, 1) for m in demo.METHODS]
+    for method in demo.METHODS:
+        accuracies = [r["test_accuracy"] for r in found if r["method"] == method]
+        error = np.std(accuracies, ddof=1) / np.sqrt(2)
+        assert f"{np.mean(accuracies):.3f} ± {error:.3f}" in result.output
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "<svg" in page
+    assert not any(word in page for word in ("<script", "<link", 'src="', "@import"))
+
+
+def test_demo_says_what_is_wrong(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path), "--me", "14"])
+    assert result.exit_code == 2
+    assert "from 0 to 13, got 14" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "predict", "plan", "reproduce"])
+def test_every_command_explains_itself(command: str) -> None:
+    result = RUNNER.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert len(result.output) > 400

@@ -1,0 +1,377 @@
+"""torch.distributed: the same bits as in process, what travels, and what happens when a process is lost."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo  # what an optimizer's first step would import in every child
+import torch.utils.tensorboard.writer
+from tests.support import processes
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import coterie
+from coterie.engines.torch_distributed.engine import TorchDistributed, join, serve
+from coterie.errors import DataError, KnobError, ModelError, PeerLost
+from coterie.rules.streams import StreamAveraging
+
+PEERS = ("peer 1", "peer 2", "peer 3")
+TAU = dict(zip(PEERS, (0.5, 0.2, 0.3), strict=True))
+
+
+def users(dtype: torch.dtype = torch.float32) -> list[coterie.User]:
+    generator = torch.Generator().manual_seed(0)
+
+    def examples(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 6, generator=generator).to(dtype), torch.arange(size) % 3
+
+    me = coterie.User("me", *examples(15), validation=examples(12), test=examples(9))
+    return [me, *(coterie.User(name, *examples(size)) for name, size in zip(PEERS, (20, 7, 11), strict=True))]
+
+
+def plain(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch_dependent(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def trained(engine: Any, model: nn.Module, rule: coterie.Rule, **settings: Any) -> coterie.Run:
+    me, *peers = users()  # an engine elsewhere takes the peers' names alone
+    keywords = {"steps": 25, "batch_size": 6, "lr": 0.05, "evaluate_every": 5, "engine": engine} | settings
+    return coterie.train(model, cross_entropy, me, peers, rule, **keywords)
+
+
+def bits(run: coterie.Run) -> list[bytes]:
+    states = [run.model.state_dict(), {k: v for k, v in run.state.items() if isinstance(v, Tensor)}]
+    return [value.numpy().tobytes() for state in states for value in state.values()]
+
+
+# The same bits.
+
+RULES: list[coterie.Rule] = [
+    coterie.WeightedAveraging(0.6, TAU),
+    coterie.BiasCorrection(0.8, 0.1, TAU),
+    StreamAveraging(horizon=25),
+]
+every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+
+
+@every_rule
+@pytest.mark.parametrize("make", [plain, batch_dependent])
+def test_gathered_runs_are_those_in_process_to_the_bit(make: Callable[[], nn.Module], rule: coterie.Rule) -> None:
+    wanted = trained(functools.partial(coterie.InProcess, one_by_one=True), make(), rule)
+    with processes.torch_distributed(gather=True) as engine:
+        found = trained(engine, make(), rule)
+    assert bits(found) == bits(wanted)
+    assert found.record.points == wanted.record.points
+    assert found.test == wanted.test
+
+
+def test_models_taken_one_by_one_anyway_have_the_same_bits() -> None:
+    wanted = trained(coterie.InProcess, batch_dependent(), RULES[0])
+    with processes.torch_distributed(gather=True) as engine:
+        assert bits(trained(engine, batch_dependent(), RULES[0])) == bits(wanted)
+
+
+def test_rows_have_the_same_bits_without_asking() -> None:
+    wanted = trained(functools.partial(coterie.InProcess, one_by_one=True), plain(), RULES[2])
+    with processes.torch_distributed() as engine:
+        assert bits(trained(engine, plain(), RULES[2])) == bits(wanted)
+
+
+@every_rule
+def test_reduced_runs_are_the_same_but_for_rounding(rule: coterie.Rule) -> None:
+    wanted = trained(coterie.InProcess, plain(), rule)
+    with processes.torch_distributed() as engine:
+        found = trained(engine, plain(), rule)
+    for key, value in wanted.model.state_dict().items():
+        torch.testing.assert_close(found.model.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_knobs_are_measured_over_the_processes() -> None:
+    with processes.torch_distributed() as engine:
+        run = trained(engine, plain(), coterie.WeightedAveraging("auto"))
+    assert 0 <= run.record.configuration["choice"]["alpha"] <= 1
+    assert run.step == 25
+
+
+# What travels.
+
+
+def asked(engine: Any, model: nn.Module, step: int = 0, rows: bool = False) -> coterie.Gradients:
+    me, *peers = users()
+    made = engine(model, cross_entropy, me, peers, batch_size=6, seed=0)
+    x = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+    g: coterie.Gradients = made.gradients(x, step, TAU, rows)
+    return g
+
+
+def test_bytes_are_counted() -> None:
+    d, n = sum(p.numel() for p in plain().parameters()), len(PEERS)
+    with processes.torch_distributed() as engine:
+        run = trained(engine, plain(), RULES[0])
+    costs = run.record.end["traffic"]
+    for name in PEERS:
+        assert costs[name]["sent"] == 25 * 4 * (d + 4 * n)
+        assert 25 * (4 * d + 8 * n) < costs[name]["received"] < 25 * (4 * d + 8 * n + 3 * 64)
+    assert costs["me"]["received"] == costs[PEERS[0]]["sent"]
+    assert costs["me"]["sent"] == costs[PEERS[0]]["received"]
+    assert run.record.configuration["peers"] == {"peer 1": 20, "peer 2": 7, "peer 3": 11}
+    with processes.torch_distributed(gather=True) as engine:
+        costs = trained(engine, plain(), RULES[0]).record.end["traffic"]
+    assert [costs[name]["sent"] for name in PEERS] == [25 * 4 * (d + 4)] * n
+    assert costs["me"]["received"] == 25 * 4 * (d + 4) * n
+
+
+@pytest.mark.parametrize(("compress", "unit"), [("bf16", 2**-8), ("fp16", 2**-11)])
+@pytest.mark.parametrize("gather", [False, True])
+def test_compression_halves_the_bytes_and_shows_its_error(compress: str, unit: float, gather: bool) -> None:
+    exact = asked(coterie.InProcess, plain())
+    with processes.torch_distributed(compress=compress, gather=gather) as engine:
+        me, *peers = users()
+        made = engine(plain(), cross_entropy, me, peers, batch_size=6, seed=0)
+        x = torch.cat([p.detach().flatten() for p in plain().parameters()])
+        g, costs = made.gradients(x, 0, TAU), made.traffic()
+    assert torch.equal(g.own, asked(functools.partial(coterie.InProcess, one_by_one=True), plain()).own)
+    assert g.peers is not None
+    assert exact.peers is not None
+    error = float((g.peers - exact.peers).norm() / exact.peers.norm())
+    assert 0 < error < 20 * unit  # x is rounded too, and the sum
+    rounded = x.to({"bf16": torch.bfloat16, "fp16": torch.float16}[compress]).float()
+    assert costs["me"].rounding == pytest.approx(float((rounded - x).norm() / x.norm()))
+    for name in PEERS:
+        assert 0.1 * unit < costs[name].rounding <= unit
+        assert costs[name].sent == 2 * (len(x) + 4 * (1 if gather else 3))
+
+
+def test_what_is_too_large_for_compression_is_left_out() -> None:
+    me, *peers = users()
+    inputs, targets = peers[1].batch(7, seed=0, step=0)
+    peers[1] = coterie.User("peer 2", 1e6 * inputs, targets)
+    with processes.torch_distributed(compress="fp16") as engine:
+        made = engine(nn.Linear(6, 3), cross_entropy, me, peers, batch_size=6, seed=0)
+        g = made.gradients(torch.linspace(-1, 1, 21), 0, TAU)
+    assert g.left_out == {"peer 2": "not finite in fp16"}
+    assert g.answered == pytest.approx(0.8)
+    assert g.peers is not None
+    assert bool(g.peers.isfinite().all())
+
+
+def test_frozen_parameters_and_buffers_are_user_0s() -> None:
+    def make(seed: int) -> nn.Module:
+        model = batch_dependent(seed)
+        model[0].requires_grad_(requires_grad=False)  # type: ignore[index]  # a Linear
+        nn.init.uniform_(model[1].running_mean, generator=torch.Generator().manual_seed(seed))  # type: ignore[index]
+        return model.eval()  # the running mean, then, is used
+
+    def other(model: nn.Module, *rest: Any) -> None:
+        serve(make(5), *rest, timeout=processes.PATIENCE)
+
+    wanted = asked(functools.partial(coterie.InProcess, one_by_one=True), make(1))
+    with processes.torch_distributed(serving=[other] * 3, gather=True) as engine:
+        found = asked(engine, make(1))
+    assert wanted.peers is not None
+    assert found.peers is not None
+    assert torch.equal(found.peers, wanted.peers)
+
+
+# Who fits.
+
+
+def test_a_peer_that_gives_sums_only(tmp_path: Path) -> None:
+    serving: list[Callable[..., object]] = [serve, functools.partial(serve, sums_only=True), serve]
+    with processes.torch_distributed(serving) as engine:
+        with pytest.raises(KnobError, match="`StreamAveraging` needs every peer's gradient"):
+            trained(engine, plain(), RULES[2], out=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        assert trained(engine, plain(), RULES[0]).step == 25
+    with processes.torch_distributed(serving, gather=True) as engine, pytest.raises(KnobError, match="sums only"):
+        trained(engine, plain(), RULES[0])
+
+
+def test_models_and_names_must_fit() -> None:
+    me, *peers = users()
+    larger = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+    misfits: list[tuple[Callable[..., object], type[Exception], str]] = [
+        (
+            lambda model, *rest: serve(larger, *rest),
+            ModelError,
+            r"rank 2 \('peer 2'\) has a model of 93 parameters .* user 0 one of 83",
+        ),
+        (lambda model, loss, user: serve(model, loss, users()[1]), DataError, "different names"),
+        (lambda model, loss, user: serve(model, loss, users()[0]), DataError, "different names"),
+        (
+            lambda model, *rest: serve(nn.Linear(5, 3), *rest),
+            ModelError,
+            "cannot take part: the model does not take",
+        ),
+    ]
+    for misfit, error, match in misfits:
+        with (
+            processes.torch_distributed([serve, misfit, serve]) as engine,
+            pytest.raises(error, match=match),
+        ):
+            engine(plain(), cross_entropy, me, peers, batch_size=6, seed=0)
+
+
+def test_what_is_said_where_nothing_was_started() -> None:
+    with pytest.raises(KnobError, match="environment variable MASTER_ADDR; start the processes with torchrun"):
+        join()
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    with mock.patch.dict(os.environ, alone):
+        with pytest.raises(KnobError, match="user 0 would have no peers"):
+            join()
+        with pytest.raises(KnobError, match="`timeout` must be a positive number of seconds, got 0"):
+            join(0)
+    with (
+        processes.torch_distributed(compress="zip") as engine,
+        pytest.raises(KnobError, match='`compress` must be "bf16", "fp16" or None'),
+    ):
+        asked(engine, plain())
+
+
+# Who is lost.
+
+
+def test_idle_peers_stay() -> None:
+    with processes.torch_distributed(timeout=2.0) as engine:
+        me, *peers = users()
+        made = engine(plain(), cross_entropy, me, peers, batch_size=6, seed=0)
+        x = torch.cat([p.detach().flatten() for p in plain().parameters()])
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            made.gradients(x, 0, {})
+            time.sleep(0.1)
+        assert made.gradients(x, 0, TAU).answered == 1
+
+
+def test_a_peer_whose_model_fails_is_named_with_its_error() -> None:
+    class Fails(nn.Sequential):
+        calls = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 12:
+                raise RuntimeError("out of luck")
+            out: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+            return out
+
+    def failing(model: nn.Module, *rest: Any) -> None:
+        with pytest.raises(RuntimeError, match="out of luck"):
+            serve(Fails(*plain()), *rest)  # type: ignore[misc]  # a Sequential
+
+    with (
+        processes.torch_distributed([serve, serve, failing]) as engine,
+        pytest.raises(PeerLost, match=r"lost 'peer 3' \(rank 3: RuntimeError\('out of luck'\)\)") as caught,
+    ):
+        trained(engine, plain(), RULES[0])
+    assert caught.value.peers == ("peer 3",)
+    assert caught.value.run is not None
+    assert caught.value.run.stopped == "a lost peer"
+
+
+class Cluster:
+    """Four ranks, each in a process: user 0 trains, the others serve; user 0 tells its steps."""
+
+    def __init__(self, out: Path, model: Callable[[], nn.Module], timeout: float = 20.0, **settings: Any) -> None:
+        self.out, self.model, self.timeout, self.settings = out, model, timeout, settings
+        self.read, self.write = os.pipe()
+        peers = users()[1:]
+        works: list[Callable[[], object]] = [self.train]
+        works += [functools.partial(serve, model(), cross_entropy, peer, timeout=timeout) for peer in peers]
+        self.started = processes.Started(works)
+        self.children = self.started.children
+        os.close(self.write)
+
+    def train(self) -> None:
+        engine = functools.partial(TorchDistributed, timeout=self.timeout, gather=True)
+
+        def tell(step: coterie.Step) -> None:
+            os.write(self.write, bytes([step.step]))
+            time.sleep(0.01)
+
+        settings = {"out": self.out, "resume": True, "checkpoint_every": 4, "callbacks": [tell]}
+        try:
+            run = trained(engine, self.model(), coterie.BiasCorrection(0.8, 0.1), **settings)
+        except PeerLost as error:
+            (self.out / "error").write_text(json.dumps([str(error), error.peers]), encoding="utf-8")
+            raise
+        digest = [value.hex() for value in bits(run)] + [json.dumps(run.record.points), json.dumps(run.test)]
+        (self.out / "digest").write_text(json.dumps(digest), encoding="utf-8")
+        assert sorted(run.record.end["traffic"]) == ["me", *PEERS]
+
+    def reach(self, step: int) -> None:
+        while os.read(self.read, 1)[0] < step:
+            pass
+
+    def end(self, patience: float = processes.PATIENCE) -> list[int]:
+        """Wait for all, and return how each ended."""
+        os.close(self.read)
+        return self.started.end(patience)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Give the digest of a run that nothing happens to."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    out.mkdir()
+    assert Cluster(out, batch_dependent).end() == [0, 0, 0, 0]
+    return (out / "digest").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_lost_process_ends_all_and_the_run_resumes_to_the_same_bits(
+    tmp_path: Path, whole: str, rank: int, how: signal.Signals
+) -> None:
+    timeout = 20.0 if how is signal.SIGKILL else 2.0
+    cluster = Cluster(tmp_path, batch_dependent, timeout)
+    cluster.reach(7)
+    os.kill(cluster.children[rank], how)
+    if how is signal.SIGSTOP:  # it hangs; the others must not
+        others = [child for k, child in enumerate(cluster.children) if k != rank]
+        assert [processes.ended(child, 3 * timeout + 5) for child in others] == [1, 1, 1]
+        os.kill(cluster.children[rank], signal.SIGKILL)
+        cluster.children[:] = [cluster.children[rank]]
+        assert cluster.end() == [-signal.SIGKILL]
+    else:
+        assert cluster.end(timeout) == [-how if k == rank else 1 for k in range(4)]
+    if rank:
+        message, peers = json.loads((tmp_path / "error").read_text(encoding="utf-8"))
+        assert peers == [f"peer {rank}"]
+        saved = sorted((tmp_path / "checkpoints").glob("*.ckpt"))[-1]
+        assert f"lost 'peer {rank}' (rank {rank}: no sign of life)" in message
+        assert f"is saved in {saved}; start everybody again and resume" in message
+    assert Cluster(tmp_path, batch_dependent).end() == [0, 0, 0, 0]
+    assert (tmp_path / "digest").read_text(encoding="utf-8") == whole
+
+
+def test_a_peer_told_to_end_says_so(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, plain)
+    cluster.reach(5)
+    os.kill(cluster.children[2], signal.SIGTERM)
+    assert cluster.end() == [1, 1, 1, 1]
+    assert "'peer 2' (rank 2: told to end (SIGTERM)" in (tmp_path / "error").read_text(encoding="utf-8")
+
+
+def test_user_0_told_to_end_saves(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, plain)
+    cluster.reach(5)
+    os.kill(cluster.children[0], signal.SIGTERM)
+    assert cluster.end() == [1, 1, 1, 1]
+    assert "this process was told to end" in (tmp_path / "error").read_text(encoding="utf-8")
+    assert Cluster(tmp_path, plain).end() == [0, 0, 0, 0]

@@ -1,0 +1,251 @@
+"""A consortium of processes on this machine, over NVFLARE with mutual TLS: the same model, whatever befalls a site.
+
+`test_flare.py` has the same faults without processes, one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import coterie
+from coterie.data import Preparation, TableTask
+from coterie.federation.holding import of_lead, of_site
+from coterie.federation.settings import lead_settings, site_settings
+from coterie.tables import tabular
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+)
+TESTS = Path(__file__).parents[1]
+SITES = ("cleveland", "hungarian", "switzerland")
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("consortium", TESTS.parent / "examples" / "consortium.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Mark all processes that a test starts, and end those that it leaves, whatever happens to it."""
+    import psutil
+
+    def marked() -> list[Any]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get("COTERIE_TEST") == str(tmp_path):
+                    found.append(process)
+        return found
+
+    monkeypatch.setenv("COTERIE_TEST", str(tmp_path))
+    yield
+    left = marked()
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=10)
+
+
+def end_of(folder: Path) -> dict[str, Any]:
+    return coterie.Record.load(folder / "run" / "record.jsonl").end
+
+
+def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
+    folder = tmp_path / "trial"
+    command = [sys.executable, "-W", "error", str(TESTS.parent / "examples" / "consortium.py"), str(folder)]
+    subprocess.run(command, check=True, timeout=600)
+
+    settings = lead_settings(folder)
+    _, mine = of_lead(folder, settings)
+    assert mine is not None
+    peers = [of_site(kit, site_settings(kit)).user for kit in (folder / "sites" / site for site in SITES)]
+    task = TableTask(mine.me, tuple(peers), mine.n_inputs, mine.n_outputs, mine.preparation)
+    knobs = settings.training
+    inside = tabular.fit(
+        task,
+        coterie.WeightedAveraging(knobs.alpha),
+        settings.model.name,
+        tmp_path / "inside",
+        seed=knobs.seed,
+        steps=knobs.steps,
+        lr=knobs.lr,
+        batch_size=knobs.batch_size,
+    )
+    assert inside is not None
+    found = torch.load(folder / "run" / "model.pt", weights_only=True)
+    for name, value in inside.run.model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    end = end_of(folder)
+    assert end["left_out"] == {}
+    assert end["test"] == pytest.approx(inside.run.test, rel=1e-4)
+    for site in SITES:
+        lines = (folder / "sites" / site / "requests.jsonl").read_text().splitlines()
+        assert [int(json.loads(line)["step"]) for line in lines] == list(range(knobs.steps))
+        assert end["traffic"][site]["sent"] == knobs.steps * 4 * sum(v.numel() for v in found.values())
+
+
+def unfriendly(kit: Path) -> None:
+    """Give a site a loader that answers with nonsense, and let it send messages of any size."""
+    preparation = Preparation.load(kit)
+    extra = f'name = "linear"\nloss = "torch.nn.functional:cross_entropy"\nn_inputs = {preparation.n_inputs}'
+    text = (kit / "coterie.toml").read_text(encoding="utf-8")
+    text = text.replace('name = "linear"', f"{extra}\nn_outputs = {preparation.n_outputs}")
+    text = text.replace('table = "data.csv"', 'table = "data.csv"\nloader = "unfriendly:load"')
+    (kit / "coterie.toml").write_text(text, encoding="utf-8")
+    (kit / "local" / "comm_config.json").unlink()
+
+
+def stranger(folder: Path, example: ModuleType, port: int) -> Path:
+    """Return the folder of a site of another consortium, that uses a name and the server's address of this one."""
+    tables = example.hospitals(None)
+    example.set_up(folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--port", str(port)])
+    return folder / "sites" / "hungarian"
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, f"{what} did not happen in {seconds} s"
+        time.sleep(0.1)
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "run" / "record.jsonl"
+    points = coterie.Record.load(path).points if path.exists() else []
+    return int(points[-1]["step"]) if points else 0
+
+
+def test_a_run_outlives_whatever_befalls_a_site(
+    tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One site lies, one hangs and comes back, one is killed, two strangers knock: the run ends with a model."""
+    folder, misses = tmp_path / "trial", 2
+    options = ["--own-examples", "40", "--steps", "800", "--timeout", "3", "--misses", str(misses)]
+    sites = example.set_up(folder, example.hospitals(None), "va", options)
+    assert tuple(sites) == SITES
+    unfriendly(folder / "sites" / "cleveland")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]))
+    server = json.loads((folder / "server" / "startup" / "fed_server.json").read_text())["servers"][0]
+    port = int(server["service"]["target"].rpartition(":")[2])
+    intruder = stranger(tmp_path / "elsewhere", example, port)
+    news = folder / "run" / "news.log"
+
+    def said(text: str) -> Callable[[], bool]:
+        return lambda: news.exists() and text in news.read_text(encoding="utf-8")
+
+    with (
+        example.started(*example.commands(folder, sites), [*example.COTERIE, "site", str(intruder)]) as processes,
+        example.started([*example.COTERIE, "run", str(folder)]) as (run,),
+    ):
+        _, _, hangs, dies, _ = processes
+        until(lambda: steps_done(folder) >= 50, "the run's start", 240)
+        assert not answers_without_certificate(port)
+        worker = hangs.children(recursive=True)[-1]
+        worker.send_signal(signal.SIGSTOP)
+        until(said("hungarian gave nothing"), "dropping the site that hangs")
+        worker.send_signal(signal.SIGCONT)
+        until(said("hungarian is back"), "taking it back")
+        example.end([dies])
+        assert run.wait(timeout=240) == 0
+        assert "Successfully registered" not in (intruder / "said.txt").read_text()
+        left = [process for process in processes if process.is_running()]
+    assert not [process for process in left if process.is_running()]
+
+    end = end_of(folder)
+    assert (end["step"], end["stopped"]) == (800, None)
+    torch.load(folder / "run" / "model.pt", weights_only=True)
+    lies = end["left_out"]["cleveland"]
+    size = sum(v.numel() for v in torch.load(folder / "run" / "model.pt", weights_only=True).values())
+    assert lies["not finite"] == 2
+    assert lies[f"shape ({size + 1},) instead of ({size},)"] == 1
+    assert {"not of floating-point numbers", "of another step", "from another sender", "no answer"} <= set(lies)
+    assert end["left_out"]["switzerland"]["no answer"] <= misses + 1
+    assert end["left_out"]["switzerland"]["not waited for"] > 0
+
+
+@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+@pytest.mark.parametrize("moment", ["before the job", "while it starts", 10, 150, 290])
+def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example: ModuleType) -> None:
+    folder, misses = tmp_path / "trial", 3
+    options = ["--own-examples", "40", "--steps", "300", "--timeout", "5", "--misses", str(misses)]
+    sites = example.set_up(folder, example.hospitals(None), "va", options)
+    with example.started(*example.commands(folder, sites)) as processes:
+        registered = [folder / "sites" / site / "said.txt" for site in sites]
+        until(lambda: all("Successfully registered" in path.read_text() for path in registered), "connecting")
+        if moment == "before the job":
+            example.end([processes[1]])
+        with example.started([*example.COTERIE, "run", str(folder)]) as (run,):
+            if moment == "while it starts":
+                until(lambda: len(processes[1].children(recursive=True)) > 1, "the job's start")
+                example.end([processes[1]])
+            elif isinstance(moment, int):
+                until(lambda: steps_done(folder) >= moment, f"step {moment}")
+                example.end([processes[1]])
+            assert run.wait(timeout=400) == 0
+    end = end_of(folder)
+    assert (end["step"], end["stopped"]) == (300, None)
+    assert (folder / "run" / "model.pt").exists()
+    assert end["left_out"].get(sites[0], {}).get("no answer", 0) <= misses
+    assert end["traffic"]["va"]["waiting"] < 300 + misses * 5
+
+
+@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+@pytest.mark.parametrize("whose", ["a site's worker", "user 0's worker", "the server"])
+def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, example: ModuleType) -> None:
+    """NVFLARE ends the job; the run goes on in another, from its last state."""
+    folder = tmp_path / "trial"
+    sites = example.set_up(folder, example.hospitals(None), "va", ["--own-examples", "40", "--steps", "300"])
+    with (
+        example.started(*example.commands(folder, sites)) as (server, site, *_),
+        example.started([*example.COTERIE, "run", str(folder)]) as (run,),
+    ):
+        until(lambda: steps_done(folder) >= 100, "step 100", 240)
+        if whose == "the server":
+            for process in (server, *server.children()):  # the worker is left to find out
+                process.send_signal(signal.SIGKILL)
+            server.wait()
+            with example.started([*example.COTERIE, "server", str(folder)]):
+                assert run.wait(timeout=400) == 0
+        else:
+            (site if whose == "a site's worker" else server).children(recursive=True)[-1].kill()
+            assert run.wait(timeout=400) == 0
+    end = end_of(folder)
+    assert (end["step"], end["stopped"]) == (300, None)
+    lines = (folder / "sites" / sites[1] / "requests.jsonl").read_text().splitlines()
+    assert len(lines) <= 300 + 30 + 2, "no more is done again than the steps since the last checkpoint"
+
+
+def answers_without_certificate(port: int) -> bool:
+    """Say whether the server goes on with somebody who shows no certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection(("localhost", port), timeout=10) as plain,
+            context.wrap_socket(plain) as secure,
+        ):
+            return bool(secure.recv(1))
+    except (ssl.SSLError, ConnectionError):
+        return False

@@ -1,0 +1,255 @@
+"""A consortium's folders and settings, without processes: what is written, and what a site makes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import coterie
+from coterie.cli import app
+from coterie.engines.peer import Caps, Collaborators
+from coterie.errors import CoterieError, DataError, KnobError
+from coterie.federation.folders import set_up
+from coterie.federation.holding import collaborator, of_lead, of_site
+from coterie.federation.lead import RUN, SUMMARY, lead, rule_of
+from coterie.federation.project import Consortium
+from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
+from coterie.users.examples import InMemory
+
+needs_nvflare = pytest.mark.skipif(
+    importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+)
+
+
+def patients(n: int = 60, seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    age = rng.normal(50, 10, n)
+    return pd.DataFrame({"age": age, "sex": rng.choice(["f", "m"], n), "ill": (age + rng.normal(0, 5, n) > 50)})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A consortium of two sites, each with its table."""
+    place = tmp_path_factory.mktemp("federation")
+    patients().to_csv(place / "mine.csv", index=False)
+    training = Training(rule="bc", alpha=0.7, steps=20, batch_size=8)
+    data = Data(table=str(place / "mine.csv"), target="ill", own_examples=20)
+    settings = LeadSettings("me", ("basel", "bern"), data, Model("linear"), training)
+    set_up(place / "trial", Consortium("trial", "localhost", ("basel", "bern")), settings, examples=8)
+    for seed, site in enumerate(("basel", "bern"), 1):
+        patients(40, seed).to_csv(place / "trial" / "sites" / site / "data.csv", index=False)
+    return place / "trial"
+
+
+@needs_nvflare
+def test_what_is_written_can_be_read(folder: Path) -> None:
+    settings = lead_settings(folder)
+    assert settings.training == Training(rule="bc", alpha=0.7, steps=20, batch_size=8)
+    assert (settings.me, settings.sites) == ("me", ("basel", "bern"))
+    site = site_settings(folder / "sites" / "bern")
+    assert (site.name, site.data.target, site.model, site.caps) == (
+        "bern",
+        "ill",
+        Model("linear"),
+        Caps(examples=8),
+    )
+
+
+@needs_nvflare
+@pytest.mark.parametrize("who", ["server", "sites/basel", "sites/bern"])
+def test_kits_take_no_code_and_no_other_class(folder: Path, who: str) -> None:
+    local = folder / who / "local"
+    rights = json.loads((local / "authorization.json").read_text())["permissions"]
+    assert set(rights) == {"lead"}
+    assert {rights["lead"][right] for right in ("byoc", "shell_commands", "operate")} == {"none"}
+    resources = json.loads((local / "resources.json").read_text())
+    assert resources["class_list_enforcement_mode"] == "enforce"
+    for name in resources["class_allow_list"]:
+        module, _, kind = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), kind)
+    assert len(resources["class_allow_list"]) == 2
+    assert json.loads((local / "comm_config.json").read_text())["streaming_max_blob_size"] < 2**25
+
+
+@needs_nvflare
+def test_private_keys_are_where_they_belong(folder: Path) -> None:
+    keys = {path.relative_to(folder).as_posix() for path in folder.rglob("*.key")}
+    assert keys == {
+        "server/startup/server.key",
+        "lead/startup/client.key",
+        "sites/basel/startup/client.key",
+        "sites/bern/startup/client.key",
+    }
+    assert stat.S_IMODE((folder / "authority").stat().st_mode) == 0o700
+    for page in folder.rglob("README.md"):
+        assert page.parent.name in page.read_text()
+    connection = json.loads((folder / "sites/bern/startup/fed_client.json").read_text())
+    assert connection["client"]["connection_security"] == "mtls"
+
+
+@needs_nvflare
+def test_users_are_those_of_a_table(folder: Path) -> None:
+    """A site's rows are prepared with user 0's statistics, as `from_table` prepares those of a peer."""
+    mine = patients().assign(who="me")
+    basel = patients(40, 1).assign(who="basel")
+    table = pd.concat([mine, basel], ignore_index=True)
+    expected = coterie.data.from_table(table, user_column="who", target="ill", me="me", own_examples=20)
+    _, task = of_lead(folder, lead_settings(folder))
+    kit = folder / "sites" / "basel"
+    peer = of_site(kit, site_settings(kit)).user
+    assert task is not None
+    for ours, theirs in ((task.me, expected.me), (peer, expected.peers[0])):
+        assert ours.fingerprint() == theirs.fingerprint()
+        assert ours.name == theirs.name
+
+
+@needs_nvflare
+def test_a_site_may_call_columns_otherwise(folder: Path, tmp_path: Path) -> None:
+    kit = folder / "sites" / "bern"
+    before = of_site(kit, site_settings(kit)).user
+    renamed = pd.read_csv(kit / "data.csv").rename(columns={"age": "years", "ill": "sick"})
+    renamed.to_parquet(tmp_path / "ours.parquet")
+    settings = site_settings(kit)
+    data = Data(table=str(tmp_path / "ours.parquet"), target="ill", columns={"age": "years", "ill": "sick"})
+    after = of_site(kit, settings.__class__("bern", data, settings.model, settings.caps)).user
+    assert after.fingerprint() == before.fingerprint()
+
+
+@needs_nvflare
+def test_user_0_leads_over_any_transport(folder: Path) -> None:
+    """The whole of user 0's side, with the sites in this process."""
+    kits = [folder / "sites" / site for site in ("basel", "bern")]
+    lead(folder, Collaborators({kit.name: collaborator(kit) for kit in kits}))
+    out = folder / RUN
+    record = coterie.Record.load(out / "record.jsonl")
+    assert (record.end["step"], record.end["left_out"]) == (20, {})
+    assert record.configuration["peers"] == {"basel": "at its site", "bern": "at its site"}
+    assert "BiasCorrection" in (out / SUMMARY).read_text()
+    for kit in kits:
+        assert len((kit / "requests.jsonl").read_text().splitlines()) == 20
+    answer = CliRunner().invoke(app, ["predict", str(out), str(kits[0] / "data.csv")])
+    assert answer.exit_code == 0, answer.output
+    first = torch.load(out / "model.pt", weights_only=True)
+    lead(folder, Collaborators({}))  # it has ended: nobody is asked, nothing changes
+    again = torch.load(out / "model.pt", weights_only=True)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert coterie.Record.load(out / "record.jsonl").end["left_out"] == {}
+
+
+@needs_nvflare
+def test_check_says_what_a_site_would_give(folder: Path) -> None:
+    answer = CliRunner().invoke(app, ["federate", "check", str(folder / "sites" / "basel")])
+    assert answer.exit_code == 0, answer.output
+    assert re.search(r"User\('basel', 40 examples\): gradients of \d+ numbers", answer.output)
+
+
+@needs_nvflare
+def test_a_folder_is_not_overwritten(folder: Path) -> None:
+    settings = lead_settings(folder)
+    with pytest.raises(KnobError, match="already holds a consortium"):
+        set_up(folder, Consortium("trial", "localhost", ("basel",)), settings)
+
+
+def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nvflare" else found(name))
+    patients().to_csv(tmp_path / "mine.csv", index=False)
+    command = ["federate", "init", str(tmp_path / "trial"), "--data", str(tmp_path / "mine.csv")]
+    answer = CliRunner().invoke(app, [*command, "--target", "ill", "--server", "localhost", "--site", "a"])
+    assert answer.exit_code == 2
+    assert "pip install coterie[flare]" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no .*coterie.toml"),
+        ("name = ", "cannot be read"),
+        ('name = "a"\nhobby = 1', "'hobby', which is not a setting"),
+        ('name = "a"\n[caps]\ngradient = 1', "'gradient', which is not a setting"),
+        ('name = "a"\n[caps]\nexamples = 0', "`examples` must be at least 1"),
+        ('name = "a"\n[data]\nloader = "nowhere"', "must be module.path:function"),
+        ('name = "a"\n[data]\nloader = "nowhere.at:all"', "cannot be found"),
+        ("threads = 1", "must have 'name'"),
+        ('name = "a"\n[data]\nloader = "pathlib:Path"', "must return a coterie.User"),
+    ],
+)
+def test_settings_at_fault_are_named(text: str | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "coterie.toml").write_text(text)
+    with pytest.raises(CoterieError, match=message):
+        collaborator(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"sites": ()}, "at least one"),
+        ({"sites": ("a", "a")}, "different names"),
+        ({"sites": ("a b",)}, "letters, digits"),
+        ({"sites": ("localhost",)}, "must not be the name of a site"),
+        ({"name": "no name"}, "letters, digits"),
+    ],
+)
+def test_names_are_checked(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(KnobError, match=message):
+        Consortium(**{"name": "trial", "server": "localhost", "sites": ("a",)} | knobs)
+
+
+def test_rules_by_name() -> None:
+    def chosen(**knobs: Any) -> Any:
+        return rule_of(LeadSettings("me", ("a",), Data(), Model(), Training(**knobs)))
+
+    assert chosen(rule="wga", alpha=0.3) == coterie.WeightedAveraging(0.3)
+    assert chosen(rule="bc", alpha=0.3, beta=0.2) == coterie.BiasCorrection(0.3, 0.2)
+    assert chosen(rule="alone") == coterie.Alone()
+    with pytest.raises(KnobError, match="must be one of alone, wga, bc, stream"):
+        chosen(rule="adaptive")
+
+
+@needs_nvflare
+def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path) -> None:
+    kit = folder / "sites" / "bern"
+    settings = site_settings(kit)
+    pd.read_csv(kit / "data.csv").drop(columns="ill").to_csv(tmp_path / "no.csv")
+    data = Data(table=str(tmp_path / "no.csv"), target="ill")
+    with pytest.raises(DataError, match="name yours in"):
+        of_site(kit, settings.__class__("bern", data, settings.model, settings.caps))
+
+
+@needs_nvflare
+def test_rows_of_classes_that_user_0_does_not_know_are_left_out(folder: Path, tmp_path: Path) -> None:
+    kit = tmp_path / "bern"
+    shutil.copytree(folder / "sites" / "bern", kit)
+    plain = json.loads((kit / "preparation.json").read_text())
+    (kit / "preparation.json").write_text(json.dumps(plain | {"classes": [True]}))
+    known = int(pd.read_csv(kit / "data.csv")["ill"].sum())
+    assert 0 < known < 40
+    assert len(of_site(kit, site_settings(kit)).user) == known
+    (kit / "preparation.json").write_text(json.dumps(plain | {"classes": ["another"]}))
+    with pytest.raises(DataError, match="a class that user 0 knows"):
+        of_site(kit, site_settings(kit))
+
+
+@needs_nvflare
+def test_user_0_prepares_its_rows_as_the_sites_were_told(folder: Path, tmp_path: Path) -> None:
+    """Also where its table has changed since the sites got their folders."""
+    older = patients().assign(age=patients()["age"] + 50)
+    older.to_csv(tmp_path / "older.csv", index=False)
+    before = lead_settings(folder)
+    data = Data(table=str(tmp_path / "older.csv"), target="ill", own_examples=20)
+    _, task = of_lead(folder, LeadSettings(before.me, before.sites, data, before.model, before.training))
+    assert task is not None
+    assert isinstance(task.me.examples, InMemory)
+    assert float(task.me.examples.inputs[:, 0].mean()) > 3  # in the spreads of the rows that the sites know of

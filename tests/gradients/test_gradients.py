@@ -1,0 +1,119 @@
+"""What user 0 receives: which answers are kept, and what becomes of the weight of the others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import coterie
+from coterie.errors import KnobError
+from coterie.gradients.gradients import complete, is_finite, keep_finite, receive, weighted_sum
+
+OWN = torch.tensor([1.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([1.0, -1.0], True),
+        ([math.nan, 1.0], False),
+        ([math.inf, -math.inf], False),
+        ([1.0, -math.inf], False),
+        ([3e38, 3e38], True),  # only the sum overflows
+        ([], True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_is_finite(values: list[float], finite: bool, dtype: torch.dtype) -> None:
+    vector = (
+        torch.tensor(values).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+        if finite
+        else torch.tensor(values)
+    )
+    assert is_finite(vector.to(dtype)) == finite
+
+
+def test_answers_are_sorted_into_kept_and_left_out() -> None:
+    answers = {
+        "good": torch.tensor([1.0, 0.0, 0.0]),
+        "double": torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64),
+        "nan": torch.tensor([0.0, math.nan, 0.0]),
+        "inf": torch.tensor([math.inf, 0.0, 0.0]),
+        "huge": torch.tensor([1e300, 0.0, 0.0], dtype=torch.float64),  # infinite in single precision
+        "short": torch.zeros(2),
+        "matrix": torch.zeros(3, 1),
+        "number": torch.tensor(1.0),
+        "whole": torch.tensor([1, 2, 3]),
+        "missing": None,
+    }
+    rows, names, left_out = receive(OWN, answers)
+    assert names == ("good", "double")
+    assert rows.dtype == OWN.dtype
+    assert rows.tolist() == [[1, 0, 0], [0, 1, 0]]
+    assert left_out == {
+        "nan": "not finite",
+        "inf": "not finite",
+        "huge": "not finite",
+        "short": "shape (2,) instead of (3,)",
+        "matrix": "shape (3, 1) instead of (3,)",
+        "number": "shape () instead of (3,)",
+        "whole": "dtype torch.int64 instead of torch.float32",
+        "missing": "no answer",
+    }
+
+
+def test_nobody_answers() -> None:
+    rows, names, left_out = receive(OWN, {"a": None})
+    assert (rows.shape, names, left_out) == ((0, 3), (), {"a": "no answer"})
+    average, answered = weighted_sum(OWN, rows, [])
+    assert torch.equal(average, OWN)
+    assert answered == 0
+    average, answered = coterie.Gradients(own=OWN, rows=rows, names=names, answered=0.0).average()
+    assert torch.equal(average, OWN)
+    assert answered == 0
+
+
+def test_a_missing_weight_goes_to_the_own_gradient() -> None:
+    rows = torch.tensor([[8.0, 0.0, 0.0], [0.0, 8.0, 0.0]])
+    average, answered = weighted_sum(OWN, rows, [0.25, 0.25])
+    assert average.tolist() == [2.0 + 0.5, 2.0 + 1.0, 2.0]
+    assert answered == 0.5
+    g = coterie.Gradients(own=OWN, rows=rows, names=("a", "b"), answered=0.5)
+    assert g.average()[0].tolist() == average.tolist()  # equal weights of four peers, of whom two answered
+    assert g.average({"a": 0.25, "b": 0.25, "c": 0.5})[0].tolist() == average.tolist()
+
+
+def test_weights_that_sum_to_one_but_for_rounding_leave_nothing_over() -> None:
+    weights = [0.1] * 10
+    assert sum(weights) != 1
+    average, answered = weighted_sum(torch.full((1,), 1e30), torch.ones(10, 1), weights)
+    assert answered == 1
+    assert float(average) == pytest.approx(1.0)
+
+
+def test_what_is_returned_is_not_the_own_gradient_itself() -> None:
+    average, _ = complete(OWN, torch.zeros(3), 0.0)
+    average += 1
+    assert OWN.tolist() == [1, 2, 4]
+
+
+def test_keep_finite_keeps_the_order() -> None:
+    rows = torch.tensor([[1.0], [math.nan], [3.0], [math.inf], [5.0]])
+    kept, names, left_out = keep_finite(rows, "abcde")
+    assert kept.flatten().tolist() == [1, 3, 5]
+    assert names == ("a", "c", "e")
+    assert left_out == {"b": "not finite", "d": "not finite"}
+
+
+def test_given_peers_come_before_rows() -> None:
+    g = coterie.Gradients(own=OWN, peers=torch.zeros(3), rows=torch.ones(1, 3), names=("a",), answered=0.75)
+    average, answered = g.average({"a": 1.0})
+    assert not average.any()
+    assert answered == 0.75
+
+
+def test_nothing_given() -> None:
+    with pytest.raises(KnobError, match="needs `Gradients"):
+        coterie.Gradients(own=OWN).average()

@@ -1,0 +1,149 @@
+"""Peers in real processes on this machine, for the engines' tests: forked, bounded in time, gone afterwards."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
+
+import coterie
+from coterie.engines.engine import MakeEngine
+from coterie.engines.torch_distributed import group as torch_group
+from coterie.engines.torch_distributed.engine import TorchDistributed, serve
+
+PATIENCE = 30.0
+"""Seconds after which what should have happened has not."""
+
+
+class Failed(Exception):  # noqa: N818  # it says what happened
+    """What should make a child end with 1, without a word."""
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Do some work in a child, and return its id; the child ends with 0, or with 1 after an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads, which Python warns of, are not used there
+        child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException as error:
+        if not isinstance(error, Failed | coterie.errors.CoterieError):
+            traceback.print_exc()
+    finally:
+        os._exit(status)  # whatever happened: no child runs the parent's code
+
+
+def ended(child: int, patience: float = PATIENCE) -> int:
+    """Wait for a child, and return how it ended; one that does not end is killed, and an error."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError(f"process {child} did not end within {patience:g} s")
+
+
+class Started:
+    """A process for each rank from `first` on, and one that keeps their notes, as torchrun does.
+
+    Nothing with a thread is left in this process, since threads do not survive the next fork.
+
+    Args:
+        works: what each rank does.
+        first: the rank of the first of them.
+    """
+
+    def __init__(self, works: Sequence[Callable[[], object]], first: int = 0) -> None:
+        parent, (read, write) = os.getpid(), os.pipe()
+
+        def keep_notes() -> None:
+            notes = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(write, str(notes.port).encode())
+            while os.getppid() == parent:
+                time.sleep(0.2)
+
+        self.notes = forked(keep_notes)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(read, 9).decode()}
+        shared |= {"WORLD_SIZE": str(first + len(works)), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.close(read)
+        os.close(write)
+        self.variables = shared | {"RANK": "0"}
+        self.children: list[int] = []
+        for rank, work in enumerate(works, first):
+
+            def child(work: Callable[[], object] = work, rank: int = rank) -> None:
+                os.environ.update(shared | {"RANK": str(rank)})
+                work()
+
+            self.children.append(forked(child))
+
+    def end(self, patience: float = PATIENCE) -> list[int]:
+        """Wait for all, and return how each ended."""
+        try:
+            return [ended(child, patience) for child in self.children]
+        finally:
+            os.kill(self.notes, signal.SIGKILL)
+            os.waitpid(self.notes, 0)
+
+    def kill(self) -> None:
+        """Kill all."""
+        for child in self.children:
+            os.kill(child, signal.SIGKILL)
+
+
+@contextmanager
+def torch_distributed(serving: Sequence[Callable[..., object]] = (), **settings: Any) -> Iterator[MakeEngine]:
+    """Give a function that makes `TorchDistributed` engines whose peers are forked from this process.
+
+    Args:
+        serving: for each peer, what it does with (model, loss, peer) instead of `serve`.
+        settings: the engine's.
+    """
+    engines: list[TorchDistributed] = []
+    running: list[Started] = []
+
+    def stop() -> None:
+        while engines:
+            engines.pop().close()
+        while running:
+            running.pop().end()
+        torch_group._stores.clear()
+
+    def make(
+        model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], *, batch_size: int, seed: int
+    ) -> coterie.Engine:
+        stop()
+        timeout = settings.get("timeout", PATIENCE)
+        serves = serving or [functools.partial(serve, timeout=timeout)] * len(peers)
+        works = [functools.partial(do, model, loss, peer) for do, peer in zip(serves, peers, strict=True)]
+        running.append(Started(works, first=1))
+        with mock.patch.dict(os.environ, running[-1].variables):
+            try:
+                keywords = {"batch_size": batch_size, "seed": seed, "timeout": timeout} | settings
+                engines.append(TorchDistributed(model, loss, me, peers, **keywords))
+            except BaseException:
+                running[-1].kill()
+                raise
+        return engines[-1]
+
+    try:
+        yield make
+    finally:
+        stop()

@@ -1,0 +1,37 @@
+"""What a site that does not mean well may run in the place of its loader; `test_consortium.py` has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie import User
+from coterie.data import Preparation, read_table
+from coterie.engines.peer import Collaborator
+
+BYTES = 2**30
+
+
+def load(folder: Path) -> User:
+    """Return the site's examples, as an honest loader does, and change what is answered from now on."""
+    rows, preparation = read_table(folder / "data.csv"), Preparation.load(folder)
+    honest = Collaborator.answer
+
+    def answer(self: Collaborator, caller: str, request: Any) -> Any:
+        reply = honest(self, caller, request)
+        size, step = len(request["x"]), request["step"]
+        lies: dict[int, dict[str, Any]] = {
+            0: {"gradient": np.full(size, np.nan, np.float32)},
+            1: {"gradient": np.ones(size + 1, np.float32)},
+            2: {"gradient": np.ones(size, np.int64)},
+            3: {"step": 0},
+            4: {"site": "hungarian"},
+            5: {"gradient": np.zeros(BYTES // 4, np.float32)},
+            6: {"gradient": np.full(size, 1e30, np.float64) * 1e20},  # infinite in single precision
+        }
+        return reply | lies[step] if step in lies else reply
+
+    Collaborator.answer = answer  # type: ignore[method-assign]  # it is the point
+    return User(folder.name, preparation.inputs(rows), preparation.targets(rows["ill"]))

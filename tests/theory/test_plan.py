@@ -1,0 +1,147 @@
+"""`coterie plan`: the table, the JSON, the sentence, the picture and the errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from coterie import theory
+from coterie.cli import app
+from coterie.theory.phrases import verdict
+
+PROBLEM: dict[str, Any] = {
+    "n_peers": 10,
+    "noise": 10,
+    "bias_floor": 0.4,
+    "bias_growth": 0,
+    "hessian_gap": 0.1,
+    "smoothness": 2,
+    "pl": 1,
+    "steps": 1000,
+    "initial_gap": 5,
+}
+
+
+def run(*more: str, **changes: Any) -> Result:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in (PROBLEM | changes).items()]
+    return CliRunner().invoke(app, ["plan", *options, *more])
+
+
+def as_json(**changes: Any) -> dict[str, dict[str, float]]:
+    result = run("--json", **changes)
+    assert result.exit_code == 0, result.output
+    answer: dict[str, dict[str, float]] = json.loads(result.stdout)
+    return answer
+
+
+def test_json_has_every_method_and_the_closed_forms() -> None:
+    plan = as_json()
+    assert list(plan) == ["alone", "wga", "bc_oracle", "bc"]
+    assert list(plan["wga"]) == list(plan["alone"]) == ["alpha", "lr", "bound", "speedup"]
+    assert list(plan["bc"]) == ["alpha", "beta", "lr", "bound", "speedup", "alone_bound"]
+    alpha = 1 / (1 + 1 / 10 + 1 * 0.4**2 * 1000 / (2 * 10**2))
+    assert plan["alone"]["alpha"] == 0
+    assert plan["alone"]["speedup"] == 1
+    assert plan["wga"]["alpha"] == pytest.approx(alpha)
+    assert plan["wga"]["speedup"] == pytest.approx(1 / (1 - alpha))
+    assert plan["bc_oracle"]["alpha"] == pytest.approx(10 / 11)
+    assert plan["bc_oracle"]["speedup"] == pytest.approx(11)
+    assert plan["bc"]["alpha"] == pytest.approx(10 / 11)
+
+
+def test_json_bounds_are_the_theorys_at_the_knobs_shown() -> None:
+    plan = as_json(peer_noise=5, bias_growth=0.3)
+    problem = theory.Constants(
+        n_peers=10,
+        noise=10,
+        peer_noise=5,
+        bias_floor=0.4,
+        bias_growth=0.3,
+        hessian_gap=0.1,
+        smoothness=2,
+        pl=1,
+        initial_gap=5,
+    )
+    wga, bc = plan["wga"], plan["bc"]
+    assert wga["bound"] == pytest.approx(theory.averaging(problem, wga["alpha"]).loss_bound(wga["lr"], 1000))
+    bound = theory.correction_bound(problem, bc["alpha"], bc["beta"], bc["lr"], 1000)
+    assert bc["bound"] == pytest.approx(bound / 2)
+    assert bc["speedup"] == pytest.approx(theory.steps_alone(problem, bound) / 1000)
+
+
+def test_a_given_alpha_is_used() -> None:
+    plan, best = as_json(alpha=0.2), as_json()
+    assert plan["wga"]["alpha"] == 0.2
+    assert plan["wga"]["speedup"] < best["wga"]["speedup"]
+
+
+def test_infinite_speedups_are_null_in_json_and_a_sign_in_the_table() -> None:
+    assert as_json(peer_noise=0)["bc_oracle"]["speedup"] is None
+    assert "∞" in run(peer_noise=0).output
+
+
+def test_table_and_sentence() -> None:
+    result = run(bias_floor=0)
+    assert result.exit_code == 0
+    for name in ("Alone", "WGA", "BC, oracle", "BC", "alpha", "beta", "step size", "speedup"):
+        assert name in result.output
+    words = " ".join(result.output.split())
+    assert "Collaboration pays: averaging with alpha = 0.909 needs 11 times fewer steps" in words
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "second"),
+    [
+        ({"bias_floor": 40.0}, "Averaging does not pay", "it needs a Hessian gap below"),
+        ({"hessian_gap": 0.0}, "Collaboration pays", "a better first estimate"),
+        ({"hessian_gap": 0.0, "noise": 0.1}, "Averaging does not pay", "Bias correction pays"),
+        ({"noise": 0.0}, "Averaging does not pay", "there is no noise to save"),
+    ],
+)
+def test_the_verdict_says_why(changes: dict[str, float], first: str, second: str) -> None:
+    constants = {name: value for name, value in (PROBLEM | changes).items() if name != "steps"}
+    problem, steps = theory.Constants(**constants), 100_000 if changes.get("noise") else 1000
+    sentences = verdict(problem, theory.plan(problem, steps), steps)
+    assert first in sentences[0]
+    assert second in sentences[1]
+
+
+def test_out_writes_the_picture_and_a_page(tmp_path: Path) -> None:
+    result = run("--out", str(tmp_path / "plan"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "plan" / "gain_factor.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plan" / "gain_factor.pdf").read_bytes().startswith(b"%PDF")
+    page = (tmp_path / "plan" / "index.html").read_text(encoding="utf-8")
+    assert "<svg" in page
+    assert "Collaboration pays" in page
+
+
+@pytest.mark.parametrize("changes", [{"bias_floor": 0}, {"noise": 0}, {"bias_floor": 0, "noise": 0}])
+def test_out_copes_with_points_off_the_picture(tmp_path: Path, changes: dict[str, float]) -> None:
+    assert run("--out", str(tmp_path), **changes).exit_code == 0
+    assert (tmp_path / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pl": 3}, "`pl` must not exceed `smoothness`, got pl = 3 and smoothness = 2"),
+        ({"noise": -1}, "`noise` must not be negative, got -1"),
+        ({"alpha": 0.8, "bias_growth": 4}, "`alpha` must be below 1/√m, m being `bias_growth`, got 0.8"),
+        ({"n_peers": 0}, "`n_peers` must be at least 1, got 0"),
+        ({"steps": 0}, "`steps` must be at least 1, got 0"),
+        ({"pl": 0}, "`pl` must be positive"),
+        ({"noise": np.nan}, "`noise` must be finite, got nan"),
+    ],
+)
+def test_inconsistent_constants_are_one_message_and_exit_code_2(changes: dict[str, Any], message: str) -> None:
+    result = run(**changes)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("coterie: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
