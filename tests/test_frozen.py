@@ -1,4 +1,4 @@
-"""What the library computes stays as it was, to the bit: see `support.frozen_cases` and `support.frozen`."""
+"""What the library computes stays as it was, to the bit: see `tests.support.frozen_cases` and `tests.support.frozen`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from support import frozen
+from tests.support import frozen
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Digests of the frozen cases: written, and compared with what the library gives now.
 
-    PYTHONPATH=tests python -m support.frozen --compare [PART OF A NAME ...]
-    PYTHONPATH=tests python -m support.frozen --write [PART OF A NAME ...]
+    python -m tests.support.frozen --compare [PART OF A NAME ...]
+    python -m tests.support.frozen --write [PART OF A NAME ...]
 
 Where this machine computes as the one that wrote `tests/frozen.json`, which `machine` tells, every bit must agree;
 elsewhere the rounded values must, to `TOLERANCE`.
@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 import scipy
 import torch
+from tests.support.frozen_cases import CASES, DRAWS, Parts
 from torch import Tensor
 from torch.nn import functional as f
-
-from support.frozen_cases import CASES, DRAWS, Parts
 
 PATH = Path(__file__).parents[1] / "frozen.json"
 TOLERANCE = 1e-3

@@ -1,6 +1,6 @@
 """Runs whose numbers are frozen: every rule, engine, method, model and way to train, each small.
 
-`CASES` has them by name. What each gives is compared, bit by bit, with `tests/frozen.json`; see `support.frozen`.
+`CASES` has them by name. What each gives is compared, bit by bit, with `tests/frozen.json`; see `tests.support.frozen`.
 Names of the library may change and numbers may not: all that is known of its names stands in the first section,
 and only that section may be edited when they change.
 """
@@ -33,22 +33,25 @@ Parts: TypeAlias = dict[str, dict[str, Tensor]]
 # ---------------------------------------------------------------------------------------------------------------
 # The library's names. Edit this section, and nothing below it, when they change.
 
+from tests.support import processes  # noqa: E402
+
 import coterie  # noqa: E402  # this section stands by itself
-import processes  # noqa: E402
-from coterie import attacks, methods, pools, similarity, tabular  # noqa: E402
+from coterie import aggregators, attacks, methods  # noqa: E402
 from coterie.data import from_table  # noqa: E402
-from coterie.engines.flare import Flare  # noqa: E402
-from coterie.engines.passing import Passing  # noqa: E402
+from coterie.engines.flare.engine import Flare  # noqa: E402
+from coterie.engines.in_process.forward_options import ForwardOptions  # noqa: E402
+from coterie.engines.peer import Collaborator, Collaborators  # noqa: E402
 from coterie.errors import GradientError  # noqa: E402
-from coterie.federation.collaborator import Collaborator, Collaborators  # noqa: E402
-from coterie.quadratic import NoisyQuadratic, Quadratic  # noqa: E402
-from coterie.streams import StreamAveraging  # noqa: E402
+from coterie.rules import similarity  # noqa: E402
+from coterie.rules.streams import StreamAveraging  # noqa: E402
+from coterie.tables import tabular  # noqa: E402
+from coterie.theory.quadratic import NoisyQuadratic, Quadratic  # noqa: E402
 
 THINGS: dict[str, Callable[..., Any]] = {
     "user": coterie.User,
     "dataset user": coterie.User.from_dataset,
     "stream": coterie.User.stream,
-    "passing": Passing,
+    "passing": ForwardOptions,
     # rules
     "alone": coterie.Alone,
     "averaging": coterie.WeightedAveraging,
@@ -64,15 +67,15 @@ THINGS: dict[str, Callable[..., Any]] = {
     "mirror": similarity.MirrorDescent,
     "first order": similarity.FirstOrder,
     # robust aggregators
-    "mean": pools.Mean,
-    "median": pools.CoordinateMedian,
-    "trimmed": pools.TrimmedMean,
-    "geometric": pools.GeometricMedian,
-    "krum": pools.Krum,
-    "multi-krum": pools.MultiKrum,
-    "clipping": pools.CentredClipping,
-    "mixing": pools.NearestNeighbourMixing,
-    "bucketing": pools.Bucketing,
+    "mean": aggregators.Mean,
+    "median": aggregators.CoordinateMedian,
+    "trimmed": aggregators.TrimmedMean,
+    "geometric": aggregators.GeometricMedian,
+    "krum": aggregators.Krum,
+    "multi-krum": aggregators.MultiKrum,
+    "clipping": aggregators.CentredClipping,
+    "mixing": aggregators.NearestNeighbourMixing,
+    "bucketing": aggregators.Bucketing,
     # attacks
     "scaled": attacks.Scaled,
     "sign flip": attacks.sign_flip,
@@ -101,7 +104,7 @@ THINGS: dict[str, Callable[..., Any]] = {
     "Waffle": methods.Waffle,
     "averaging weights": methods.averaging_weights,
 }
-KEYWORDS: dict[str, str] = {}
+KEYWORDS: dict[str, str] = {"pool": "aggregator", "passing": "forward_options", "f": "n_byzantine"}
 """Keywords of things and of training that have another name now: "pool" or "FedAvg.pool" → the name now."""
 RENAMED: dict[str, str] = {}
 """Keys of points, configurations, ends and states that have another name now: "sent" or "costs.sent" (the path by

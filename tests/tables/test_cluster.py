@@ -114,6 +114,6 @@ def test_code_that_user_0_names_must_be_allowed(visits: pd.DataFrame, tmp_path: 
     follow = ["worker", *data, "--user-column", "hospital", "--name", "Basel"]
     statuses, logs = together([lead, follow], tmp_path)
     assert statuses == [1, 1]
-    assert "user 0 uses the model 'coterie.models:mlp', which is code" in logs[1]
+    assert "user 0 uses the model 'coterie.tables.models:mlp', which is code" in logs[1]
     statuses, logs = together([lead, [*follow, "--model", "coterie.tables.models:mlp"]], tmp_path)
     assert statuses == [0, 0], logs

@@ -15,7 +15,7 @@ def side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
     On a CPU there is one stream, and nothing to wait for.
 
     Example:
-        >>> with beside(torch.device("cpu")) as join:
+        >>> with side_stream(torch.device("cpu")) as join:
         ...     total = torch.ones(3).sum()
         >>> join()
         >>> total

@@ -1,1 +1,0 @@
-"""What tests share that is no test."""
