@@ -1,4 +1,4 @@
-"""What the library computes stays as it was, to the bit: see `tests.support.frozen_cases` and `tests.support.frozen`."""
+"""What the library computes stays as it was, to the bit; see `tests.support.frozen`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs whose numbers are frozen: every rule, engine, method, model and way to train, each small.
 
-`CASES` has them by name. What each gives is compared, bit by bit, with `tests/frozen.json`; see `tests.support.frozen`.
+`CASES` has them by name. What each gives is compared, bit by bit, with `tests/frozen.json` (`support.frozen`).
 Names of the library may change and numbers may not: all that is known of its names stands in the first section,
 and only that section may be edited when they change.
 """
