@@ -31,7 +31,7 @@ from coterie.methods import (
     averaging_weights,
     data_interpolation,
 )
-from coterie.methods.l2gd import heads_in_a_row
+from coterie.methods.personal.l2gd import heads_in_a_row
 from coterie.recording.costs import Costs
 from coterie.users.sampling import uniform
 

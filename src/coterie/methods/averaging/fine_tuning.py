@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
-from coterie.methods.fedavg import FedAvg
 from coterie.methods.local import local_steps
 from coterie.methods.rounds import Method
 from coterie.rules.knobs import check_count
