@@ -20,10 +20,11 @@ import torch
 import coterie
 from coterie.benchmark.models import MODELS
 from coterie.benchmark.sets import SETS, candidates, load, task_of
+from coterie.choosing import Chooser
 from coterie.evaluation.evaluate import errors
 from coterie.users.sampling import seeded
 
-RULES: dict[str, coterie.Rule] = {
+RULES: dict[str, coterie.Rule | Chooser] = {
     "alone": coterie.Alone(),
     **{f"alpha {alpha:g}": coterie.WeightedAveraging(alpha) for alpha in (0.1, 0.3, 0.6, 0.9)},
     "adaptive": coterie.AdaptiveAveraging(),

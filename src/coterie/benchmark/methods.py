@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from coterie import aggregators
-from coterie.choosing.adaptive import AdaptiveAveraging
+from coterie.choosing import AdaptiveAveraging, Chooser
 from coterie.data import Task
 from coterie.methods import (
     APFL,
@@ -43,7 +43,7 @@ BUDGET = 12
 """How many settings, step sizes included, a method may try and choose from by validation: the same for all."""
 
 Steps: TypeAlias = Literal["constant", "decreasing"]
-Making: TypeAlias = Callable[[Task, int], Rule | Method]
+Making: TypeAlias = Callable[[Task, int], Rule | Chooser | Method]
 """From the task, and the gradients that user 0 may compute, to a rule or a method of `coterie.methods`."""
 
 
@@ -82,8 +82,8 @@ def pooled(task: Task, steps: int) -> Rule:
     return WeightedAveraging.pooled(task.me, task.peers)
 
 
-def adaptive(task: Task, steps: int) -> Rule:
-    """Return the rule that finds its weights from the own examples."""
+def adaptive(task: Task, steps: int) -> Chooser:
+    """Return what finds the weights from the own examples."""
     return AdaptiveAveraging()
 
 

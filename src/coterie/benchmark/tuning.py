@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from coterie.benchmark.methods import RATES, Making, Way
 from coterie.benchmark.sets import SetTask
-from coterie.choosing.adaptive import Undecided
+from coterie.choosing import chooser_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import errors, evaluate
@@ -98,7 +98,7 @@ class Tuning:
         self.me = copy.copy(task.me)
         self.me.test = None  # the trials see neither the test examples nor a result on them
         self._trials: dict[tuple[Way, float], Trial] = {}
-        self._settled: dict[Making, tuple[Rule, float]] = {}
+        self._chosen: dict[Making, tuple[Rule, float]] = {}
         self._falling = partial(_falling, steps=steps)
 
     def outcome(self, ways: Sequence[Way]) -> Outcome:
@@ -119,7 +119,7 @@ class Tuning:
             setting=f"{best.way.name}, lr {best.lr:g}",
             settings=len(trials),
             wrong_weight=best.wrong_weight,
-            seconds=sum(trial.seconds for trial in trials) + self._settled.get(best.way.rule, (None, 0.0))[1],
+            seconds=sum(trial.seconds for trial in trials) + self._chosen.get(best.way.rule, (None, 0.0))[1],
         )
 
     def prepare(self, ways: Sequence[Way]) -> None:
@@ -222,9 +222,10 @@ class Tuning:
     def _rule(self, way: Way) -> Rule | Method:
         """Return the rule of a way; one that has to see the data first does so once, at the smallest step size."""
         rule = way.rule(self.task, self.steps)
-        if not isinstance(rule, Undecided) or not rule.undecided:
-            return rule
-        if way.rule not in self._settled:
+        chooser = chooser_for(rule)
+        if isinstance(rule, Method) or chooser is None:
+            return cast("Rule", rule)
+        if way.rule not in self._chosen:
             began, model = time.process_time(), copy.deepcopy(self.model)
             optimizer = Adam(model.parameters(), lr=min(RATES))
             problem = Problem(
@@ -238,9 +239,9 @@ class Tuning:
                 seed=self.seed,
             )
             engine = InProcess(model, self.loss, self.me, problem.peers, batch_size=self.batch_size, seed=self.seed)
-            settled = rule.settled(rule.settle(problem, engine, progress=False))
-            self._settled[way.rule] = settled, time.process_time() - began
-        return self._settled[way.rule][0]
+            choice = chooser.choose(problem, engine, progress=False)
+            self._chosen[way.rule] = choice.rule, time.process_time() - began
+        return self._chosen[way.rule][0]
 
     def _wrong_weight(self, rule: Rule | Method, run: Run) -> float | None:
         names = [peer.name for peer in self.task.peers]

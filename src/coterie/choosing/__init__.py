@@ -1,1 +1,7 @@
 """Whom to listen to and how much, chosen from the data before the first step."""
+
+from coterie.choosing.adaptive import AdaptiveAveraging
+from coterie.choosing.auto import chooser_for
+from coterie.choosing.chooser import Choice, Chooser
+
+__all__ = ["AdaptiveAveraging", "Choice", "Chooser", "chooser_for"]

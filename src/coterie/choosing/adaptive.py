@@ -12,39 +12,21 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from coterie.choosing.chooser import Choice
 from coterie.choosing.cross_fitting import Array, cross_validate, split, whom
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import KnobError
-from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters
 from coterie.learners.side_by_side import why_one_by_one
 from coterie.learners.spec import Problem
-from coterie.rules.rules import Alone, Rule, State, WeightedAveraging
+from coterie.rules.knobs import weights_over
+from coterie.rules.rules import Alone, Rule, WeightedAveraging
 from coterie.rules.streams import StreamAveraging
-
-
-@runtime_checkable
-class Undecided(Rule, Protocol):
-    """A rule that may have to see the data before it can say how gradients become a direction."""
-
-    @property
-    def undecided(self) -> bool:
-        """Whether it has to."""
-
-    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
-        """Return a choice, as plain data that a record and a checkpoint can hold.
-
-        Where it took measuring, `estimates` are the constants found; see `coterie.choosing.estimates`.
-        """
-
-    def settled(self, choice: Mapping[str, Any]) -> Rule:
-        """Return the rule that a choice stands for."""
 
 
 @dataclass(frozen=True)
@@ -122,42 +104,27 @@ class AdaptiveAveraging:
 
     budget: float | None = None
 
-    needs_rows: ClassVar[bool] = False
-    undecided: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if self.budget is not None and not self.budget >= PLANS[-1].cost:
             raise KnobError(f"`budget` must be at least {PLANS[-1].cost} runs, got {self.budget!r}")
 
-    def weights(self, names: Sequence[str]) -> dict[str, float]:
-        """Return equal weights, which is where choosing starts."""
-        return WeightedAveraging(1.0).weights(names)
+    def choose(self, spec: Problem, engine: Engine, progress: bool | None = None) -> Choice:
+        """Choose α and τ; see `Chooser`. The users must be in this process.
 
-    def init(self, x: Tensor) -> State:
-        """Say that a choice must be made first."""
-        raise KnobError(
-            "`AdaptiveAveraging` chooses its weights before the first step, as `coterie.train` lets it; in a loop "
-            "of your own use `rule.settled(rule.settle(problem, engine))`"
-        )
-
-    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
-        """Say that a choice must be made first."""
-        return g.own, self.init(g.own)
-
-    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
-        """Choose α and τ, and return the choice with its account, as plain data.
-
-        Args:
-            problem: what is to be trained.
-            engine: where its gradients come from, in this process.
-            progress: show a progress bar; None: when standard error is a terminal.
-
-        Returns:
-            `alpha` and `tau`; `candidates`, each with its cross-validated `loss`, the `difference` to Alone and the
-            paired standard `error` of that; `own_weight` and `weights`, κ at `steps`; `sentence`, to read.
+        The account holds `alpha` and `tau`; `candidates`, each with its cross-validated `loss`, the `difference` to
+        Alone and the paired standard `error` of that; `own_weight` and `weights`, κ at `steps`; and `sentence`.
         """
         if not isinstance(engine, InProcess):
-            raise KnobError("`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`")
+            raise KnobError(
+                "`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`, or a rule with "
+                "its weights set, such as `WeightedAveraging`"
+            )
+        weights_over(None, engine.names)  # refuses a run without peers
+        account = self._account(spec, progress)
+        return Choice(self.rule_from(account), account)
+
+    def _account(self, problem: Problem, progress: bool | None) -> dict[str, Any]:
+        """Return the choice with its account, as plain data."""
         if problem.me.is_stream:
             return {
                 "regime": "stream: weights from the bias Gram matrix, anew as the run goes",
@@ -198,11 +165,11 @@ class AdaptiveAveraging:
         }
         return choice | {"sentence": _sentence(choice, account[best])}
 
-    def settled(self, choice: Mapping[str, Any]) -> Rule:
-        """Return the rule that a choice stands for."""
-        if "horizon" in choice:
-            return StreamAveraging(choice["horizon"])
-        return WeightedAveraging(choice["alpha"], choice["tau"]) if choice["alpha"] else Alone()
+    def rule_from(self, account: Mapping[str, Any]) -> Rule:
+        """Return the rule that an account stands for."""
+        if "horizon" in account:
+            return StreamAveraging(account["horizon"])
+        return WeightedAveraging(account["alpha"], account["tau"]) if account["alpha"] else Alone()
 
 
 @dataclass(frozen=True, eq=False)

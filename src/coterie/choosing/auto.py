@@ -3,67 +3,129 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.optim import SGD, Optimizer
 
 from coterie import theory
+from coterie.choosing.chooser import Choice, Chooser
 from coterie.choosing.estimates import Estimates, before_training
-from coterie.errors import DataError
+from coterie.engines.engine import Engine
+from coterie.errors import DataError, KnobError
+from coterie.learners.spec import Problem
+from coterie.rules.knobs import value_at
+from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 
-if TYPE_CHECKING:
-    from coterie.engines.engine import Engine
-    from coterie.learners.spec import Problem
-
-
-def averaging(problem: Problem, engine: Engine, tau: Mapping[str, float] | None) -> dict[str, Any]:
-    """Choose α of weighted averaging, and τ where it is None, by `theory.best_averaging`."""
-    try:
-        found = before_training(engine, problem)
-    except DataError as error:
-        return _nothing(error)
-    names, peers = list(found.peers), found.constants(problem.steps)
-    alpha, weights, _ = theory.best_averaging(peers, problem.steps, _over(names, tau))
-    gain = float(theory.averaging_speedup(peers.constants(weights), problem.steps, alpha))
-    return _choice(found, {"alpha": alpha}, weights, gain)
+Array: TypeAlias = NDArray[np.float64]
 
 
-def correction(
-    problem: Problem,
-    engine: Engine,
-    tau: Mapping[str, float] | None,
-    *,
-    alpha: float | None,
-    beta: float | None,
-    warm_up: bool,
-) -> dict[str, Any]:
-    """Choose the knobs of bias correction that are None by `theory.best_corrected_peers`.
+def chooser_for(rule: object) -> Chooser | None:
+    """Return what must choose before the first step; None for a rule whose knobs are all set.
+
+    Example:
+        >>> chooser_for(WeightedAveraging("auto"))
+        AutoAveraging(rule=WeightedAveraging(alpha='auto', tau=None, aggregator=None))
+        >>> chooser_for(WeightedAveraging(0.5)) is None
+        True
+    """
+    if isinstance(rule, Chooser):
+        return rule
+    if isinstance(rule, WeightedAveraging) and rule.alpha == "auto":
+        return AutoAveraging(rule)
+    if isinstance(rule, BiasCorrection) and "auto" in (rule.alpha, rule.beta):
+        return AutoCorrection(rule)
+    return None
+
+
+@dataclass(frozen=True)
+class AutoAveraging:
+    """Choose α of weighted averaging, and τ where it is None, by `theory.best_averaging`.
 
     Args:
-        problem: what is to be trained; the step size of SGD is η, any other optimizer's is of another kind.
-        engine: where the gradients come from.
-        tau: τ; the peers of small δ_k, equally, when None.
-        alpha: α.
-        beta: β.
-        warm_up: whether c_t is at first the mean of the biases seen, and its start costs nothing that β could save.
+        rule: the rule whose `alpha` is "auto".
     """
-    try:
-        found = before_training(engine, problem)
-    except DataError as error:
-        return _nothing(error)
-    names, peers = list(found.peers), found.constants(problem.steps)
-    weights, knobs = theory.best_corrected_peers(
-        peers,
-        problem.steps,
-        alpha=alpha,
-        lr=_rate(problem.optimizer),
-        tau=_over(names, tau),
-        initial_error=0.0 if warm_up else None,
-    )
-    gain = float(theory.steps_alone(peers.constants(weights), knobs.bound)) / problem.steps
-    chosen = {"alpha": float(knobs.alpha), "beta": float(knobs.beta) if beta is None else beta}
-    return _choice(found, chosen, weights, gain)
+
+    rule: WeightedAveraging
+
+    def choose(self, spec: Problem, engine: Engine, progress: bool | None = None) -> Choice:
+        """Measure the constants, and choose by them; see `Chooser`."""
+        _check_rows(self.rule, engine)
+        try:
+            measured = before_training(engine, spec)
+        except DataError as error:
+            return _nothing(error)
+        names, peers = list(measured.peers), measured.constants(spec.steps)
+        alpha, weights, _ = theory.best_averaging(peers, spec.steps, _over(names, self.rule.tau))
+        gain = float(theory.averaging_speedup(peers.constants(weights), spec.steps, alpha))
+        account = _account(measured, {"alpha": alpha}, weights, gain)
+        return Choice(self.rule_from(account), account, measured)
+
+    def rule_from(self, account: Mapping[str, Any]) -> Rule:
+        """Return the rule that an account stands for."""
+        tau = None if self.rule.aggregator else account["tau"]
+        return replace(self.rule, alpha=account["alpha"], tau=tau) if account["alpha"] else Alone()
+
+
+@dataclass(frozen=True)
+class AutoCorrection:
+    """Choose the knobs of bias correction that are "auto", and τ where it is None.
+
+    The choice is that of `theory.best_corrected_peers`: for τ = None the peers of small δ_k, equally. The step size
+    of SGD is η; any other optimizer's is of another kind. With `warm_up`, c_t is at first the mean of the biases
+    seen, so its start costs nothing that β could save.
+
+    Args:
+        rule: the rule whose `alpha` or `beta` is "auto".
+    """
+
+    rule: BiasCorrection
+
+    def choose(self, spec: Problem, engine: Engine, progress: bool | None = None) -> Choice:
+        """Measure the constants, and choose by them; see `Chooser`."""
+        _check_rows(self.rule, engine)
+        try:
+            measured = before_training(engine, spec)
+        except DataError as error:
+            return _nothing(error)
+        alpha, beta = (
+            None if knob == "auto" else value_at(name, knob, 0)
+            for name, knob in (("alpha", self.rule.alpha), ("beta", self.rule.beta))
+        )
+        names, peers = list(measured.peers), measured.constants(spec.steps)
+        weights, knobs = theory.best_corrected_peers(
+            peers,
+            spec.steps,
+            alpha=alpha,
+            lr=_rate(spec.optimizer),
+            tau=_over(names, self.rule.tau),
+            initial_error=0.0 if self.rule.warm_up else None,
+        )
+        gain = float(theory.steps_alone(peers.constants(weights), knobs.bound)) / spec.steps
+        chosen = {"alpha": float(knobs.alpha), "beta": float(knobs.beta) if beta is None else beta}
+        account = _account(measured, chosen, weights, gain)
+        return Choice(self.rule_from(account), account, measured)
+
+    def rule_from(self, account: Mapping[str, Any]) -> Rule:
+        """Return the rule that an account stands for."""
+        if not account["tau"]:
+            return Alone()
+        return replace(
+            self.rule,
+            alpha=account["alpha"] if self.rule.alpha == "auto" else self.rule.alpha,
+            beta=account["beta"] if self.rule.beta == "auto" else self.rule.beta,
+            tau=None if self.rule.aggregator else account["tau"],
+        )
+
+
+def _check_rows(rule: Rule, engine: Engine) -> None:
+    if not engine.gives_rows:
+        raise KnobError(
+            f"`{type(rule).__name__}` needs every peer's gradient to choose its knobs, but this engine gives their "
+            "weighted sum alone; set its knobs to numbers, or let the peers give rows"
+        )
 
 
 def _rate(optimizer: Optimizer) -> float | None:
@@ -72,7 +134,7 @@ def _rate(optimizer: Optimizer) -> float | None:
     return float(max(rates)) if isinstance(optimizer, SGD) and max(rates) > 0 else None
 
 
-def _over(names: Sequence[str], tau: Mapping[str, float] | None) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+def _over(names: Sequence[str], tau: Mapping[str, float] | None) -> Array | None:
     """Return τ over the peers that could be measured."""
     if tau is None:
         return None
@@ -82,21 +144,20 @@ def _over(names: Sequence[str], tau: Mapping[str, float] | None) -> np.ndarray[A
     return np.asarray(weights / weights.sum())
 
 
-def _choice(
-    found: Estimates, knobs: dict[str, float], tau: np.ndarray[Any, np.dtype[np.float64]], gain: float
-) -> dict[str, Any]:
-    kept = {name: float(weight) for name, weight in zip(found.peers, tau, strict=True) if weight > 0}
-    shown = ", ".join(f"{name} {value:.3g}" for name, value in knobs.items())
+def _account(measured: Estimates, knobs: Mapping[str, float], tau: Array, gain: float) -> dict[str, Any]:
+    """Return what was chosen and why, as plain data."""
+    kept = {name: float(weight) for name, weight in zip(measured.peers, tau, strict=True) if weight > 0}
+    values = ", ".join(f"{name} {value:.3g}" for name, value in knobs.items())
     return {
         "regime": "the theory's choice for the constants measured at the start",
         **knobs,
         "tau": kept,
-        "estimates": found.plain(),
-        "left_out": dict(found.left_out),
-        "sentence": f"{shown} for {len(kept)} peers by the theory and measured constants: its bound gives "
+        "left_out": dict(measured.left_out),
+        "sentence": f"{values} for {len(kept)} peers by the theory and measured constants: its bound gives "
         f"{gain:.3g} times the speed of training alone",
     }
 
 
-def _nothing(error: DataError) -> dict[str, Any]:
-    return {"alpha": 0.0, "beta": 0.0, "tau": {}, "sentence": f"peers weigh nothing: not measured, {error}"}
+def _nothing(error: DataError) -> Choice:
+    account = {"alpha": 0.0, "beta": 0.0, "tau": {}, "sentence": f"peers weigh nothing: not measured, {error}"}
+    return Choice(Alone(), account)

@@ -12,6 +12,7 @@ import typer
 from coterie.errors import KnobError
 
 if TYPE_CHECKING:
+    from coterie.choosing import Chooser
     from coterie.data import TableTask
     from coterie.rules.rules import Rule
 
@@ -183,8 +184,8 @@ def _rule(
     alpha: float | Literal["auto"],
     beta: float | Literal["auto"],
     tau: dict[str, float] | None,
-) -> Rule:
-    from coterie.choosing.adaptive import AdaptiveAveraging
+) -> Rule | Chooser:
+    from coterie.choosing import AdaptiveAveraging
     from coterie.rules.rules import Alone, BiasCorrection, WeightedAveraging
 
     if name is RuleName.adaptive:

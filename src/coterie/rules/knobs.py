@@ -54,7 +54,7 @@ def decided(name: str, knob: Knob | Auto) -> Knob:
     if isinstance(knob, str):
         raise KnobError(
             f"`{name}` is {knob!r}, which `coterie.train` sets before the first step; in a loop of your own use "
-            "`rule.settled(rule.settle(problem, engine))`"
+            "`coterie.choosing.chooser_for(rule).choose(spec, engine).rule`"
         )
     return knob
 

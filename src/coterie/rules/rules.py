@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,10 +24,6 @@ from coterie.gradients.gradients import Gradients
 from coterie.rules import kernels as fused
 from coterie.rules.knobs import Auto, Knob, check_knob, check_tau, value_at, weights_over
 from coterie.users.user import User
-
-if TYPE_CHECKING:
-    from coterie.engines.engine import Engine
-    from coterie.learners.spec import Problem
 
 State: TypeAlias = dict[str, Any]
 """A rule's memory: tensors and numbers by name, so that a checkpoint can hold it. `step` counts the steps
@@ -147,22 +143,6 @@ class WeightedAveraging:
         """Whether there is an aggregator, which needs every peer's gradient."""
         return self.aggregator is not None
 
-    @property
-    def undecided(self) -> bool:
-        """Whether α is to be chosen."""
-        return self.alpha == "auto"
-
-    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
-        """Choose α, and τ where it is None; see `theory.best_averaging`."""
-        from coterie.choosing import auto as auto_knobs
-
-        return auto_knobs.averaging(problem, engine, self.tau)
-
-    def settled(self, choice: Mapping[str, Any]) -> Rule:
-        """Return the rule that a choice stands for."""
-        tau = None if self.aggregator else choice["tau"]
-        return replace(self, alpha=choice["alpha"], tau=tau) if choice["alpha"] else Alone()
-
     @classmethod
     def pooled(cls, me: User, peers: Sequence[User]) -> WeightedAveraging:
         """Return the averaging that minimises the mean loss over everybody's examples together.
@@ -254,29 +234,6 @@ class BiasCorrection:
     def needs_rows(self) -> bool:
         """Whether there is an aggregator, which needs every peer's gradient."""
         return self.aggregator is not None
-
-    @property
-    def undecided(self) -> bool:
-        """Whether α or β is to be chosen."""
-        return "auto" in (self.alpha, self.beta)
-
-    def settle(self, problem: Problem, engine: Engine, progress: bool | None = None) -> dict[str, Any]:
-        """Choose the knobs that are "auto", and τ where it is None; see `theory.best_corrected_peers`."""
-        from coterie.choosing import auto as auto_knobs
-
-        alpha, beta = (None if knob == "auto" else value_at(name, knob, 0) for name, knob in self._knobs.items())
-        return auto_knobs.correction(problem, engine, self.tau, alpha=alpha, beta=beta, warm_up=self.warm_up)
-
-    def settled(self, choice: Mapping[str, Any]) -> Rule:
-        """Return the rule that a choice stands for."""
-        if not choice["tau"]:
-            return Alone()
-        found = {name: choice[name] for name, knob in self._knobs.items() if knob == "auto"}
-        return replace(self, tau=None if self.aggregator else choice["tau"], **found)
-
-    @property
-    def _knobs(self) -> dict[str, Knob | Auto]:
-        return {"alpha": self.alpha, "beta": self.beta}
 
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Return τ over the given peers."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from coterie.choosing import Chooser
 from coterie.data import Preparation, TableTask
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
@@ -87,7 +88,7 @@ class Fitted:
 
 def fit(
     task: TableTask,
-    rule: Rule,
+    rule: Rule | Chooser,
     model: str,
     out: Path,
     *,

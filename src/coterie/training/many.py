@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from coterie.choosing.adaptive import AdaptiveAveraging, Undecided
+from coterie.choosing import AdaptiveAveraging, Chooser, chooser_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError
 from coterie.evaluation.evaluate import Metric
@@ -23,7 +23,7 @@ from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.training import setup as preparing
 from coterie.training.many_loop import Begun, Together
 from coterie.training.run import Callback, Run
-from coterie.training.train import choice_of, configuration_of, train
+from coterie.training.train import configuration_of, entries_of, train
 from coterie.users.examples import InMemory
 from coterie.users.sampling import seeded
 from coterie.users.user import Loss, User
@@ -48,7 +48,7 @@ class Wanted:
 
     me: User
     peers: Sequence[User]
-    rule: Rule | Method | None = None
+    rule: Rule | Chooser | Method | None = None
     seed: int = 0
     lr: float | None = None
     model: nn.Module | None = None
@@ -77,7 +77,7 @@ def train_many(
     The parameters of all runs are the rows of one matrix. In every step the own batches of all go through the
     model together, then the peers', drawn once for all runs that share them; rules and optimizers work on all
     rows. Batches are those of `train`, so that a run differs from the same run by itself in rounding only. `Alone`,
-    `WeightedAveraging` and `BiasCorrection` can take part, and whatever is settled into them before the first step.
+    `WeightedAveraging` and `BiasCorrection` can take part, and whatever chooses one of them before the first step.
 
     A run that cannot take part is trained by `train` after the others, and `record.configuration["runs"]` says
     why. So is one whose gradients turn out not to be finite; where they are user 0's own, its `stopped` says so.
@@ -145,7 +145,7 @@ class _Common:
     every: int
     progress: bool | None
 
-    def problem(self, wanted: Wanted, rule: Rule | Method) -> Problem:
+    def problem(self, wanted: Wanted, rule: Rule | Chooser | Method) -> Problem:
         """Return what a run is to learn, with copies of model and optimizer that are ours to change."""
         optimizer, lr = wanted.optimizer or self.optimizer, self.lr if wanted.lr is None else wanted.lr
         if isinstance(rule, Method):
@@ -180,19 +180,19 @@ def _begin(wanted: Sequence[Wanted], common: _Common) -> list[Begun]:
         configuration = configuration_of(problem, rule) | engines[key].describe()
         configuration |= {"guard": "off", "evaluate_every": common.every}
         begun.append(Begun(place, problem, rule, engines[key], configuration, asked.callbacks, why))
-    return [_settled(each, common.progress) for each in begun]
+    return [_chosen(each, common.progress) for each in begun]
 
 
-def _settled(begun: Begun, progress: bool | None) -> Begun:
-    """Let a rule choose that has to before it can take part."""
-    rule, problem = begun.rule, begun.problem
-    if begun.why is not None or not isinstance(rule, Undecided) or not rule.undecided:
+def _chosen(begun: Begun, progress: bool | None) -> Begun:
+    """Let the chooser of a run choose its rule, where it has one and can take part."""
+    chooser = chooser_for(begun.rule)
+    if begun.why is not None or chooser is None:
         return begun
-    found = choice_of(rule.settle(problem, engine_of(problem), progress))
-    return replace(begun, rule=rule.settled(found["choice"]), configuration=begun.configuration | found)
+    choice = chooser.choose(begun.problem, engine_of(begun.problem), progress)
+    return replace(begun, rule=choice.rule, configuration=begun.configuration | entries_of(choice))
 
 
-def _why(rule: Rule | Method, problem: Problem, engine: InProcess) -> str | None:
+def _why(rule: Rule | Chooser | Method, problem: Problem, engine: InProcess) -> str | None:
     """Say why a run cannot take part, or None where it can."""
     if type(rule) not in (Alone, WeightedAveraging, BiasCorrection, AdaptiveAveraging):
         return f"`{type(rule).__name__}` is not a rule that runs can follow together"

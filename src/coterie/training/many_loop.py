@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from coterie.choosing.adaptive import Undecided
+from coterie.choosing import Chooser, chooser_for
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.evaluate import Metric, scores
@@ -42,7 +42,7 @@ class Begun:
 
     place: int
     problem: Problem
-    rule: Rule | Method
+    rule: Rule | Chooser | Method
     engine: InProcess
     configuration: dict[str, Any]
     callbacks: Sequence[Callback]
@@ -50,9 +50,9 @@ class Begun:
 
     def state(self, metrics: Mapping[str, Metric] | None) -> TrainingState:
         """Return the run as it goes, for which somebody else steps the optimizer."""
-        p, undecided = self.problem, isinstance(self.rule, Undecided) and self.rule.undecided
+        p = self.problem
         costs = costs_of(p.me, self.engine.names, self.configuration["peers"], p.batch_size)
-        rule = Alone() if undecided else self.rule
+        rule = Alone() if isinstance(self.rule, Chooser) or chooser_for(self.rule) else self.rule
         track = track_of(replace(p, scheduler=None), rule, self.engine, costs)
         state = TrainingState(track, p.loss, p.me, metrics, None)
         state.record = Record(self.configuration)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from coterie.choosing.adaptive import AdaptiveAveraging, Undecided
+from coterie.choosing import Chooser
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
@@ -89,7 +89,7 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
         ) from error
 
 
-def guarded(guard: str, rule: Rule | Method, me: User) -> tuple[bool, str]:
+def guarded(guard: str, rule: Rule | Chooser | Method, me: User) -> tuple[bool, str]:
     """Say whether there is to be a guard, and why or why not."""
     n = 0 if me.validation is None else len(me.validation)
     if guard not in ("auto", "held-out", "off"):
@@ -118,7 +118,7 @@ def captured(capture: bool | None, track: Track, guard: Guard | None) -> tuple[C
 def opened(
     engine: Engine | MakeEngine,
     problem: Problem,
-    rule: Rule | Method,
+    rule: Rule | Chooser | Method,
     forward_options: ForwardOptions,
     stack: ExitStack,
 ) -> Engine:
@@ -137,24 +137,19 @@ def opened(
     return engine
 
 
-def check_rule(rule: Rule | Method, engine: Engine) -> None:
-    """Say before anything is written what the rule cannot have from this engine."""
+def check_rule(rule: Rule | Chooser | Method, engine: Engine) -> None:
+    """Refuse a rule that needs what this engine cannot give; a chooser says so when it chooses."""
     if isinstance(rule, Method):
         if not isinstance(engine, InProcess):
             raise KnobError(
                 "a method asks users at points of their own, which only users in this process can answer"
             )
         return
+    if isinstance(rule, Chooser):
+        return
     rule.weights(engine.names)  # an unknown name in `tau`
-    if isinstance(rule, AdaptiveAveraging) and not isinstance(engine, InProcess):
+    if rule.needs_rows and not engine.gives_rows:
         raise KnobError(
-            "`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`, or a rule with its "
-            "weights set, such as `WeightedAveraging`"
-        )
-    measures = isinstance(rule, Undecided) and rule.undecided
-    if (rule.needs_rows or measures) and not engine.gives_rows:
-        why = " to choose its knobs" if measures else ""
-        raise KnobError(
-            f"`{type(rule).__name__}` needs every peer's gradient{why}, but this engine gives their weighted sum "
-            "alone; use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows"
+            f"`{type(rule).__name__}` needs every peer's gradient, but this engine gives their weighted sum alone; "
+            "use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows"
         )

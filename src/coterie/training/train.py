@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from coterie.choosing.adaptive import AdaptiveAveraging, Undecided
+from coterie.choosing import AdaptiveAveraging, Choice, Chooser, chooser_for
 from coterie.choosing.estimates import before_training
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
@@ -44,7 +44,7 @@ def train(
     loss: Loss,
     me: User,
     peers: Sequence[User],
-    rule: Rule | Method | None = None,
+    rule: Rule | Chooser | Method | None = None,
     *,
     optimizer: preparing.OptimizerLike | None = None,
     lr: float | None = None,
@@ -79,8 +79,8 @@ def train(
         me: user 0; its validation set chooses the best model, its test set is looked at once, at the end.
         peers: the others.
         rule: how gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`, …;
-            `AdaptiveAveraging`, which has nothing to set, when None. Or a method of `coterie.methods`, whose
-            rounds are then the steps.
+            or what chooses one before the first step: `AdaptiveAveraging`, which has nothing to set, when None. Or
+            a method of `coterie.methods`, whose rounds are then the steps.
         optimizer: a class of `torch.optim` (or a function of the parameters), or an optimizer of this very
             model, e.g. with parameter groups; Adam when None. A method takes plain steps of its own.
         lr: the step size; the optimizer's own default when None, and 0.1 for a method.
@@ -137,20 +137,21 @@ def train(
             configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
         configuration |= engine.describe() | {"guard": why, "evaluate_every": every}
         found = found_before(configuration, folder, resume)
-        if isinstance(rule, Undecided) and rule.undecided:
-            found = found if "choice" in found else choice_of(rule.settle(problem, engine, progress))
-            rule = rule.settled(found["choice"])
+        chooser = chooser_for(rule)
+        if chooser is not None:
+            found = found if "choice" in found else entries_of(chooser.choose(problem, engine, progress))
+        followed = chooser.rule_from(found["choice"]) if chooser is not None else cast("Rule | Method", rule)
         wanted = measure and "estimates" not in found
-        configuration |= found | (_estimates(problem, engine, rule) if wanted else {})
+        configuration |= found | (_estimates(problem, engine, followed) if wanted else {})
         costs = costs_of(me, engine.names, configuration["peers"], batch_size)
         watch = _shadowed(problem, every, costs, forward_options) if guarded else None
-        track = track_of(problem, rule, engine, costs)
+        track = track_of(problem, followed, engine, costs)
         captured, configuration["capture"] = preparing.captured(capture, track, watch)
         training = TrainingState(track, loss, me, metrics, watch, captured=captured)
         stopped: str | None = None
         interrupted = stack.enter_context(interruptible())
         training.open(configuration, folder, resume)
-        show = stack.enter_context(progress_bar(progress, type(rule).__name__, steps))
+        show = stack.enter_context(progress_bar(progress, type(followed).__name__, steps))
         write = stack.enter_context(tensorboard(folder and folder / "tensorboard"))
         while track.step < steps and not stopped:
             near = min(every - track.step % every, keep - track.step % keep, steps - track.step)
@@ -169,7 +170,7 @@ def train(
     return training.finish(stopped, time.monotonic() - began)
 
 
-def configuration_of(problem: Problem, rule: Rule | Method) -> dict[str, Any]:
+def configuration_of(problem: Problem, rule: Rule | Chooser | Method) -> dict[str, Any]:
     """Return what the record and a resumed run should know of what was asked for."""
     me, groups = problem.me, problem.optimizer.param_groups
     rates = "/".join(dict.fromkeys(f"{group['lr']:g}" for group in groups))
@@ -189,10 +190,10 @@ def configuration_of(problem: Problem, rule: Rule | Method) -> dict[str, Any]:
     }
 
 
-def choice_of(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return a choice and the constants measured for it, where it took any, as entries of a configuration."""
-    measured = {"estimates": choice.pop("estimates")} if "estimates" in choice else {}
-    return {"choice": choice, **measured}
+def entries_of(choice: Choice) -> dict[str, Any]:
+    """Return the account of a choice and the constants measured for it, if any, as entries of a configuration."""
+    measured = {} if choice.estimates is None else {"estimates": choice.estimates.plain()}
+    return {"choice": dict(choice.account), **measured}
 
 
 def _estimates(problem: Problem, engine: Engine, rule: Rule | Method) -> dict[str, Any]:
