@@ -1,5 +1,6 @@
-"""The loss and the metrics of a model on held-out examples."""
+"""Evaluation of a model on held-out examples: its loss and its metrics."""
 
-from coterie.evaluation.evaluate import Metric, evaluate
+from coterie.evaluation.evaluate import evaluate
+from coterie.evaluation.metrics import Metric
 
 __all__ = ["Metric", "evaluate"]

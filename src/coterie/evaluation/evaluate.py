@@ -1,70 +1,18 @@
-"""The loss and the metric of a model on held-out examples."""
+"""The loss, the metrics and the errors of a model on a set of examples."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from coterie.evaluation.metrics import Metric, metrics_for
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
 from coterie.users.user import Loss
-
-Metric: TypeAlias = Callable[[Any, Tensor], float]
-"""A number from a model's outputs on a whole set and the targets."""
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the share of examples whose largest output is the target's class.
-
-    Example:
-        >>> accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0]))
-        0.5
-    """
-    return float((outputs.argmax(1) == targets).double().mean())
-
-
-def binary_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the share of examples whose logit has the sign that the 0/1 target asks for.
-
-    Example:
-        >>> binary_accuracy(torch.tensor([-1.0, 2.0]), torch.tensor([0.0, 0.0]))
-        0.5
-    """
-    return float(((outputs > 0) == (targets > 0.5)).double().mean())
-
-
-def rmse(outputs: Tensor, targets: Tensor) -> float:
-    """Return the root of the mean squared error.
-
-    Example:
-        >>> rmse(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
-        1.4142135623730951
-    """
-    return math.sqrt(float((outputs.double() - targets.double()).square().mean()))
-
-
-def metrics_for(loss: Loss) -> dict[str, Metric]:
-    """Return the metric that people read beside this loss; none for a loss of one's own.
-
-    Example:
-        >>> metrics_for(nn.functional.mse_loss) == {"rmse": rmse}
-        True
-    """
-    f = nn.functional
-    if loss in (f.cross_entropy, f.nll_loss) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        return {"accuracy": accuracy}
-    if loss is f.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss):
-        return {"accuracy": binary_accuracy}
-    squared = nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss
-    if loss in (f.mse_loss, f.l1_loss, f.smooth_l1_loss, f.huber_loss) or isinstance(loss, squared):
-        return {"rmse": rmse}
-    return {}
 
 
 def evaluate(
@@ -77,10 +25,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and the metrics of a model, in evaluation mode, on a set of examples.
 
-    Whatever draws random numbers (a transform, a model) draws the same ones every time.
+    Transforms and models that draw random numbers draw the same ones every time. Where an output is not a tensor,
+    the loss is the mean over chunks, and there are no metrics.
 
     Args:
-        model: the model; its mode is restored after.
+        model: the model; its mode is restored afterwards.
         loss: the mean loss of a batch from (output, target).
         examples: the set.
         metrics: by name, computed over the whole set; `metrics_for(loss)` when None.
@@ -98,11 +47,10 @@ def evaluate(
     device = next(model.parameters()).device
     outputs, targets = [], []
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
-        for indices in torch.split(torch.arange(len(examples)), chunk):
-            x, y = (tensor.to(device) for tensor in examples.take(indices))
+        for x, y in _chunks(examples, chunk, device):
             outputs.append(model(x))
             targets.append(y)
-        if not isinstance(outputs[0], Tensor):  # of an unknown form: the mean over chunks, and no metric
+        if not isinstance(outputs[0], Tensor):  # outputs of an unknown form cannot be joined
             sums = (float(loss(o, t)) * len(t) for o, t in zip(outputs, targets, strict=True))
             return {"loss": sum(sums) / len(examples)}
         return scores(torch.cat(outputs), torch.cat(targets), loss, metrics)
@@ -118,8 +66,9 @@ def scores(
         {'loss': 2.0, 'rmse': 1.4142135623730951}
     """
     metrics = metrics_for(loss) if metrics is None else metrics
-    found = {"loss": float(loss(outputs, targets))}
-    return found | {name: float(metric(outputs, targets)) for name, metric in metrics.items()}
+    return {"loss": float(loss(outputs, targets))} | {
+        name: float(metric(outputs, targets)) for name, metric in metrics.items()
+    }
 
 
 def losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024) -> Tensor:
@@ -133,33 +82,41 @@ def losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 102
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
+    with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
+        chunks = _chunks(examples, chunk, device)
+        return torch.cat([_losses(model, loss, x, y).double().cpu() for x, y in chunks])
+
+
+def _losses(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each of these examples: mapped over the outputs where possible, else one by one."""
+
     def single(output: Tensor, target: Tensor) -> Tensor:
         return loss(output[None], target[None])
 
-    found = []
-    with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
-        for indices in torch.split(torch.arange(len(examples)), chunk):
-            inputs, targets = (tensor.to(device) for tensor in examples.take(indices))
-            output = model(inputs)
-            if not isinstance(output, Tensor) or len(output) != len(targets):  # cannot be cut by example
-                pairs = zip(torch.split(inputs, 1), torch.split(targets, 1), strict=True)
-                each = torch.stack([loss(model(i), t) for i, t in pairs])
-            else:
-                try:
-                    each = vmap(single)(output, targets)
-                except (RuntimeError, ValueError):  # a loss that cannot be mapped
-                    each = torch.stack([single(o, t) for o, t in zip(output, targets, strict=True)])
-            found.append(each.double().cpu())
-    return torch.cat(found)
+    outputs = model(inputs)
+    if not isinstance(outputs, Tensor) or len(outputs) != len(targets):  # cannot be split by example
+        pairs = zip(torch.split(inputs, 1), torch.split(targets, 1), strict=True)
+        return torch.stack([loss(model(x), y) for x, y in pairs])
+    try:
+        each: Tensor = vmap(single)(outputs, targets)
+    except (RuntimeError, ValueError):  # `vmap` cannot map this loss
+        each = torch.stack([single(output, target) for output, target in zip(outputs, targets, strict=True)])
+    return each
+
+
+def _chunks(examples: Examples, size: int, device: torch.device) -> Iterator[list[Tensor]]:
+    """Yield the inputs and targets of all examples on a device, at most `size` at a time."""
+    for indices in torch.split(torch.arange(len(examples)), size):
+        yield [tensor.to(device) for tensor in examples.take(indices)]
 
 
 def errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> Tensor:
-    """Return what each example costs: 1 for a wrong class, or its squared error in the units of `scale`.
+    """Return the error of each example: 1 for a wrong class, 0 for the right one, or the squared error of numbers.
 
     Args:
-        model: one output a class, or one number, for targets of that kind.
+        model: gives an output for each class, or numbers, as the targets are.
         examples: the set.
-        scale: what a unit of the target stands for.
+        scale: the size of one unit of the target, by which differences are multiplied.
 
     Example:
         >>> from coterie.users.examples import InMemory
@@ -179,7 +136,7 @@ def errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> Tensor:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode inside, and every module back in the mode it had after."""
+    """Put a model in evaluation mode inside the block, and give every module its own mode back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

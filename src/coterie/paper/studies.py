@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 from matplotlib.figure import Figure
 
-from coterie.paper import tuned
+from coterie.paper import figures, tuned
 from coterie.paper.series import Series, Setting, recorded
-from coterie.reporting import figures
+from coterie.reporting.figures import gain, gain_factor
 from coterie.rules.rules import Alone, BiasCorrection, WeightedAveraging
 from coterie.theory import Constants, averaging_cost, averaging_speedup, best_alpha, mean_estimation
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
@@ -152,7 +152,7 @@ def gain_factor_lines(seed: int) -> list[Series]:
     """Return the speedup of WGA over Lσ_0²/(μTζ²), for four N."""
     ratio = np.geomspace(1e-3, 1e5, 81)
     return [
-        Series(f"{n_peers}", f"N = {n_peers:,}", ratio, np.asarray(figures.gain(ratio, float(n_peers))))
+        Series(f"{n_peers}", f"N = {n_peers:,}", ratio, np.asarray(gain(ratio, float(n_peers))))
         for n_peers in (1, 10, 100, 1000)
     ]
 
@@ -249,7 +249,7 @@ STUDIES = {
         "For m = 0 the speedup is 1 + 1/(1/N + μTζ²/(Lσ_0²)): at most N + 1, and at most 1 + Lσ_0²/(μTζ²) "
         "whatever N. A closed form: nothing is sampled, nothing settles.",
         gain_factor_lines,
-        lambda _: figures.gain_factor(),
+        lambda _: gain_factor(),
         unit="speedup at the right edge",
     ),
     "bias_growth": Study(

@@ -37,5 +37,5 @@ def best(make: Callable[..., Setting], start: Sequence[float], steps: int) -> Se
             return np.inf
         return float(np.log(loss)) if np.isfinite(loss) else np.inf
 
-    found = minimize(log_loss, np.log(start), method="Nelder-Mead", options={"xatol": 0.1, "fatol": 1e-4})
-    return make(*np.exp(found.x).tolist())
+    optimum = minimize(log_loss, np.log(start), method="Nelder-Mead", options={"xatol": 0.1, "fatol": 1e-4})
+    return make(*np.exp(optimum.x).tolist())

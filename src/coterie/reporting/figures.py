@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from coterie.theory import Constants, Numbers, averaging_speedup
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from coterie.paper.series import Series
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 """Okabe and Ito's palette, told apart by colour-blind readers and in print."""
@@ -25,43 +20,6 @@ DASHES = ("-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)), ":", (0, (1, 1)))
 
 MARKS = ("o", "s", "^")
 """A mark for every turn of the palette."""
-
-METHODS = {"Alone": 0, "BC": 1, "WGA": 2, "BC, oracle": 3, "BC as printed": 4}
-"""Methods keep their colours from figure to figure; the first three have the paper's."""
-
-NOTE = "lines: exact; bands: mean of 100 sampled runs ± 2 standard errors"
-
-
-def loss_curves(series: Sequence[Series], title: str) -> Figure:
-    """Draw expected losses over steps, each beside the mean of its sampled runs ± 2 standard errors."""
-    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    _label(axes, title, "steps taken", "expected loss  E f₀(x) − f₀*")
-    _losses(axes, series)
-    figure.supxlabel(NOTE, fontsize=8, color="#555555")
-    return figure
-
-
-def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float, note: str) -> Figure:
-    """Draw expected losses over steps, one panel a group, with one colour for one legend in all.
-
-    Args:
-        panels: by its heading, the lines of each panel.
-        title: the heading of all.
-        floor: a level to compare with, drawn across.
-        note: what that level is.
-    """
-    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    for i, (heading, series) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, len(panels), i + 1, sharey=figure.axes[0] if i else None)
-        _label(axes, heading, "steps taken", "" if i else "expected loss  E f₀(x) − f₀*")
-        _losses(axes, series)
-        axes.axhline(floor, color="#444444", linewidth=0.8)
-        axes.annotate(note, (0.02, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
-        axes.tick_params(labelleft=not i)
-    figure.supxlabel(NOTE, fontsize=8, color="#555555")
-    return figure
 
 
 def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
@@ -76,7 +34,7 @@ def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
     """
     figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    _label(
+    label_axes(
         axes,
         "Speedup of weighted averaging over training alone",
         "noise against accumulated bias,  Lσ₀² / (μTζ²)",
@@ -84,7 +42,7 @@ def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
     )
     ratio, n_peers = np.geomspace(1e-3, 1e5, 161), np.geomspace(1, 1e4, 121)
     speedup = np.asarray(gain(ratio, n_peers[:, None]))
-    _logarithmic(axes)
+    logarithmic_axes(axes)
     mesh = axes.pcolormesh(
         ratio, n_peers, speedup, norm=LogNorm(1, speedup.max()), cmap="viridis", shading="nearest", rasterized=True
     )
@@ -107,22 +65,6 @@ def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
     return figure
 
 
-def bias_growth(series: Sequence[Series]) -> Figure:
-    """Draw the speedup of weighted averaging over the number of users, for each m, at ζ = 0.
-
-    Args:
-        series: speedups over N + 1; the first, for m = 0, is linear.
-    """
-    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    _label(axes, "Speedup of weighted averaging at ζ = 0", "number of users  N + 1", "speedup over training alone")
-    for i, one in enumerate(series):
-        axes.plot(one.x, one.exact, color=COLOURS[i], linestyle="-" if i else "--", label=one.legend)
-    axes.margins(x=0)
-    _legend(axes)
-    return figure
-
-
 def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]], ylabel: str) -> Figure:
     """Draw the mean curve of each method over its runs, with a band of one standard error.
 
@@ -136,7 +78,7 @@ def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
     """
     figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    _label(axes, "", "steps taken", ylabel)
+    label_axes(axes, "", "steps taken", ylabel)
     for i, (method, runs) in enumerate(curves.items()):
         steps, values = runs[0][0], np.array([run[1] for run in runs])
         mean, error = values.mean(0), values.std(0, ddof=min(1, len(runs) - 1)) / np.sqrt(len(runs))
@@ -144,7 +86,7 @@ def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
         axes.plot(steps, mean, color=COLOURS[i], linestyle=DASHES[i], label=method)
     axes.set_yscale("log")
     axes.margins(x=0)
-    _legend(axes)
+    add_legend(axes)
     return figure
 
 
@@ -161,7 +103,7 @@ def weights_over_steps(weights: Mapping[str, tuple[Sequence[int], Sequence[float
     """
     figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    _label(axes, title, "steps taken", "weight")
+    label_axes(axes, title, "steps taken", "weight")
     for i, (name, (steps, values)) in enumerate(weights.items()):
         if i < len(COLOURS):
             axes.plot(steps, values, color=COLOURS[i], linestyle=DASHES[i], label=name)
@@ -169,7 +111,7 @@ def weights_over_steps(weights: Mapping[str, tuple[Sequence[int], Sequence[float
             axes.plot(steps, values, color="#bbbbbb", linewidth=0.8)
     axes.set_ylim(-0.02, 1.02)
     axes.margins(x=0)
-    _legend(axes)
+    add_legend(axes)
     return figure
 
 
@@ -189,7 +131,7 @@ def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: 
     height = len(values) * (len(methods) + 1.5)
     figure = Figure(figsize=(7.6, 1.3 + 0.13 * height), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    _label(axes, title, f"difference to Alone, {unit}, ± 2 standard errors", "")
+    label_axes(axes, title, f"difference to Alone, {unit}, ± 2 standard errors", "")
     axes.axvline(0, color="#444444", linewidth=0.8)
     for i, method in enumerate(methods):
         found = [(row, one[method]) for row, one in enumerate(values.values()) if method in one]
@@ -222,23 +164,8 @@ def gain(ratio: Numbers, n_peers: Numbers) -> Numbers:
     return averaging_speedup(problem, steps=1)
 
 
-def _losses(axes: Axes, series: Sequence[Series]) -> None:
-    """Draw exact curves as lines and sampled means ± 2 standard errors as bands, on logarithmic axes."""
-    for i, one in enumerate(series):
-        number = METHODS.get(one.legend, i)
-        colour, dashes = COLOURS[number], DASHES[number]
-        if one.mean is not None and one.error is not None:
-            low = np.maximum(one.mean - 2 * one.error, one.mean / 100)  # a logarithmic axis has no zero
-            axes.fill_between(one.x, low, one.mean + 2 * one.error, color=colour, alpha=0.25, linewidth=0)
-        width = 1.6 if i else 2.6  # what coincides with the first line stays visible on it
-        axes.plot(one.x, one.exact, color=colour, linestyle=dashes, linewidth=width, label=one.legend)
-    _logarithmic(axes)
-    axes.margins(x=0)
-    _legend(axes)
-
-
-def _logarithmic(axes: Axes) -> None:
-    """Make both axes logarithmic, labelled at powers of ten in plain text (mathtext takes most of the drawing)."""
+def logarithmic_axes(axes: Axes) -> None:
+    """Make both axes logarithmic, labelled at powers of ten in plain text: mathtext is slow to draw."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -256,7 +183,7 @@ def _power_of_ten(value: float, _: float | None = None) -> str:
     return "10" + f"{round(np.log10(value))}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def _label(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
+def label_axes(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
     """Set the words and the plain style that all figures share."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(xlabel)
@@ -265,5 +192,6 @@ def _label(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(axes: Axes) -> None:
+def add_legend(axes: Axes) -> None:
+    """Add the legend in the style that all figures share."""
     axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")

@@ -18,7 +18,8 @@ from coterie.data import Preparation, TableTask
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError
-from coterie.evaluation.evaluate import Metric, accuracy, errors, evaluation_mode, rmse
+from coterie.evaluation.evaluate import errors, evaluation_mode
+from coterie.evaluation.metrics import Metric, accuracy, rmse
 from coterie.rules.rules import Alone, Rule
 from coterie.tables import models
 from coterie.training.run import Run

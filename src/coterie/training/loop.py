@@ -11,7 +11,8 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.errors import CheckpointError, GradientError, KnobError, PeerLost
-from coterie.evaluation.evaluate import Metric, evaluate
+from coterie.evaluation.evaluate import evaluate
+from coterie.evaluation.metrics import Metric
 from coterie.gradients.gradients import Gradients, is_finite
 from coterie.learners.learner import Track
 from coterie.recording import checkpoint

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from coterie.choosing import AdaptiveAveraging, Chooser, chooser_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError
-from coterie.evaluation.evaluate import Metric
+from coterie.evaluation.metrics import Metric
 from coterie.learners.side_by_side import engine_of, why_one_by_one
 from coterie.learners.spec import Problem, Scheduler
 from coterie.methods.rounds import Method

@@ -13,7 +13,8 @@ import torch
 from coterie.choosing import Chooser, chooser_for
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.engine import InProcess
-from coterie.evaluation.evaluate import Metric, scores
+from coterie.evaluation.evaluate import scores
+from coterie.evaluation.metrics import Metric
 from coterie.learners.program import Listening, Member, Program
 from coterie.learners.spec import Problem
 from coterie.learners.stack import Stack

@@ -17,7 +17,7 @@ from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import DataError, KnobError, ModelError
-from coterie.evaluation.evaluate import binary_accuracy, metrics_for
+from coterie.evaluation.metrics import binary_accuracy, metrics_for
 from coterie.gradients.parameters import Parameters
 from coterie.learners.learner import Track
 from coterie.learners.spec import Problem

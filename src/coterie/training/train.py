@@ -19,7 +19,7 @@ from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import DataError
-from coterie.evaluation.evaluate import Metric
+from coterie.evaluation.metrics import Metric
 from coterie.learners.learner import Track
 from coterie.learners.spec import Problem, Scheduler
 from coterie.methods.clients import Clients

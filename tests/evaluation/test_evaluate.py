@@ -1,4 +1,4 @@
-"""Evaluation: the loss and the metrics on held-out examples, against other libraries and plain sums."""
+"""Evaluation: the loss and the metrics of a model on held-out examples, against other libraries and plain sums."""
 
 from __future__ import annotations
 
@@ -13,23 +13,13 @@ from torch.nn import functional as f
 from torch.utils.data import Dataset
 
 import coterie
-from coterie.evaluation.evaluate import accuracy, binary_accuracy, evaluate, metrics_for, rmse
+from coterie.evaluation.evaluate import evaluate
 from coterie.users.examples import InMemory
 
 
 def examples(size: int = 50) -> InMemory:
     generator = torch.Generator().manual_seed(0)
     return InMemory(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
-
-
-def test_metrics_are_those_of_scikit_learn() -> None:
-    data = examples()
-    outputs = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
-    assert accuracy(outputs, data.targets) == pytest.approx(sk.accuracy_score(data.targets, outputs.argmax(1)))
-    signs = (data.targets > 0).float()
-    assert binary_accuracy(outputs[:, 0], signs) == pytest.approx(sk.accuracy_score(signs, outputs[:, 0] > 0))
-    numbers = data.inputs[:, :3]
-    assert rmse(outputs, numbers) == pytest.approx(sk.root_mean_squared_error(numbers.flatten(), outputs.flatten()))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
@@ -39,9 +29,9 @@ def test_chunks_do_not_matter(chunk: int) -> None:
     with torch.no_grad():
         logits = model(data.inputs).double().numpy()
     rows = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    found = evaluate(model, f.cross_entropy, data, chunk=chunk)
-    assert found["loss"] == pytest.approx(-rows[np.arange(50), data.targets.numpy()].mean(), rel=1e-5)
-    assert found["accuracy"] == pytest.approx((logits.argmax(1) == data.targets.numpy()).mean())
+    scores = evaluate(model, f.cross_entropy, data, chunk=chunk)
+    assert scores["loss"] == pytest.approx(-rows[np.arange(50), data.targets.numpy()].mean(), rel=1e-5)
+    assert scores["accuracy"] == pytest.approx((logits.argmax(1) == data.targets.numpy()).mean())
 
 
 def test_the_mode_is_put_back_and_statistics_stay() -> None:
@@ -64,22 +54,6 @@ def test_the_mode_is_put_back_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         evaluate(model, failing, examples())
     assert model.training
-
-
-@pytest.mark.parametrize(
-    ("loss", "names"),
-    [
-        (f.cross_entropy, {"accuracy"}),
-        (nn.CrossEntropyLoss(label_smoothing=0.1), {"accuracy"}),
-        (f.nll_loss, {"accuracy"}),
-        (f.binary_cross_entropy_with_logits, {"accuracy"}),
-        (f.mse_loss, {"rmse"}),
-        (nn.HuberLoss(), {"rmse"}),
-        (lambda output, target: (output - target).sum(), set()),
-    ],
-)
-def test_the_metric_read_beside_a_loss(loss: Any, names: set[str]) -> None:
-    assert metrics_for(loss).keys() == names
 
 
 def test_binary_and_regression_end_to_end() -> None:
@@ -116,10 +90,10 @@ def test_any_metric() -> None:
     with torch.no_grad():
         wanted = macro_f1(model(data.inputs), data.targets)
     any_number: Any = lambda _, targets: torch.tensor(len(targets))  # noqa: E731  # of another type than declared
-    found = evaluate(model, f.cross_entropy, data, {"f1": macro_f1, "size": any_number}, chunk=9)
-    assert found["f1"] == pytest.approx(wanted)
-    assert type(found["size"]) is float
-    assert found["size"] == 50
+    scores = evaluate(model, f.cross_entropy, data, {"f1": macro_f1, "size": any_number}, chunk=9)
+    assert scores["f1"] == pytest.approx(wanted)
+    assert type(scores["size"]) is float
+    assert scores["size"] == 50
 
 
 def test_the_loss_is_over_the_whole_set_whatever_the_chunks() -> None:
