@@ -12,8 +12,11 @@ from coterie.aggregators.distances import CentredClipping, Krum, MultiKrum
 from coterie.aggregators.geometric_median import GeometricMedian
 from coterie.aggregators.mixing import Bucketing, NearestNeighbourMixing
 from coterie.aggregators.points import Aggregator, Points
+from coterie.aggregators.registry import AGGREGATORS, register_aggregator
+from coterie.registry import FromRun
 
 __all__ = [
+    "AGGREGATORS",
     "Aggregator",
     "Bucketing",
     "CentredClipping",
@@ -25,4 +28,17 @@ __all__ = [
     "NearestNeighbourMixing",
     "Points",
     "TrimmedMean",
+    "register_aggregator",
 ]
+
+_BAD = {"n_byzantine": FromRun(lambda run: (len(run.peers) - 1) // 2)}  # just less than half of the peers
+
+AGGREGATORS.register("mean", Mean, benchmark_settings=[])  # weighted averaging is the same
+AGGREGATORS.register("median", CoordinateMedian)
+AGGREGATORS.register("trimmed", TrimmedMean, defaults=_BAD)
+AGGREGATORS.register("geometric", GeometricMedian)
+AGGREGATORS.register("krum", Krum, defaults=_BAD)
+AGGREGATORS.register("multi-krum", MultiKrum, defaults=_BAD)
+AGGREGATORS.register("clipping", CentredClipping, defaults={"radius": 1.0})
+AGGREGATORS.register("mixing", NearestNeighbourMixing, defaults=_BAD | {"then": CoordinateMedian()})
+AGGREGATORS.register("bucketing", Bucketing, defaults={"size": 2, "then": CoordinateMedian()})

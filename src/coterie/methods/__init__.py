@@ -1,16 +1,21 @@
 """The methods that coterie is compared with, over the same users, record and costs. See docs/methods.md."""
 
 from coterie.methods.averaging import FedAvg, FineTuning, averaging_error, averaging_weights, data_interpolation
+from coterie.methods.averaging.data_interpolation import interpolation_of_sizes
 from coterie.methods.clients import Clients
 from coterie.methods.personal import APFL, L2GD, Ditto, HypCluster, Mapper, PerFedAvg
+from coterie.methods.registry import METHODS, register_method
 from coterie.methods.rounds import Method
 from coterie.methods.variance import MVR, SAGA, SVRG, Mime, Scaffold
 from coterie.methods.weighting import FedFomo, Selfish, UserCentric, Waffle
+from coterie.registry import FromRun
+from coterie.rules.registry import RULES
 from coterie.rules.similarity import MirrorDescent, WeightErosion
 
 __all__ = [
     "APFL",
     "L2GD",
+    "METHODS",
     "MVR",
     "SAGA",
     "SVRG",
@@ -33,4 +38,50 @@ __all__ = [
     "averaging_error",
     "averaging_weights",
     "data_interpolation",
+    "register_method",
 ]
+
+_FIVE = {"local_steps": 5}
+_ROUNDS = {"rounds": FromRun(lambda run: max(1, run.steps // 5)), **_FIVE}
+_TOGETHER = FedAvg(5)
+_TUNED = [  # three or nine tenths of the rounds together
+    {"rounds": FromRun(lambda run: max(1, round(0.3 * run.steps / 5))), "together": _TOGETHER},
+    {"rounds": FromRun(lambda run: max(1, round(0.9 * run.steps / 5))), "together": _TOGETHER},
+]
+_SIZES = {"own_examples": FromRun(lambda run: run.own_examples), "peers": FromRun(lambda run: run.peers)}
+
+RULES.register(
+    "data-interpolation",
+    interpolation_of_sizes,
+    defaults=_SIZES | {"mixing": 0.5},
+    benchmark_settings=[{"mixing": mixing} for mixing in (0.1, 0.3, 0.6, 0.9)],
+)
+METHODS.register("fedavg", FedAvg, benchmark_settings=[{"local_steps": 1}, _FIVE])
+METHODS.register("fedavg-tuned", FineTuning, defaults=_TUNED[0], benchmark_settings=_TUNED)
+METHODS.register("per-fedavg", PerFedAvg, benchmark_settings=[{"local_steps": k, "inner_lr": 0.1} for k in (2, 5)])
+METHODS.register(
+    "ditto",
+    Ditto,
+    benchmark_settings=[{"penalty": p, "together": _TOGETHER, "personal_steps": 5} for p in (0.03, 0.3)],
+)
+METHODS.register("apfl", APFL, benchmark_settings=[_FIVE | {"learned": learned} for learned in (False, True)])
+METHODS.register("l2gd", L2GD, benchmark_settings=[_FIVE | {"penalty": p, "probability": 0.3} for p in (0.03, 0.3)])
+METHODS.register(
+    "mapper",
+    Mapper,
+    benchmark_settings=[{"local_steps": 2, "mixings": mixings} for mixings in ((0.25, 0.5, 0.75), (0.5,))],
+)
+METHODS.register("hyp-cluster", HypCluster, benchmark_settings=[_FIVE | {"clusters": q} for q in (2, 3)])
+METHODS.register("scaffold", Scaffold, benchmark_settings=[{"local_steps": k} for k in (3, 10)])
+METHODS.register("mime", Mime, benchmark_settings=[{"momentum": m} for m in (0.0, 0.9)])
+METHODS.register(
+    "mime-lite", Mime, defaults={"lite": True}, benchmark_settings=[{"momentum": m} for m in (0.0, 0.9)]
+)
+METHODS.register("svrg", SVRG, benchmark_settings=[_FIVE, {"local_steps": 10}])
+METHODS.register("saga", SAGA, benchmark_settings=[_FIVE, {"local_steps": 10}])
+METHODS.register("sag", SAGA, defaults={"biased": True}, benchmark_settings=[_FIVE, {"local_steps": 10}])
+METHODS.register("mvr", MVR, benchmark_settings=[{"rate": rate} for rate in (0.03, 0.3)])
+METHODS.register("fedfomo", FedFomo, benchmark_settings=[{"start": start} for start in ("own", "mine")])
+METHODS.register("waffle", Waffle, defaults=_ROUNDS, benchmark_settings=[{"slope": s} for s in (1.6, 3.2)])
+METHODS.register("user-centric", UserCentric, benchmark_settings=[{"clusters": c} for c in (None, 2)])
+METHODS.register("selfish", Selfish, benchmark_settings=[{"alpha": alpha} for alpha in (0.6, None)])

@@ -1,5 +1,43 @@
 """Rules: from the gradients of one step to the direction that user 0 follows."""
 
+from coterie.registry import FromRun
+from coterie.rules.registry import RULES, register_rule
 from coterie.rules.rules import Alone, BiasCorrection, OracleCorrection, Rule, State, WeightedAveraging
+from coterie.rules.similarity import CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
+from coterie.rules.streams import StreamAveraging
 
-__all__ = ["Alone", "BiasCorrection", "OracleCorrection", "Rule", "State", "WeightedAveraging"]
+__all__ = [
+    "RULES",
+    "Alone",
+    "BiasCorrection",
+    "OracleCorrection",
+    "Rule",
+    "State",
+    "WeightedAveraging",
+    "register_rule",
+]
+
+_HALF = {"alpha": 0.5}
+_ALPHAS = [{"alpha": alpha} for alpha in (0.1, 0.3, 0.6, 0.9)]
+_POOLED = {
+    "alpha": FromRun(lambda run: run.peer_examples / (run.peer_examples + run.own_examples)),
+    "tau": FromRun(lambda run: {name: n / run.peer_examples for name, n in run.peers.items()}),
+}
+_PAPER_ALPHAS = (  # the paper's N/(N + 1), and half of it
+    FromRun(lambda run: len(run.peers) / (len(run.peers) + 1)),
+    FromRun(lambda run: 0.5 * len(run.peers) / (len(run.peers) + 1)),
+)
+_CORRECTED = [{"alpha": alpha, "beta": beta} for alpha in _PAPER_ALPHAS for beta in (0.01, 0.1)]
+
+RULES.register("alone", Alone)
+RULES.register("pooled", WeightedAveraging, defaults=_POOLED, description="Weigh everybody's examples alike.")
+RULES.register("wga", WeightedAveraging, defaults=_HALF, benchmark_settings=_ALPHAS)
+RULES.register("bc", BiasCorrection, defaults=_HALF | {"beta": 0.01}, benchmark_settings=_CORRECTED)
+RULES.register("stream", StreamAveraging, defaults={"horizon": FromRun(lambda run: run.steps)})
+RULES.register("cosine", CosineSimilarity, defaults=_HALF, benchmark_settings=_ALPHAS)
+RULES.register("gate", SimilarityGate, defaults=_HALF, benchmark_settings=_ALPHAS)
+RULES.register("first-order", FirstOrder, benchmark_settings=[{"memory": m} for m in (0.0, 0.5, 0.9, 0.99)])
+RULES.register(
+    "weight-erosion", WeightErosion, benchmark_settings=[{"penalty": p} for p in (0.001, 0.01, 0.03, 0.1)]
+)
+RULES.register("meritfed", MirrorDescent, benchmark_settings=[{"rate": rate} for rate in (0.01, 0.1, 0.3, 1.0)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coterie.rules.knobs import check_share
 from coterie.rules.rules import WeightedAveraging
@@ -33,7 +33,22 @@ def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> Weight
         >>> data_interpolation(small, [large], mixing=0.5)
         WeightedAveraging(alpha=0.375, tau={'a': 1.0}, aggregator=None)
     """
+    return interpolation_of_sizes(len(me), {peer.name: len(peer) for peer in peers}, mixing)
+
+
+def interpolation_of_sizes(own_examples: int, peers: Mapping[str, int], mixing: float) -> WeightedAveraging:
+    """Interpolate between the own examples and everybody's, from the numbers of examples; see `data_interpolation`.
+
+    Args:
+        own_examples: how many user 0 has.
+        peers: how many each peer has, by name.
+        mixing: a, in [0, 1].
+
+    Example:
+        >>> interpolation_of_sizes(10, {"a": 30}, mixing=1.0).alpha
+        0.0
+    """
     check_share("mixing", mixing)
-    pooled = WeightedAveraging.pooled(me, peers)
-    total = sum(len(peer) for peer in peers)
-    return WeightedAveraging(alpha=(1 - mixing) * total / (total + len(me)), tau=pooled.tau)
+    total = sum(peers.values())
+    tau = {name: n / total for name, n in peers.items()}
+    return WeightedAveraging(alpha=(1 - mixing) * total / (total + own_examples), tau=tau)

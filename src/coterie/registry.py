@@ -1,0 +1,249 @@
+"""Registries: a rule, method, aggregator, data set, metric or tracker becomes known everywhere by one line.
+
+The command line, the benchmark and the docs read names from here. Another package adds its own by an entry point
+of the registry's group, for instance `coterie.rules`; a script or a notebook by a decorator or a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+from coterie.errors import KnobError
+
+T = TypeVar("T")
+
+IMPORTS = "COTERIE_IMPORT"
+"""The environment variable that names the user's own files and modules, as `coterie --import` does."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run before it starts, for knobs that depend on it.
+
+    Args:
+        own_examples: how many examples user 0 trains on.
+        peers: how many examples each peer has, by name.
+        steps: how many steps the run takes; for a method, how many gradients user 0 computes.
+    """
+
+    own_examples: int
+    peers: Mapping[str, int]
+    steps: int
+
+    @property
+    def peer_examples(self) -> int:
+        """How many examples the peers have together."""
+        return sum(self.peers.values())
+
+
+@dataclass(frozen=True)
+class FromRun:
+    """A knob's value as a function of the run's facts.
+
+    Example:
+        >>> FromRun(lambda run: run.steps // 2).value(RunFacts(10, {"a": 20}, steps=100))
+        50
+    """
+
+    value: Callable[[RunFacts], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry(Generic[T]):
+    """A registered thing and what is said of it.
+
+    Args:
+        name: by which it is asked for.
+        thing: a class, a function or an object.
+        description: one line.
+        defaults: knobs that take these values unless others are given; a value may be `FromRun`.
+        benchmark_settings: the knobs that `coterie bench` tries, one mapping for each setting; None leaves the
+            choice to the benchmark, and an empty sequence keeps the thing out of it.
+    """
+
+    name: str
+    thing: T
+    description: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    benchmark_settings: Sequence[Mapping[str, Any]] | None = None
+
+    def build(self, knobs: Mapping[str, Any], run: RunFacts) -> Any:
+        """Call the thing with its defaults and these knobs.
+
+        Args:
+            knobs: by name; one that the thing does not take is refused.
+            run: what `FromRun` values depend on.
+        """
+        taken = self.parameters
+        for knob in knobs:
+            if knob not in taken:
+                raise KnobError(f"{self.name!r} takes no `{knob}`; it takes {', '.join(taken) or 'no knobs'}")
+        values = {**self.defaults, **knobs}
+        values = {k: value.value(run) if isinstance(value, FromRun) else value for k, value in values.items()}
+        missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in values]
+        if missing:
+            raise KnobError(f"{self.name!r} needs `{missing[0]}`")
+        make: Any = self.thing
+        return make(**values)
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The knobs that the thing takes."""
+        make: Any = self.thing
+        return dict(inspect.signature(make).parameters)
+
+
+class Registry(Generic[T]):
+    """Things of one kind by name, in the order in which they were registered.
+
+    Entry points are loaded when a name is asked for that is not there, or all names are.
+
+    Args:
+        kind: what the things are, in messages.
+        group: the group of entry points by which other packages add theirs.
+
+    Example:
+        >>> shapes: Registry[type] = Registry("shape", "example.shapes")
+        >>> @shapes.register("disc")
+        ... class Disc:
+        ...     "A circle and what is in it."
+        >>> list(shapes), shapes["disc"] is Disc, shapes.entry("disc").description
+        (['disc'], True, 'A circle and what is in it.')
+        >>> shapes["square"]
+        Traceback (most recent call last):
+        ...
+        coterie.errors.KnobError: unknown shape 'square'; the shapes are disc
+    """
+
+    def __init__(self, kind: str, group: str) -> None:
+        self.kind, self.group = kind, group
+        self._entries: dict[str, Entry[T]] = {}
+        self._sources: dict[str, object] = {}
+        self._looked_for_entry_points = False
+
+    @overload
+    def register(self, name: str, thing: T, /, **about: Any) -> T: ...
+    @overload
+    def register(self, name: str, /, **about: Any) -> Callable[[T], T]: ...
+    def register(self, name: str, thing: T | None = None, /, **about: Any) -> T | Callable[[T], T]:
+        """Make a thing known by name: as a call with the thing, or as a decorator without.
+
+        A name is taken once. The same thing may be registered again, and so may one with the same qualified name:
+        a cell of a notebook that is run twice replaces what it registered.
+
+        Args:
+            name: by which it is asked for.
+            thing: what is registered.
+            about: `description`, `defaults`, `benchmark_settings`: see `Entry`. The description is the first
+                line of the docstring when left out.
+        """
+        if thing is None:
+            return functools.partial(self._add, name, about=about)
+        return self._add(name, thing, about=about)
+
+    def _add(self, name: str, thing: T, *, about: Mapping[str, Any]) -> T:
+        source = _source(thing)
+        if name in self._entries and self._sources[name] != source:
+            raise KnobError(
+                f"the {self.kind} {name!r} is already {self._entries[name].thing!r}; choose another name for "
+                f"{thing!r}"
+            )
+        described = {"description": (inspect.getdoc(_origin(thing)) or "").partition("\n")[0], **about}
+        self._entries[name], self._sources[name] = Entry(name, thing, **described), source
+        return thing
+
+    def entry(self, name: str) -> Entry[T]:
+        """Return a thing with what is said of it."""
+        if name not in self._entries:
+            self._load_entry_points()
+        if name not in self._entries:
+            raise KnobError(f"unknown {self.kind} {name!r}; the {self.kind}s are {', '.join(self._entries)}")
+        return self._entries[name]
+
+    def __getitem__(self, name: str) -> T:
+        return self.entry(name).thing
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries or any(name == known for known in self)
+
+    def __iter__(self) -> Iterator[str]:
+        self._load_entry_points()
+        return iter(list(self._entries))
+
+    def __len__(self) -> int:
+        self._load_entry_points()
+        return len(self._entries)
+
+    def _load_entry_points(self) -> None:
+        """Load what other packages offer; one that fails is a warning, since it must not stop the others."""
+        if self._looked_for_entry_points:
+            return
+        self._looked_for_entry_points = True
+        for point in metadata.entry_points(group=self.group):
+            package = point.dist.name if point.dist else point.value
+            try:
+                self.register(point.name, point.load())
+            except Exception as error:  # another package's code may raise anything
+                warnings.warn(
+                    f"the package {package!r} offers the {self.kind} {point.name!r}, which cannot be used: {error}",
+                    stacklevel=3,
+                )
+
+
+def import_user_code(name: str) -> None:
+    """Import a Python file or a dotted module, so that what it registers is known.
+
+    Args:
+        name: a path that ends in `.py`, or a module that Python finds, the current folder included.
+    """
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise KnobError(f"`--import` names {name!r}, which is not there; name a Python file or a module")
+        module = f"coterie_imported_{path.stem}"
+        if module in sys.modules and sys.modules[module].__file__ == str(path.resolve()):
+            return
+        spec = importlib.util.spec_from_file_location(module, path.resolve())
+        if spec is None or spec.loader is None:
+            raise KnobError(f"`--import` names {name!r}, which Python cannot read as a module")
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+        return
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and one that it imports is not
+        raise KnobError(f"`--import` names the module {name!r}, which cannot be found") from error
+
+
+def import_from_environment() -> None:
+    """Import what `COTERIE_IMPORT` names, separated as in `PATH`; processes started by a command inherit it."""
+    for name in os.environ.get(IMPORTS, "").split(os.pathsep):
+        if name:
+            import_user_code(name)
+
+
+def _origin(thing: object) -> object:
+    """Return what has the docstring and the name: the function that a thing wraps, or the thing."""
+    return getattr(thing, "__wrapped__", thing)
+
+
+def _source(thing: object) -> object:
+    """Return what tells a thing from others: where it is defined, or the thing itself where it has no name."""
+    origin = _origin(thing)
+    name = getattr(origin, "__qualname__", "<lambda>")
+    return origin if "<lambda>" in name else (origin.__module__, name)
