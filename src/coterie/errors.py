@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from coterie.training.run import Run
+from typing import Any
 
 
 class CoterieError(Exception):
@@ -34,10 +31,10 @@ class GradientError(CoterieError, ArithmeticError):
 
     Args:
         message: what happened and where the state is.
-        run: the run as of the last good step.
+        run: the `coterie.Run` as of the last good step.
     """
 
-    def __init__(self, message: str, run: Run) -> None:
+    def __init__(self, message: str, run: Any) -> None:
         super().__init__(message)
         self.run = run
 
@@ -48,9 +45,9 @@ class PeerLost(CoterieError, ConnectionError):  # noqa: N818  # it says what hap
     Args:
         message: who, and where the state is.
         peers: their names, as far as they are known.
-        run: the run as of the last whole step; None where there is none yet.
+        run: the `coterie.Run` as of the last whole step; None where there is none yet.
     """
 
-    def __init__(self, message: str, peers: Sequence[str] = (), run: Run | None = None) -> None:
+    def __init__(self, message: str, peers: Sequence[str] = (), run: Any = None) -> None:
         super().__init__(message)
         self.peers, self.run = tuple(peers), run

@@ -15,13 +15,13 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie import theory
-from coterie.choosing import estimates
-from coterie.choosing.estimates import Estimates, Sampling, before_training, measure
 from coterie.choosing.gradient_squares import SKETCH, look, squares
+from coterie.choosing.measuring import Sampling, before_training, measure
 from coterie.errors import DataError, KnobError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import Problem
 from coterie.recording.traffic import Traffic
+from coterie.theory.estimates import Estimates, Measured
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 D = 60
@@ -31,7 +31,7 @@ def measured(problem: NoisyQuadratic, seed: int = 0) -> Estimates:
     return measure(problem.engine(seed), torch.tensor(problem.vector(problem.x0)))
 
 
-def within(found: estimates.Measured, truth: float, errors: float = 4.0) -> bool:
+def within(found: Measured, truth: float, errors: float = 4.0) -> bool:
     return abs(found.value - truth) <= errors * found.error + 1e-9
 
 
@@ -224,9 +224,9 @@ def test_peers_that_cannot_be_measured_are_left_out() -> None:
 
 def test_plain_data_and_back() -> None:
     found = measured(PLANTED)
-    plain = found.plain()
+    plain = found.to_plain()
     assert json.loads(json.dumps(plain)) == plain
-    assert Estimates.of(plain) == found
+    assert Estimates.from_plain(plain) == found
 
 
 # In training.
@@ -343,7 +343,7 @@ def test_auto_is_the_training_with_the_knobs_it_names(rule: Any) -> None:
     fixed = trained(type(rule)(**knobs, tau=choice["tau"]))
     assert torch.equal(Parameters(run.model).vector(), Parameters(fixed.model).vector())
 
-    found = Estimates.of(configuration["estimates"])
+    found = Estimates.from_plain(configuration["estimates"])
     peers = found.constants(25)
     if isinstance(rule, coterie.WeightedAveraging):
         tau = np.array([choice["tau"].get(name, 0.0) for name in found.peers])

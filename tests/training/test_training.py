@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim import lr_scheduler
 
 import coterie
-from coterie.choosing.estimates import before_training
+from coterie.choosing.measuring import before_training
 from coterie.errors import GradientError, KnobError, ModelError
 from coterie.gradients.gradients import receive, weighted_sum
 from coterie.learners.spec import Problem

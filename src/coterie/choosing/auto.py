@@ -12,12 +12,13 @@ from torch.optim import SGD, Optimizer
 
 from coterie import theory
 from coterie.choosing.chooser import Choice, Chooser
-from coterie.choosing.estimates import Estimates, before_training
+from coterie.choosing.measuring import before_training
 from coterie.engines.engine import Engine
 from coterie.errors import DataError, KnobError
 from coterie.learners.spec import Problem
 from coterie.rules.knobs import value_at
 from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.theory.estimates import Estimates
 
 Array: TypeAlias = NDArray[np.float64]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from coterie.choosing.estimates import Estimates
 from coterie.engines.engine import Engine
 from coterie.learners.spec import Problem
 from coterie.rules.rules import Rule
+from coterie.theory.estimates import Estimates
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -120,16 +121,22 @@ def versions() -> dict[str, str]:
         >>> sorted(versions())
         ['coterie', 'numpy', 'platform', 'python', 'scipy', 'torch']
     """
-    import coterie
-
     return {
-        "coterie": coterie.__version__,
+        "coterie": _version(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "numpy": np.__version__,
         "scipy": scipy.__version__,
     }
+
+
+def _version() -> str:
+    """Return the installed version; from a source tree that is not installed, none is known."""
+    try:
+        return metadata.version("coterie")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def describe(thing: Any) -> str:

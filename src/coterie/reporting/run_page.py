@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coterie.choosing.estimates import Estimates, Measured
 from coterie.recording.record import Record
 from coterie.reporting.figures import learning_curves, weights_over_steps
 from coterie.reporting.page import Section
 from coterie.theory import best_corrected_peers, plan_for_peers
+from coterie.theory.estimates import Estimates, Measured
 from coterie.theory.phrases import cells, note, numbers, verdict
 
 
@@ -85,7 +85,7 @@ def _constants(record: Record) -> list[Section]:
         return [Section("Constants", [f"Not measured: {found['not measured']}."])]
     if not found:
         return []
-    estimates, steps = Estimates.of(found), record.configuration["steps"]
+    estimates, steps = Estimates.from_plain(found), record.configuration["steps"]
     peers = estimates.constants(steps)
     choices = plan_for_peers(peers, steps)
     rows = {name: numbers(choice) for name, choice in choices.items()}

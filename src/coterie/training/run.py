@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from coterie.choosing.estimates import Estimates
 from coterie.recording.record import Record
 from coterie.rules.rules import State
 from coterie.theory import plan_for_peers
+from coterie.theory.estimates import Estimates
 from coterie.theory.phrases import in_short
 
 
@@ -109,7 +109,7 @@ class Run:
             return [f"constants not measured: {found['not measured']}"]
         if not found:
             return []
-        estimates, steps = Estimates.of(found), self.record.configuration["steps"]
+        estimates, steps = Estimates.from_plain(found), self.record.configuration["steps"]
         advice = in_short(plan_for_peers(estimates.constants(steps), steps))
         return [estimates.sentence(), f"the theory's plan for that: {advice}"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from coterie.choosing import AdaptiveAveraging, Choice, Chooser, chooser_for
-from coterie.choosing.estimates import before_training
+from coterie.choosing.measuring import before_training
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
@@ -192,7 +192,7 @@ def configuration_of(problem: Problem, rule: Rule | Chooser | Method) -> dict[st
 
 def entries_of(choice: Choice) -> dict[str, Any]:
     """Return the account of a choice and the constants measured for it, if any, as entries of a configuration."""
-    measured = {} if choice.estimates is None else {"estimates": choice.estimates.plain()}
+    measured = {} if choice.estimates is None else {"estimates": choice.estimates.to_plain()}
     return {"choice": dict(choice.account), **measured}
 
 
@@ -204,7 +204,7 @@ def _estimates(problem: Problem, engine: Engine, rule: Rule | Method) -> dict[st
     if held > MOST and not rule.needs_rows:
         return {"estimates": {"not measured": f"every peer's gradient at once would take {held / 2**30:.1f} GiB"}}
     try:
-        return {"estimates": before_training(engine, problem).plain()}
+        return {"estimates": before_training(engine, problem).to_plain()}
     except DataError as error:
         return {"estimates": {"not measured": str(error)}}
 
