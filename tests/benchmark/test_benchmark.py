@@ -27,7 +27,7 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError, KnobError
 from coterie.evaluation.evaluate import evaluate
 from coterie.reporting.figures import differences
-from coterie.rules.rules import Alone
+from coterie.rules import Alone
 from coterie.training.many import train_many
 from coterie.training.train import train
 from coterie.users.examples import Examples, InMemory

@@ -12,7 +12,7 @@ from torch import Tensor
 import coterie
 from coterie.errors import DataError, KnobError
 from coterie.methods import FedFomo, Method, MirrorDescent, Scaffold, Selfish, UserCentric, Waffle, WeightErosion
-from coterie.rules.rules import weights_in
+from coterie.rules import weights_in
 
 STEPS = [1, 3, 8]
 PROBLEM = least_squares(held_out=30)

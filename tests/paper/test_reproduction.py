@@ -20,7 +20,7 @@ from coterie.paper import STUDIES, Setting
 from coterie.paper.studies import DRIFT_STEPS, STEPS, paper_problem
 from coterie.paper.tuned import constant_steps, decreasing_steps, drifting_optimum
 from coterie.reporting.figures import gain_factor
-from coterie.rules.rules import BiasCorrection
+from coterie.rules import BiasCorrection
 from coterie.theory.quadratic import NoisyQuadratic
 
 LABELS = {

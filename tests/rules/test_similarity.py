@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import coterie
 from coterie import Gradients
 from coterie.errors import KnobError
-from coterie.rules.rules import weights_in
+from coterie.rules import weights_in
 from coterie.rules.similarity import OWN, CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
 
 RULES: list[Any] = [

@@ -15,7 +15,7 @@ import coterie
 from coterie import AdaptiveAveraging, Gradients, User
 from coterie.errors import DataError, KnobError
 from coterie.gradients.parameters import Parameters
-from coterie.rules.rules import weights_in
+from coterie.rules import weights_in
 from coterie.rules.streams import EVERY, PATIENCE, StreamAveraging
 
 TRUTH = torch.tensor([1.0, -2.0, 0.5, 1.5])

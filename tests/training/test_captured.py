@@ -20,7 +20,7 @@ from coterie.errors import GradientError
 from coterie.learners.learner import Track
 from coterie.methods import FedAvg
 from coterie.recording.costs import Costs
-from coterie.rules.rules import BiasCorrection, Rule, WeightedAveraging
+from coterie.rules import BiasCorrection, Rule, WeightedAveraging
 from coterie.training.captured import Captured
 from coterie.training.run import Run, Step
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from coterie.data import Task, digits_by_writer
-from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.tables.models import mlp
 from coterie.training.train import train
 

@@ -24,7 +24,7 @@ from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import errors, evaluate
 from coterie.learners.spec import Problem
 from coterie.methods import Method
-from coterie.rules.rules import Rule, weights_in
+from coterie.rules import Rule, weights_in
 from coterie.training.many import Wanted, train_many
 from coterie.training.run import Run, Step
 from coterie.training.train import train

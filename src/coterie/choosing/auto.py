@@ -17,7 +17,7 @@ from coterie.engines.engine import Engine
 from coterie.errors import DataError, KnobError
 from coterie.learners.spec import Problem
 from coterie.rules.knobs import value_at
-from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.theory.estimates import Estimates
 
 Array: TypeAlias = NDArray[np.float64]

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from coterie.engines.engine import Engine
 from coterie.learners.spec import Problem
-from coterie.rules.rules import Rule
+from coterie.rules import Rule
 from coterie.theory.estimates import Estimates
 
 

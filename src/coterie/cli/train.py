@@ -14,7 +14,7 @@ from coterie.errors import KnobError
 if TYPE_CHECKING:
     from coterie.choosing import Chooser
     from coterie.data import TableTask
-    from coterie.rules.rules import Rule
+    from coterie.rules import Rule
 
 
 class RuleName(StrEnum):
@@ -186,7 +186,7 @@ def _rule(
     tau: dict[str, float] | None,
 ) -> Rule | Chooser:
     from coterie.choosing import AdaptiveAveraging
-    from coterie.rules.rules import Alone, BiasCorrection, WeightedAveraging
+    from coterie.rules import Alone, BiasCorrection, WeightedAveraging
 
     if name is RuleName.adaptive:
         return AdaptiveAveraging()

@@ -16,7 +16,7 @@ from coterie.engines.flare.engine import Flare, Sites
 from coterie.errors import KnobError
 from coterie.federation.holding import of_lead
 from coterie.federation.settings import LeadSettings, lead_settings
-from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.rules.streams import StreamAveraging
 from coterie.tables import tabular
 from coterie.training.train import train

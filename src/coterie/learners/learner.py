@@ -15,7 +15,7 @@ from coterie.engines.engine import Engine
 from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters
 from coterie.recording.costs import Costs
-from coterie.rules.rules import Rule, weights_in
+from coterie.rules import Rule, weights_in
 
 
 class Track:

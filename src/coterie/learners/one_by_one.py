@@ -12,7 +12,7 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.evaluate import losses
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import Problem, scheduler_of
-from coterie.rules.rules import WeightedAveraging
+from coterie.rules import WeightedAveraging
 from coterie.users.examples import FromDataset, InMemory
 from coterie.users.user import User
 

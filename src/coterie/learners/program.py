@@ -5,22 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from coterie.engines.in_process.copies import Copies
-from coterie.learners.directions import Directions
 from coterie.learners.sharing import Needs, Pass, passes
 from coterie.learners.spec import Problem
 from coterie.learners.stack import Stack
+from coterie.learners.stacked_rules import StackedRules
 from coterie.learners.tables import Pool
-from coterie.rules.rules import Alone, BiasCorrection, State, WeightedAveraging
+from coterie.rules import Alone, FormulaRule, State
 from coterie.users.examples import InMemory
 from coterie.users.user import User
 
-Listening: TypeAlias = Alone | WeightedAveraging | BiasCorrection
+Listening: TypeAlias = Alone | FormulaRule
 """The rules that a program knows."""
 
 
@@ -61,7 +61,9 @@ class Program:
         self._held_out = _validation(copies, [member.problem.me for member in members], stack.x)
         self._heard = torch.cat([each.runs for each in self._peers]) if peers else None
         heard = [] if self._heard is None else self._heard.tolist()
-        self._directions = Directions({run: members[run].rule for run in heard}, stack.x)
+        rules = {run: cast("FormulaRule", members[run].rule) for run in heard}
+        self._rules = StackedRules(rules, stack.x[heard])
+        self._listening = set(heard)
         self.own_loss = stack.x.new_zeros(len(members), dtype=torch.float64)
         self._sums = stack.x.new_zeros(len(members))
 
@@ -75,7 +77,7 @@ class Program:
         if self._heard is not None:
             peers = [each.gradients(self.copies, x, self.step)[0] for each in self._peers]
             own = direction.index_select(0, self._heard)
-            heard = self._directions(own, peers[0] if len(peers) == 1 else torch.cat(peers), self.step)
+            heard = self._rules(own, peers[0] if len(peers) == 1 else torch.cat(peers))
             direction.index_copy_(0, self._heard, heard)
         self._sums += direction.sum(1)
         self.stack.step()
@@ -88,11 +90,11 @@ class Program:
 
     def weight(self, run: int) -> float:
         """Return the weight that a run's peers had in the last step."""
-        return self._directions.weight(run) if self.step else 0.0
+        return self._rules.weight(run) if run in self._listening else 0.0
 
     def state(self, run: int) -> State:
         """Return the state of a run's rule after the last step."""
-        return {"step": self.step, "weight": self.weight(run), **self._directions.bias(run, self.step)}
+        return self._rules.state(run) if run in self._listening else {"step": self.step, "weight": 0.0}
 
     def held_out(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the outputs and targets on the validation set of each run that has one in memory."""

@@ -15,7 +15,7 @@ from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters
 from coterie.learners.learner import Track
 from coterie.methods.clients import Clients
-from coterie.rules.rules import State
+from coterie.rules import State
 
 
 @runtime_checkable

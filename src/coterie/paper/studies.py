@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from coterie.paper import figures, tuned
 from coterie.paper.series import Series, Setting, recorded
 from coterie.reporting.figures import gain, gain_factor
-from coterie.rules.rules import Alone, BiasCorrection, WeightedAveraging
+from coterie.rules import Alone, BiasCorrection, WeightedAveraging
 from coterie.theory import Constants, averaging_cost, averaging_speedup, best_alpha, mean_estimation
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 

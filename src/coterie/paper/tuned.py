@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from coterie.paper.series import Setting
 from coterie.paper.tuning import best
-from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.theory import Constants, best_alpha
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 

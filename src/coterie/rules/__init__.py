@@ -1,20 +1,29 @@
-"""Rules: from the gradients of one step to the direction that user 0 follows."""
+"""Rules: from the gradients of one step to the direction that user 0 follows. An algorithm is a file."""
 
 from coterie.registry import FromRun
+from coterie.rules.alone import Alone
+from coterie.rules.bias_correction import BiasCorrection
+from coterie.rules.knobs import Knob
+from coterie.rules.oracle_correction import OracleCorrection
 from coterie.rules.registry import RULES, register_rule
-from coterie.rules.rules import Alone, BiasCorrection, OracleCorrection, Rule, State, WeightedAveraging
+from coterie.rules.rule import Capturable, FormulaRule, Rule, State, weights_in
 from coterie.rules.similarity import CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
 from coterie.rules.streams import StreamAveraging
+from coterie.rules.weighted_averaging import WeightedAveraging
 
 __all__ = [
     "RULES",
     "Alone",
     "BiasCorrection",
+    "Capturable",
+    "FormulaRule",
+    "Knob",
     "OracleCorrection",
     "Rule",
     "State",
     "WeightedAveraging",
     "register_rule",
+    "weights_in",
 ]
 
 _HALF = {"alpha": 0.5}

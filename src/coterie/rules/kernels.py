@@ -1,4 +1,4 @@
-"""Bias correction in one kernel, for captured steps on a GPU: every number is read and written once."""
+"""Bias correction in one CUDA kernel: every number is read once and written once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-CORRECTED = """
+CORRECTED_STEP = """
 template <typename T> void corrected(T own, T peers, T c, T alpha, T beta, T w, T& direction, T& following) {
     direction = own + alpha * (peers - w * c - own);
     following = c + beta * (peers - own - c);
@@ -17,15 +17,20 @@ template <typename T> void corrected(T own, T peers, T c, T alpha, T beta, T w, 
 """
 
 
-def corrected(
-    own: Tensor, peers: Tensor, c: Tensor, knobs: tuple[Tensor, Tensor], correction: float
+def fits(own: Tensor, *knobs: object) -> bool:
+    """Say whether the kernel can be used: gradients and knobs are on the device."""
+    return own.is_cuda and all(isinstance(knob, Tensor) for knob in knobs)
+
+
+def corrected_step(
+    own: Tensor, peers: Tensor, c: Tensor, alpha: object, beta: object, correction: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (1 − α) g_0 + α (g_avg − w c) and (1 − β) c + β (g_avg − g_0), for α and β on the device."""
-    direction, following = _kernel()(own, peers, c, *knobs, w=correction)
+    """Return (1 − α) g_0 + α (g_avg − w c) and (1 − β) c + β (g_avg − g_0)."""
+    direction, following = _kernel()(own, peers, c, alpha, beta, w=correction)
     return direction, following
 
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
     make: Callable[..., Any] = torch.cuda.jiterator._create_multi_output_jit_fn
-    return cast("Callable[..., Any]", make(CORRECTED, num_outputs=2, w=1.0))
+    return cast("Callable[..., Any]", make(CORRECTED_STEP, num_outputs=2, w=1.0))

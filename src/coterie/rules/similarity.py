@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, by_name
-from coterie.rules.knobs import check_share
-from coterie.rules.rules import State, WeightedAveraging
+from coterie.rules.knobs import check_share, weights_over
+from coterie.rules.rule import State
 
 TINY = 1e-30
 """Keeps a gradient of length zero from dividing by it."""
@@ -35,17 +35,21 @@ class _Weighing:
 
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Ask every peer."""
-        return WeightedAveraging(1.0).weights(names)
+        return weights_over(None, names)
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step."""
         return {"step": 0, "weight": 0.0}
 
-    def ahead(self, state: State) -> tuple[dict[str, float], State] | None:
-        """Return no knobs, and the next step's number; the first step, which learns who is there, is on its own."""
-        return ({}, {"step": state["step"] + 1}) if "tau" in state else None
+    def repeats(self, state: State) -> bool:
+        """Say whether the peers are known: the first step, which learns who they are, is on its own."""
+        return "tau" in state
 
-    def at(self, knobs: Mapping[str, Tensor]) -> Self:
+    def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
+        """Return no knobs, and the next step's number."""
+        return {}, {"step": state["step"] + 1}
+
+    def with_knobs(self, knobs: Mapping[str, Any]) -> Self:
         """Return this rule."""
         return self
 

@@ -21,7 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, by_name
 from coterie.gradients.simplex import simplex_minimum
-from coterie.rules.rules import State, WeightedAveraging
+from coterie.rules.knobs import weights_over
+from coterie.rules.rule import State
 
 EVERY = 5
 """Steps from one solution for the weights to the next. Each is for the running means as they were at the last."""
@@ -72,7 +73,7 @@ class StreamAveraging:
 
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Ask every peer."""
-        return WeightedAveraging(1.0).weights(names)
+        return weights_over(None, names)
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step; `tau` will be the peers' part of κ, in the order of `names`."""

@@ -20,7 +20,7 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError
 from coterie.evaluation.evaluate import errors, evaluation_mode
 from coterie.evaluation.metrics import Metric, accuracy, rmse
-from coterie.rules.rules import Alone, Rule
+from coterie.rules import Alone, Rule
 from coterie.tables import models
 from coterie.training.run import Run
 from coterie.training.train import train

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.side_stream import side_stream
 from coterie.learners.learner import Track
-from coterie.rules.rules import Capturable
+from coterie.rules import Capturable
 from coterie.training.step_tables import Foreseen
 
 WARM_UP = 3

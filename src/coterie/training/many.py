@@ -19,7 +19,7 @@ from coterie.learners.side_by_side import engine_of, why_one_by_one
 from coterie.learners.spec import Problem, Scheduler
 from coterie.methods.rounds import Method
 from coterie.recording.progress import interruptible, progress_bar
-from coterie.rules.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.rules import Alone, FormulaRule, Rule
 from coterie.training import setup as preparing
 from coterie.training.many_loop import Begun, Together
 from coterie.training.run import Callback, Run
@@ -194,7 +194,7 @@ def _chosen(begun: Begun, progress: bool | None) -> Begun:
 
 def _why(rule: Rule | Chooser | Method, problem: Problem, engine: InProcess) -> str | None:
     """Say why a run cannot take part, or None where it can."""
-    if type(rule) not in (Alone, WeightedAveraging, BiasCorrection, AdaptiveAveraging):
+    if not isinstance(rule, Alone | FormulaRule | AdaptiveAveraging):
         return f"`{type(rule).__name__}` is not a rule that runs can follow together"
     if getattr(rule, "aggregator", None) is not None:
         return "an aggregator needs every peer's gradient"

@@ -21,7 +21,7 @@ from coterie.learners.stack import Stack
 from coterie.methods.rounds import Method
 from coterie.recording.progress import Show
 from coterie.recording.record import Record
-from coterie.rules.rules import Alone, Rule
+from coterie.rules import Alone, Rule
 from coterie.training.loop import TrainingState
 from coterie.training.run import Callback, Run, Step
 from coterie.training.train import costs_of, track_of

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from coterie.recording.record import Record
-from coterie.rules.rules import State
+from coterie.rules import State
 from coterie.theory import plan_for_peers
 from coterie.theory.estimates import Estimates
 from coterie.theory.phrases import in_short

@@ -22,7 +22,7 @@ from coterie.gradients.parameters import Parameters
 from coterie.learners.learner import Track
 from coterie.learners.spec import Problem
 from coterie.methods.rounds import Method
-from coterie.rules.rules import Alone, Rule
+from coterie.rules import Alone, Rule
 from coterie.training.captured import Captured, tell, why_not
 from coterie.training.guard import ENOUGH, Guard
 from coterie.users.examples import InMemory

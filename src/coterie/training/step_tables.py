@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.in_process.engine import InProcess
 from coterie.learners.learner import Track
-from coterie.rules.rules import Alone, Capturable, State
+from coterie.rules import Alone, Capturable, State
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Foreseen:
     def known(self, most: int) -> int:
         """Return for how many of the next steps, at most so many, the tables can hold what they need."""
         track = self.track
-        if not track.step or self.rule.ahead(track.state) is None:
+        if not track.step or not self.rule.repeats(track.state):
             return 0  # in the first step of all an optimizer makes what it remembers
         self.weights = self.rule.weights(self.engine.names)
         self._draw()
@@ -78,7 +78,7 @@ class Foreseen:
         groups = track.optimizer.param_groups
         self.rates = []
         for _ in range(n):
-            knobs, plain = self.rule.ahead(state) or ({}, {})
+            knobs, plain = self.rule.next_knobs(state)
             self.knobs, state = list(knobs), {**state, **plain}
             self.rates.append([float(group["lr"]) for group in groups] if self.scheduler else [])
             rows.append([*knobs.values(), *self.rates[-1]])
@@ -99,7 +99,7 @@ class Foreseen:
         numbers = self.numbers.index_select(0, self.counter)[0].unbind()
         batches = self.engine.sampler.at(self.names, self.indices.index_select(0, self.counter)[0])
         g = self.engine.together(track.x, batches, self.weights, rows=rule.needs_rows)
-        direction, state = rule.at(dict(zip(self.knobs, numbers, strict=False)))(g, track.state)
+        direction, state = rule.with_knobs(dict(zip(self.knobs, numbers, strict=False)))(g, track.state)
         for key, tensor in self.memory.items():
             if key in state:
                 tensor.copy_(state[key])

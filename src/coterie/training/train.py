@@ -27,7 +27,7 @@ from coterie.methods.rounds import Method, Rounds
 from coterie.recording.costs import Costs
 from coterie.recording.progress import interruptible, progress_bar, tensorboard
 from coterie.recording.record import describe
-from coterie.rules.rules import Alone, Rule
+from coterie.rules import Alone, Rule
 from coterie.training import setup as preparing
 from coterie.training.guard import Guard
 from coterie.training.loop import TrainingState, found_before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from coterie.rules.knobs import check_share
-from coterie.rules.rules import WeightedAveraging
+from coterie.rules import WeightedAveraging
 from coterie.users.user import User
 
 

@@ -11,7 +11,7 @@ from coterie.methods.clients import Clients
 from coterie.methods.local import local_steps
 from coterie.methods.rounds import Method
 from coterie.rules.knobs import check_count
-from coterie.rules.rules import State
+from coterie.rules import State
 
 
 @dataclass(frozen=True)

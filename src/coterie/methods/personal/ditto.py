@@ -10,7 +10,7 @@ from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
 from coterie.methods.rounds import Method
 from coterie.rules.knobs import check_count, check_positive
-from coterie.rules.rules import State
+from coterie.rules import State
 
 
 @dataclass(frozen=True)

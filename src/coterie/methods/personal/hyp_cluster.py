@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
 from coterie.rules.knobs import check_count, check_positive
-from coterie.rules.rules import State
+from coterie.rules import State
 from coterie.users.sampling import seeded
 
 

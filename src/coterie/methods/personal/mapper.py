@@ -11,7 +11,7 @@ from coterie.errors import KnobError
 from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps
 from coterie.rules.knobs import check_share
-from coterie.rules.rules import State
+from coterie.rules import State
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
 from coterie.rules.knobs import check_positive
-from coterie.rules.rules import State
+from coterie.rules import State
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps
-from coterie.rules.rules import State
+from coterie.rules import State
 
 
 @dataclass(frozen=True)

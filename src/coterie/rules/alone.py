@@ -1,0 +1,50 @@
+"""Training alone: the own gradient and nobody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from coterie.gradients.gradients import Gradients
+from coterie.rules.rule import State
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Follow the own gradient: d_t = g_0.
+
+    Example:
+        >>> import torch
+        >>> rule = Alone()
+        >>> rule(Gradients(own=torch.tensor([1.0])), rule.init(torch.zeros(1)))[0]
+        tensor([1.])
+    """
+
+    needs_rows: ClassVar[bool] = False
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Ask nobody."""
+        return {}
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step."""
+        return {"step": 0, "weight": 0.0}
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return g_0."""
+        return g.own, self.next_knobs(state)[1]
+
+    def repeats(self, state: State) -> bool:
+        """Say that every step is the same work."""
+        return True
+
+    def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
+        """Return no knobs: there are none."""
+        return {}, {"step": state["step"] + 1, "weight": 0.0}
+
+    def with_knobs(self, knobs: Mapping[str, Any]) -> Alone:
+        """Return this rule."""
+        return self

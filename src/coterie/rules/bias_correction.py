@@ -1,0 +1,104 @@
+"""Bias correction: Algorithm 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from coterie.aggregators import Aggregator
+from coterie.errors import KnobError
+from coterie.rules.formula import corrected_step
+from coterie.rules.knobs import Auto, Knob, check_knob, check_tau
+from coterie.rules.rule import FormulaRule, State
+
+
+@dataclass(frozen=True)
+class BiasCorrection(FormulaRule):
+    """Average, less the running estimate of the peers' bias (Algorithm 3).
+
+        d_t     = (1 − α) g_0 + α (g_avg − w c_t)
+        c_{t+1} = (1 − β) c_t + β (g_avg − g_0)
+
+    d_t uses the old c_t: the new one contains this step's noise. In a step where a share a < 1 of the peers'
+    weight answers, the rest of g_avg is g_0, and both lines use a·c_t for the bias of what answered.
+
+    Args:
+        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step; "auto": that of least noise, by
+            the noise that `train` measures before the first step (see docs/estimates.md).
+        beta: β, the rate at which the bias estimate follows, in [0, 1]; a number or a function of the step; "auto":
+            that of the least bound by the corrected Theorem 3.
+        tau: τ, the weight of each peer by name, summing to 1; equal weights when None, and where a knob is "auto",
+            equal weights of the peers whose Hessians differ little enough from user 0's for the least bound.
+        correction: w, how much of the bias is taken away, in [0, 1]: 0 is `WeightedAveraging`, 1 the paper.
+        start: c_0: the `"first"` observed bias, as in the paper, or `"zero"`, as in the authors' notebook.
+        warm_up: follow with β_t = max(β, 1/(t + 1)), so that c_t is at first the mean of the biases seen
+            and a small β need not wait 1/β steps; False gives the paper's recursion exactly.
+        aggregator: a robust aggregator of the peers' gradients in the place of g_avg; it takes no `tau`.
+
+    Example:
+        >>> import torch
+        >>> from coterie import Gradients
+        >>> rule = BiasCorrection(alpha=0.5, beta=0.1)
+        >>> g = Gradients(own=torch.tensor([1.0]), peers=torch.tensor([5.0]))
+        >>> direction, state = rule(g, rule.init(torch.zeros(1)))
+        >>> direction, state["c"]
+        (tensor([1.]), tensor([4.]))
+    """
+
+    alpha: Knob | Auto
+    beta: Knob | Auto
+    tau: Mapping[str, float] | None = None
+    correction: float = 1.0
+    start: Literal["first", "zero"] = "first"
+    warm_up: bool = True
+    aggregator: Aggregator | None = None
+
+    memory = ("c",)
+
+    def __post_init__(self) -> None:
+        check_knob("alpha", self.alpha, auto=True)
+        check_knob("beta", self.beta, auto=True)
+        check_knob("correction", self.correction)
+        check_tau(self.tau, self.aggregator)
+        if self.start not in ("first", "zero"):
+            raise KnobError(f'`start` must be "first" or "zero", got {self.start!r}')
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step; `seen` counts the steps in which a bias was observed."""
+        return {**super().init(x), "seen": 0}
+
+    def direction(
+        self, own: Tensor, peers: Tensor, state: Mapping[str, Any], knobs: Mapping[str, Any]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the corrected average, and the next c."""
+        c, answered = state["c"], knobs["answered"]
+        if self.start == "first" and not state["seen"]:
+            c = (peers - own) / answered
+        direction, following = corrected_step(
+            *(own, peers, c),
+            alpha=knobs["alpha"],
+            beta=knobs["beta"],
+            correction=self.correction,
+            answered=answered,
+        )
+        return direction, {"c": following}
+
+    def repeats(self, state: State) -> bool:
+        """Say whether c has started: the first bias, which it starts from, is a step of its own."""
+        return self.start == "zero" or bool(state["seen"])
+
+    def with_knobs(self, knobs: Mapping[str, Any]) -> BiasCorrection:
+        """Return the rule with these α and β; β has been warmed up already."""
+        return replace(self, warm_up=False, **knobs)
+
+    def knobs_at(self, state: State) -> dict[str, float]:
+        """Return α and β at the state's step."""
+        knobs = super().knobs_at(state)
+        return knobs | {"beta": max(knobs["beta"], 1 / (state["seen"] + 1))} if self.warm_up else knobs
+
+    def after(self, state: State, knobs: Mapping[str, Any], answered: float) -> State:
+        """Return the plain part of the state after a step."""
+        return super().after(state, knobs, answered) | {"seen": state["seen"] + bool(answered)}

@@ -1,0 +1,180 @@
+"""What a rule is, and a base for rules of one's own.
+
+A rule is a frozen dataclass of knobs. Its state is passed and returned, so that a checkpoint can hold all of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Protocol, Self, TypeAlias, get_args, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from coterie.gradients.gradients import Gradients
+from coterie.rules.knobs import Knob, value_at, weights_over
+
+State: TypeAlias = dict[str, Any]
+"""A rule's memory: tensors and numbers by name, so that a checkpoint can hold it. `step` counts the steps
+taken; `weight` is the weight that the peers had in the last one."""
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """How user 0 turns gradients into a direction. The knobs are fields; the state is passed and returned."""
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether every peer's gradient is needed, not only their weighted sum."""
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the weight of each peer to ask; an empty mapping asks nobody."""
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step."""
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the direction and the next state."""
+
+
+@runtime_checkable
+class Capturable(Rule, Protocol):
+    """A rule whose step is the same work on tensors every time, except for knobs that are known beforehand.
+
+    Such steps can be captured as a CUDA graph; see `coterie.training.captured`.
+    A non-finite gradient must make the direction non-finite.
+    """
+
+    def repeats(self, state: State) -> bool:
+        """Say whether the next step is the same work as those after it; the first may not be."""
+
+    def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
+        """Return the next step's knobs, and the plain part of the state after it if all peers answer."""
+
+    def with_knobs(self, knobs: Mapping[str, Any]) -> Rule:
+        """Return the rule with these knobs: numbers, tensors on the device, or a column with a row for each run."""
+
+
+class FormulaRule(ABC):
+    """Base of rules that are a formula of g_0, the peers' weighted sum and knobs.
+
+    A subclass is a frozen dataclass. Fields annotated `Knob` are numbers or functions of the step. One function,
+    `direction`, is the formula. It must work on vectors of shape (d,) and on matrices of shape (R, d), a row for
+    each run, with knobs that are numbers, tensors without dimensions or columns of shape (R, 1). In return the rule
+    can be captured on a GPU and takes part in `coterie.train_many`.
+
+    A field `alpha` is recorded as the peers' weight. A field `tau` (the weight of each peer by name) and a field
+    `aggregator` are used where a subclass has them; all peers weigh the same otherwise.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Clipped(FormulaRule):
+        ...     alpha: Knob = 0.5
+        ...     limit: Knob = 1.0
+        ...
+        ...     def direction(self, own, peers, state, knobs):
+        ...         limit = knobs["limit"]
+        ...         return own + knobs["alpha"] * (peers - own).clamp(-limit, limit), {}
+        >>> rule = Clipped()
+        >>> g = Gradients(own=torch.tensor([1.0, 1.0]), peers=torch.tensor([9.0, 0.5]))
+        >>> rule(g, rule.init(torch.zeros(2)))
+        (tensor([1.5000, 0.7500]), {'step': 1, 'weight': 0.5})
+    """
+
+    memory: tuple[str, ...] = ()
+    """Names of the tensors in the state that have the shape of the parameters; they start at zero."""
+
+    @abstractmethod
+    def direction(
+        self, own: Tensor, peers: Tensor, state: Mapping[str, Any], knobs: Mapping[str, Any]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the direction, and the tensors of the state that have changed.
+
+        Args:
+            own: g_0.
+            peers: the peers' weighted sum, with g_0 in the place of what did not answer; it must not be changed.
+            state: the state before the step; it must not be changed.
+            knobs: the value of each field annotated `Knob` at this step, and `answered`, the share of the peers'
+                weight that answered, above 0.
+        """
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether there is an aggregator, which needs every peer's gradient."""
+        return getattr(self, "aggregator", None) is not None
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Return τ over the given peers."""
+        return weights_over(getattr(self, "tau", None), names, getattr(self, "aggregator", None))
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step."""
+        return {"step": 0, "weight": 0.0} | {
+            name: torch.zeros_like(x, requires_grad=False) for name in self.memory
+        }
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return the direction and the next state; g_0 to the bit where no peer answered."""
+        peers, answered = g.average(getattr(self, "tau", None), getattr(self, "aggregator", None))
+        knobs = self.knobs_at(state)
+        plain = self.after(state, knobs, answered)
+        if not answered:
+            return g.own, {**state, **plain}
+        direction, changed = self.direction(g.own, peers, state, {**knobs, "answered": answered})
+        return direction, {**state, **plain, **changed}
+
+    def repeats(self, state: State) -> bool:
+        """Say whether the next step is the same work as those after it."""
+        return True
+
+    def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
+        """Return the next step's knobs and the plain part of the state after it; see `Capturable`."""
+        knobs = self.knobs_at(state)
+        return knobs, self.after(state, knobs, 1.0)
+
+    def with_knobs(self, knobs: Mapping[str, Any]) -> Self:
+        """Return the rule with these knobs; see `Capturable`."""
+        return replace(self, **knobs)  # type: ignore[type-var]  # a subclass is a dataclass
+
+    def knobs_at(self, state: State) -> dict[str, float]:
+        """Return the knobs at the state's step."""
+        return {name: value_at(name, getattr(self, name), state["step"]) for name in knob_names(self)}
+
+    def after(self, state: State, knobs: Mapping[str, Any], answered: float) -> State:
+        """Return the plain part of the state after a step: how many steps, and the weight that the peers had."""
+        return {"step": state["step"] + 1, "weight": knobs.get("alpha", 1.0) * answered}
+
+
+def knob_names(rule: FormulaRule) -> list[str]:
+    """Return the fields of a rule that are annotated `Knob`."""
+    known = _KNOB_NAMES.get(type(rule))
+    if known is None:
+        known = [field.name for field in fields(rule) if _is_knob(field.type)]  # type: ignore[arg-type]  # a dataclass
+        _KNOB_NAMES[type(rule)] = known
+    return known
+
+
+_KNOB_NAMES: dict[type[FormulaRule], list[str]] = {}
+
+
+def _is_knob(annotation: object) -> bool:
+    """Say whether an annotation has `Knob` in it; it is a string where annotations are not evaluated."""
+    if isinstance(annotation, str):
+        return "Knob" in annotation
+    return set(get_args(Knob)) <= set(get_args(annotation))
+
+
+def weights_in(state: State) -> dict[str, float]:
+    """Return the weights in a rule's state by name; none where it has none.
+
+    A rule that finds its weights as it goes keeps them in `tau`, by name or as a tensor with `names` beside it.
+
+    Example:
+        >>> weights_in({"step": 1, "tau": torch.tensor([0.25, 0.75]), "names": ["a", "b"]})
+        {'a': 0.25, 'b': 0.75}
+    """
+    tau = state.get("tau", {})
+    return dict(zip(state["names"], tau.tolist(), strict=True)) if isinstance(tau, Tensor) else dict(tau)
