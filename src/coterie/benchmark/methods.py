@@ -30,8 +30,7 @@ from coterie.methods import (
     Waffle,
     data_interpolation,
 )
-from coterie.rules import similarity
-from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging, similarity
 
 RATES = (0.01, 0.03, 0.1)
 """The step sizes of Adam that a rule is tried at."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.rules.knobs import Knob
 from coterie.rules import Rule
+from coterie.rules.knobs import Knob
 from coterie.theory.linear_gaussian import FloatArray
 from coterie.theory.quadratic import NoisyQuadratic
 from coterie.users.sampling import random_key

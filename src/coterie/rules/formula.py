@@ -79,6 +79,6 @@ def corrected_step(
         (tensor([1.]), tensor([4.]))
     """
     if kernels.fits(own, alpha, beta) and answered == 1:
-        return kernels.corrected_step(own, peers, c, alpha, beta, correction)
+        return kernels.corrected_step(own, peers, c, alpha=alpha, beta=beta, correction=correction)
     direction = combined(own, peers, alpha, c, correction * answered)
     return direction, followed(c, own, peers, beta, answered)

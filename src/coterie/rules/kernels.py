@@ -23,7 +23,7 @@ def fits(own: Tensor, *knobs: object) -> bool:
 
 
 def corrected_step(
-    own: Tensor, peers: Tensor, c: Tensor, alpha: object, beta: object, correction: float
+    own: Tensor, peers: Tensor, c: Tensor, *, alpha: object, beta: object, correction: float
 ) -> tuple[Tensor, Tensor]:
     """Return (1 − α) g_0 + α (g_avg − w c) and (1 − β) c + β (g_avg − g_0)."""
     direction, following = _kernel()(own, peers, c, alpha, beta, w=correction)

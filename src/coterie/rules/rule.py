@@ -112,9 +112,7 @@ class FormulaRule(ABC):
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step."""
-        return {"step": 0, "weight": 0.0} | {
-            name: torch.zeros_like(x, requires_grad=False) for name in self.memory
-        }
+        return {"step": 0, "weight": 0.0} | {name: torch.zeros_like(x, requires_grad=False) for name in self.memory}
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the direction and the next state; g_0 to the bit where no peer answered."""

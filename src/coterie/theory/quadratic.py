@@ -17,8 +17,8 @@ import numpy.typing as npt
 from scipy.linalg import solve_discrete_lyapunov
 
 from coterie.errors import KnobError
-from coterie.rules.knobs import Knob, decided
 from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
+from coterie.rules.knobs import Knob, decided
 from coterie.theory.dynamics import Dynamics
 from coterie.theory.linear_gaussian import FloatArray, Transition
 from coterie.theory.quadratic_engine import QuadraticEngine, TrueBias

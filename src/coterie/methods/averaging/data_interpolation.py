@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from coterie.rules.knobs import check_share
 from coterie.rules import WeightedAveraging
+from coterie.rules.knobs import check_share
 from coterie.users.user import User
 
 

@@ -10,8 +10,8 @@ from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
 from coterie.methods.local import local_steps
 from coterie.methods.rounds import Method
-from coterie.rules.knobs import check_count
 from coterie.rules import State
+from coterie.rules.knobs import check_count
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
 from coterie.methods.rounds import Method
-from coterie.rules.knobs import check_count, check_positive
 from coterie.rules import State
+from coterie.rules.knobs import check_count, check_positive
 
 
 @dataclass(frozen=True)

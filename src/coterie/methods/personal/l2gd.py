@@ -10,8 +10,8 @@ from torch import Tensor
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
-from coterie.rules.knobs import check_positive
 from coterie.rules import State
+from coterie.rules.knobs import check_positive
 from coterie.users.sampling import uniform
 
 
