@@ -57,7 +57,7 @@ def test_knobs_are_the_fields_annotated_so() -> None:
 
 
 def test_annotations_may_be_evaluated() -> None:
-    made = dataclass(frozen=True)(
+    made: Any = dataclass(frozen=True)(
         type("Made", (Clipped,), {"__annotations__": {"more": Knob, "less": float}, "more": 0.5, "less": 0.5})
     )
     assert knob_names(made(0.1)) == ["alpha", "limit", "more"]

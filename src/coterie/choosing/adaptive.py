@@ -24,8 +24,8 @@ from coterie.errors import KnobError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.side_by_side import why_one_by_one
 from coterie.learners.spec import Problem
-from coterie.rules.knobs import weights_over
 from coterie.rules import Alone, Rule, WeightedAveraging
+from coterie.rules.knobs import weights_over
 from coterie.rules.streams import StreamAveraging
 
 

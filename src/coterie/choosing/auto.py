@@ -16,8 +16,8 @@ from coterie.choosing.measuring import before_training
 from coterie.engines.engine import Engine
 from coterie.errors import DataError, KnobError
 from coterie.learners.spec import Problem
-from coterie.rules.knobs import value_at
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
+from coterie.rules.knobs import value_at
 from coterie.theory.estimates import Estimates
 
 Array: TypeAlias = NDArray[np.float64]
