@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as f
 
-from support.frozen_cases import CASES, DRAWS, Parts
+from support.frozen_cases import BITS, CASES, DRAWS, Parts
 
 PATH = Path(__file__).parents[1] / "frozen.json"
 TOLERANCE = 1e-3
@@ -35,7 +35,7 @@ TOLERANCE = 1e-3
 SMALL = 1e-4
 """Differences of vectors whose entries are all below this are a share of this."""
 WHOLE = 24
-"""Vectors up to this length are stored whole, of longer ones the length and a few projections."""
+"""Vectors up to this length are stored whole, of longer ones the norm and a few projections."""
 
 
 def digest(part: Mapping[str, Tensor]) -> str:
@@ -48,12 +48,12 @@ def digest(part: Mapping[str, Tensor]) -> str:
 
 
 def rounded(vector: Tensor) -> list[float]:
-    """Return a vector to nine digits; of a long one its length, its norm and projections."""
+    """Return a vector to nine digits; of a long one its norm and projections."""
     values = vector.double().numpy()
     if len(values) > WHOLE:
         places = np.arange(len(values))
         waves = [np.cos((1 + 2 * k) * (places + 0.5) * math.pi / (2 * len(values))) for k in (0, 1, 3, 7)]
-        values = np.array([len(values), np.linalg.norm(values), *(values @ wave for wave in waves)])
+        values = np.array([np.linalg.norm(values), *(values @ wave for wave in waves)])
     return [float(f"{value:.9g}") for value in values.tolist()]
 
 
@@ -215,7 +215,7 @@ def _write(found: Mapping[str, Any]) -> None:
     PATH.write_text(f'{{\n{head},\n"cases": {{\n{cases}\n}}\n}}\n', encoding="utf-8")
 
 
-__all__ = ["CASES", "DRAWS", "TOLERANCE", "differences", "draws", "machine", "said", "stored", "taken"]
+__all__ = ["BITS", "CASES", "DRAWS", "TOLERANCE", "differences", "draws", "machine", "said", "stored", "taken"]
 
 if __name__ == "__main__":
     sys.exit(min(1, main(sys.argv[1:])))
