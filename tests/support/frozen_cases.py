@@ -765,8 +765,8 @@ def captured_and_guarded() -> None:
         def _(capture: bool = capture) -> Any:
             everyone = users(validation=120)
             everyone = [everyone[0], *(make("flipped", peer, 3) for peer in everyone[1:])]
-            more: dict[str, Any] = {"capture": capture, "guard": "held-out"}
-            return a_run(make("correction", 0.99, 0.1, correction=0.2), everyone=everyone, steps=9, **more)
+            more: dict[str, Any] = {"capture": capture, "guard": "held-out", "evaluate_every": 9}
+            return a_run(make("averaging", 0.99), everyone=everyone, steps=9, **more)
 
         @case(f"left out: correction{', captured' * capture}, Adam")
         def _(capture: bool = capture) -> Any:
