@@ -23,6 +23,8 @@ def test_nothing_has_changed(name: str) -> None:
     written, alike = before()
     if not alike and name in frozen.DRAWS and frozen.draws() != written["draws"]:
         pytest.skip("torch draws other random numbers here")
+    if not alike and name in frozen.BITS:
+        pytest.skip("one bit decides of all that follows, and bits are others here")
     found = frozen.differences(frozen.taken(name), written["cases"][name])
     worst = max((far for far, _ in found.values()), default=0.0)
     assert not found if alike else worst <= frozen.TOLERANCE, f"{name}: {frozen.said(found)}"

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import scipy
 import torch
-from tests.support.frozen_cases import CASES, DRAWS, Parts
+from tests.support.frozen_cases import BITS, CASES, DRAWS, Parts
 from torch import Tensor
 from torch.nn import functional as f
 
@@ -34,7 +34,7 @@ TOLERANCE = 1e-3
 SMALL = 1e-4
 """Differences of vectors whose entries are all below this are a share of this."""
 WHOLE = 24
-"""Vectors up to this length are stored whole, of longer ones the length and a few projections."""
+"""Vectors up to this length are stored whole, of longer ones the norm and a few projections."""
 
 
 def digest(part: Mapping[str, Tensor]) -> str:
@@ -47,12 +47,12 @@ def digest(part: Mapping[str, Tensor]) -> str:
 
 
 def rounded(vector: Tensor) -> list[float]:
-    """Return a vector to nine digits; of a long one its length, its norm and projections."""
+    """Return a vector to nine digits; of a long one its norm and projections."""
     values = vector.double().numpy()
     if len(values) > WHOLE:
         places = np.arange(len(values))
         waves = [np.cos((1 + 2 * k) * (places + 0.5) * math.pi / (2 * len(values))) for k in (0, 1, 3, 7)]
-        values = np.array([len(values), np.linalg.norm(values), *(values @ wave for wave in waves)])
+        values = np.array([np.linalg.norm(values), *(values @ wave for wave in waves)])
     return [float(f"{value:.9g}") for value in values.tolist()]
 
 
@@ -214,7 +214,7 @@ def _write(found: Mapping[str, Any]) -> None:
     PATH.write_text(f'{{\n{head},\n"cases": {{\n{cases}\n}}\n}}\n', encoding="utf-8")
 
 
-__all__ = ["CASES", "DRAWS", "TOLERANCE", "differences", "draws", "machine", "said", "stored", "taken"]
+__all__ = ["BITS", "CASES", "DRAWS", "TOLERANCE", "differences", "draws", "machine", "said", "stored", "taken"]
 
 if __name__ == "__main__":
     sys.exit(min(1, main(sys.argv[1:])))

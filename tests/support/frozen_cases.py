@@ -413,7 +413,8 @@ def _mlp() -> nn.Module:
 
 
 def _cnn(*more: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 4, 3), *more, nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+    # No bias: before a norm its gradient would be rounding, which Adam makes as long as any.
+    return nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), *more, nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -493,9 +494,11 @@ CASES: dict[str, Callable[[], Parts]] = {}
 """By name, what each gives."""
 DRAWS: set[str] = set()
 """The cases that depend on torch's own generator, which is not the same on every machine."""
+BITS: set[str] = set()
+"""The cases that are far apart where one bit is: where bits decide of an order, a tie or a draw."""
 
 
-def case(name: str, *, draws: bool = False) -> Callable[[Callable[[], Any]], None]:
+def case(name: str, *, draws: bool = False, bits: bool = False) -> Callable[[Callable[[], Any]], None]:
     """Add a case, which gives a run, runs by name, or parts."""
 
     def add(work: Callable[[], Any]) -> None:
@@ -504,6 +507,8 @@ def case(name: str, *, draws: bool = False) -> Callable[[Callable[[], Any]], Non
         CASES[name] = functools.partial(_worked, work)
         if draws:
             DRAWS.add(name)
+        if bits:
+            BITS.add(name)
 
     return add
 
@@ -579,12 +584,12 @@ def rules_in_process() -> None:
     for name, rule in (PLAIN | ROWS | OTHER).items():
         sizes = (20, 26, 7, 15, 21, 12, 18) if name in OTHER else (20, 26, 7, 15, 21)  # aggregators like many
 
-        @case(f"in process: {name}")
+        @case(f"in process: {name}", bits="bucketing" in name)
         def _(rule: Making = rule, sizes: Sequence[int] = sizes) -> Any:
             everyone = users(sizes)
             return a_run(rule(everyone), everyone=everyone, measure=True)
 
-        @case(f"one by one: {name}")
+        @case(f"one by one: {name}", bits="bucketing" in name)
         def _(rule: Making = rule, sizes: Sequence[int] = sizes) -> Any:
             everyone = users(sizes)
             return a_run(rule(everyone), everyone=everyone, engine=one_by_one, steps=5)
@@ -695,7 +700,7 @@ def other_engines() -> None:
         def _(rule: Making = rule) -> Any:
             return quadratic_run(lambda _: rule(()))
 
-    @case("quadratic: oracle")
+    @case("quadratic: oracle", bits=True)
     def _() -> Any:
         return quadratic_run(lambda problem: oracle_of(problem, 0.7, noise=0.2, seed=3))
 
@@ -763,8 +768,8 @@ def captured_and_guarded() -> None:
         def _(capture: bool = capture) -> Any:
             everyone = users(validation=120)
             everyone = [everyone[0], *(make("flipped", peer, 3) for peer in everyone[1:])]
-            more: dict[str, Any] = {"capture": capture, "guard": "held-out"}
-            return a_run(make("correction", 0.99, 0.1, correction=0.2), everyone=everyone, steps=9, **more)
+            more: dict[str, Any] = {"capture": capture, "guard": "held-out", "evaluate_every": 9}
+            return a_run(make("averaging", 0.99), everyone=everyone, steps=9, **more)
 
         @case(f"left out: correction{', captured' * capture}, Adam")
         def _(capture: bool = capture) -> Any:
@@ -789,8 +794,8 @@ def left_out() -> None:
                 return a_run(rule(()), everyone=with_bad_peer(), engine=engine)
 
     for name in ("mean", "trimmed", "geometric", "krum", "mixing, trimmed", "bucketing, median"):
-
-        @case(f"left out: {name}")
+        # Of three rows one of which may be bad, Krum takes one of the two that are nearest: a tie.
+        @case(f"left out: {name}", bits="bucketing" in name or "krum" in name)
         def _(name: str = name) -> Any:
             return a_run(make("averaging", 0.7, pool=AGGREGATORS[name]()), everyone=with_bad_peer())
 
@@ -887,11 +892,11 @@ def models_and_optimizers() -> None:
             def _(options: dict[str, Any] = options, rule: Making = PLAIN[rule_name]) -> Any:
                 return a_run(rule(()), **options)
 
-    @case("autocast: averaging")
+    @case("autocast: averaging", bits=True)
     def _() -> Any:
         return a_run(PLAIN["averaging"](()), passing=make("passing", autocast=torch.bfloat16))
 
-    @case("autocast: mirror, conv, channels last")
+    @case("autocast: mirror, conv, channels last", bits=True)
     def _() -> Any:
         passing = make("passing", autocast=torch.bfloat16, channels_last=True)
         return a_run(ROWS["mirror"](()), "conv", passing=passing)
