@@ -17,6 +17,7 @@ import coterie
 from coterie import AdaptiveAveraging, User
 from coterie.choosing.adaptive import PLANS, plan_for
 from coterie.choosing.cross_fitting import blind, cross_validate, split, whom
+from coterie.engines import Capabilities
 from coterie.errors import KnobError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import Problem
@@ -282,7 +283,7 @@ def test_wrong_uses_are_named() -> None:
         adaptive(user("me", 10, TRUTH), [])
 
     class Elsewhere:
-        names, gives_rows = ("a",), False
+        names, capabilities = ("a",), Capabilities(rows=False)
 
         def gradients(self, *_: object) -> coterie.Gradients:
             raise AssertionError

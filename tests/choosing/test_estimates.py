@@ -17,6 +17,7 @@ import coterie
 from coterie import theory
 from coterie.choosing.gradient_squares import SKETCH, look, squares
 from coterie.choosing.measuring import Sampling, before_training, measure
+from coterie.engines import Capabilities
 from coterie.errors import DataError, KnobError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import Problem
@@ -235,7 +236,7 @@ def test_plain_data_and_back() -> None:
 class Watched:
     """Counts what an engine is asked for."""
 
-    gives_rows = True
+    capabilities = Capabilities()
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.asked = engine, list[tuple[int, int, bool]]()

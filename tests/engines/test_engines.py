@@ -7,6 +7,7 @@ processes, if they have any, live.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from torch.nn import functional as f
 from torch.utils.data import Dataset
 
 import coterie
+from coterie.engines import Capabilities
 from coterie.engines.engine import MakeEngine
 from coterie.engines.flare.engine import Flare
 from coterie.engines.peer import Collaborator, Collaborators
@@ -495,8 +497,11 @@ def test_a_model_of_ones_own_is_not_touched(make_engine: MakeEngine) -> None:
 class SumsOnly(coterie.InProcess):
     """An engine that gives the peers' weighted sum alone, and notes that it was closed."""
 
-    gives_rows = False
     closed = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, rows=False)
 
     def close(self) -> None:
         SumsOnly.closed += 1

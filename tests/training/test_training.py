@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler
 
 import coterie
 from coterie.choosing.measuring import before_training
+from coterie.engines import Capabilities
 from coterie.errors import GradientError, KnobError, ModelError
 from coterie.gradients.gradients import receive, weighted_sum
 from coterie.learners.spec import Problem
@@ -315,7 +316,7 @@ def test_the_same_seed_gives_the_same_bits(make_users: Users) -> None:
 class Engine:
     """The users in this process, some of whose answers are lost, of another shape or not finite."""
 
-    gives_rows = False
+    capabilities = Capabilities(rows=False)
 
     def __init__(self, engine: coterie.InProcess, spoil: Callable[[str, int, Tensor], Tensor | None]) -> None:
         self.engine, self.spoil, self.names = engine, spoil, engine.names

@@ -18,6 +18,7 @@ import numpy as np
 
 from coterie.choosing.chooser import Choice
 from coterie.choosing.cross_fitting import Array, cross_validate, split, whom
+from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import KnobError
@@ -114,11 +115,7 @@ class AdaptiveAveraging:
         The account holds `alpha` and `tau`; `candidates`, each with its cross-validated `loss`, the `difference` to
         Alone and the paired standard `error` of that; `own_weight` and `weights`, κ at `steps`; and `sentence`.
         """
-        if not isinstance(engine, InProcess):
-            raise KnobError(
-                "`AdaptiveAveraging` can choose among peers in this process only; pass no `engine`, or a rule with "
-                "its weights set, such as `WeightedAveraging`"
-            )
+        require(engine, "local", "`AdaptiveAveraging`")
         weights_over(None, engine.names)  # refuses a run without peers
         account = self._account(spec, progress)
         return Choice(self.rule_from(account), account)
@@ -215,11 +212,9 @@ def _usable(problem: Problem) -> tuple[Problem, dict[str, str]]:
     engine = InProcess(
         problem.model, problem.loss, problem.me, problem.peers, batch_size=problem.batch_size, seed=problem.seed
     )
-    buffers = engine.passes.buffers()
     equal = dict.fromkeys(engine.names, 1 / max(1, len(engine.names)))
-    left_out = dict(engine.gradients(Parameters(problem.model).vector(), 0, equal, rows=True).left_out)
-    for name, buffer in problem.model.named_buffers():
-        buffer.copy_(buffers[name])
+    with engine.buffers_kept():
+        left_out = dict(engine.gradients(Parameters(problem.model).vector(), 0, equal, rows=True).left_out)
     kept = tuple(peer for peer in problem.peers if peer.name not in left_out)
     return dataclasses.replace(problem, peers=kept), left_out
 

@@ -13,8 +13,9 @@ from torch.optim import SGD, Optimizer
 from coterie import theory
 from coterie.choosing.chooser import Choice, Chooser
 from coterie.choosing.measuring import before_training
+from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError
 from coterie.learners.spec import Problem
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.rules.knobs import value_at
@@ -53,7 +54,7 @@ class AutoAveraging:
 
     def choose(self, spec: Problem, engine: Engine, progress: bool | None = None) -> Choice:
         """Measure the constants, and choose by them; see `Chooser`."""
-        _check_rows(self.rule, engine)
+        require(engine, "rows", f"`{type(self.rule).__name__}`", "to choose its knobs")
         try:
             measured = before_training(engine, spec)
         except DataError as error:
@@ -86,7 +87,7 @@ class AutoCorrection:
 
     def choose(self, spec: Problem, engine: Engine, progress: bool | None = None) -> Choice:
         """Measure the constants, and choose by them; see `Chooser`."""
-        _check_rows(self.rule, engine)
+        require(engine, "rows", f"`{type(self.rule).__name__}`", "to choose its knobs")
         try:
             measured = before_training(engine, spec)
         except DataError as error:
@@ -118,14 +119,6 @@ class AutoCorrection:
             alpha=account["alpha"] if self.rule.alpha == "auto" else self.rule.alpha,
             beta=account["beta"] if self.rule.beta == "auto" else self.rule.beta,
             tau=None if self.rule.aggregator else account["tau"],
-        )
-
-
-def _check_rows(rule: Rule, engine: Engine) -> None:
-    if not engine.gives_rows:
-        raise KnobError(
-            f"`{type(rule).__name__}` needs every peer's gradient to choose its knobs, but this engine gives their "
-            "weighted sum alone; set its knobs to numbers, or let the peers give rows"
         )
 
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coterie.choosing.gradient_squares import Seen, look, squares
+from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
-from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import Problem
@@ -106,19 +106,20 @@ def before_training(engine: Engine, problem: Problem) -> Estimates:
     of them would show no noise. Another engine is taken to draw fresh samples.
     """
     x = Parameters(problem.model).vector()
-    if not isinstance(engine, InProcess):
+    can = engine.capabilities
+    if not can.local:
         with _kept(problem.model):
             return measure(engine, x)
-    users, in_run = engine.sampler.users, engine.sampler.batch_size
-    size = in_run if engine.allowed.batch_dependent else max(2, min(in_run, len(engine.sampler.me) // 2))
+    here, in_run = require(engine, "local", "measuring"), can.batch_size or problem.batch_size
+    size = in_run if can.batch_dependent else max(2, min(in_run, len(here.users[problem.me.name]) // 2))
 
     def sampling(name: str) -> Sampling:
-        n = len(users[name])
-        return Sampling(min(size, n), math.inf if users[name].is_stream else n, min(in_run, n))
+        n = len(here.users[name])
+        return Sampling(min(size, n), math.inf if can.examples[name] is None else n, min(in_run, n))
 
     peers = {name: sampling(name) for name in engine.names}
-    with _kept(engine.passes.model):
-        return measure(engine.with_batch_size(size), x, own=sampling(engine.me), peers=peers)
+    with here.buffers_kept():
+        return measure(here.with_batch_size(size), x, own=sampling(problem.me.name), peers=peers)
 
 
 def _estimates(seen: Seen, found: Mapping[str, Array], errors: Mapping[str, Array], share: Array) -> Estimates:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from coterie.engines.engine import Engine
+from coterie.engines.engine import Capabilities, Engine
 from coterie.errors import DataError, KnobError
 from coterie.gradients.gradients import Gradients, keep_finite, weighted_sum
 from coterie.recording.record import describe
@@ -204,9 +204,10 @@ class Attacked:
         return self.engine.names
 
     @property
-    def gives_rows(self) -> bool:
-        """Whether every peer's gradient can be had."""
-        return self.engine.gives_rows
+    def capabilities(self) -> Capabilities:
+        """What can be had under attack: rows where the engine has them, and nothing that would avoid the attack."""
+        can = self.engine.capabilities
+        return Capabilities(rows=can.rows, examples=can.examples, batch_size=can.batch_size)
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x, the attackers' replaced; see `Engine.gradients`."""

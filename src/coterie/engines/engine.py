@@ -1,8 +1,9 @@
-"""Engines: where the users are. Each gives all users' gradients at one point; rules need not know more."""
+"""The contract of an engine: it gives all users' gradients at one point, wherever the users are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -10,6 +11,44 @@ from torch import Tensor, nn
 from coterie.gradients.gradients import Gradients
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User
+
+NOT_IN_MEMORY = "not all examples are in memory"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do beyond the weighted sum of the peers' gradients.
+
+    The defaults describe an engine whose users are elsewhere. Ask by `require`, which also refuses.
+
+    Args:
+        rows: every peer's own gradient can be had.
+        own_points: every user answers at a point of its own; the engine is then `AnswersAtOwnPoints`.
+        local: all users' examples are in this process: other batch sizes can be asked for, and gradients cost
+            nothing but time; the engine is then `Local`.
+        same_bits: gradients have the bits of `InProcess(one_by_one=True)`; otherwise they agree to rounding.
+        not_captured: why steps cannot be one program; None where they can, and the engine is `Captures`.
+        rows_not_captured: the same for a rule that needs rows.
+        not_stacked: why the model cannot be passed in many copies at once; None where it can.
+        examples: how many examples each user has, user 0 included; None for a stream. Empty where not known.
+        batch_size: how many examples a user draws for a gradient at most; None where not known.
+        batch_dependent: another batch size may mean another objective, as with BatchNorm.
+
+    Example:
+        >>> Capabilities(rows=False).own_points
+        False
+    """
+
+    rows: bool = True
+    own_points: bool = False
+    local: bool = False
+    same_bits: bool = False
+    not_captured: str | None = NOT_IN_MEMORY
+    rows_not_captured: str | None = NOT_IN_MEMORY
+    not_stacked: str | None = NOT_IN_MEMORY
+    examples: Mapping[str, int | None] = field(default_factory=dict)
+    batch_size: int | None = None
+    batch_dependent: bool = False
 
 
 class Engine(Protocol):
@@ -20,37 +59,37 @@ class Engine(Protocol):
         """The peers that can be asked."""
 
     @property
-    def gives_rows(self) -> bool:
-        """Whether every peer's gradient can be had, or their weighted sum alone."""
+    def capabilities(self) -> Capabilities:
+        """What else can be had from this engine."""
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
-        """Return everybody's gradients at x; a peer that the run cannot do without and that is gone is `PeerLost`.
+        """Return all users' gradients at x; `PeerLost` where a peer is gone that the run cannot do without.
 
         Args:
             x: the point, a flat vector.
             step: the step, from which every user draws its batch.
             weights: τ, the weight of each peer to ask; nobody is asked when empty.
-            rows: whether every peer's gradient is wanted, or their weighted sum is enough.
+            rows: return every peer's gradient instead of their weighted sum.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return what the record should say of how gradients are computed.
+        """Return how gradients are computed, for the record.
 
-        It is part of what a resumed run must have in common with the one it goes on with. An engine whose peers
-        are elsewhere also says who they are (`peers`: their names and numbers of examples).
+        A resumed run must have the same description. An engine whose peers are elsewhere also says who they are
+        (`peers`: their names and numbers of examples).
         """
 
     def traffic(self) -> Mapping[str, Traffic]:
-        """Return what has travelled so far, and the time it took, by user; empty where nothing travels."""
+        """Return the bytes that have travelled and the seconds they took, by user; empty where nothing travels."""
 
     def close(self) -> None:
-        """Let the peers go: no more gradients will be asked for."""
+        """Release the peers: no more gradients will be asked for."""
 
 
 class MakeEngine(Protocol):
-    """What makes an engine over the users of a run: `InProcess`, or a function with settings of its own."""
+    """A function that makes an engine over the users of a run, such as `InProcess`."""
 
     def __call__(
         self, model: nn.Module, loss: Loss, me: User, peers: Sequence[User], *, batch_size: int, seed: int
     ) -> Engine:
-        """Return an engine; `model` is the one that is trained, whose buffers user 0's batches move."""
+        """Return an engine; `model` is the one that is trained, and user 0's batches move its buffers."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.in_process.copies import MEMORY, Copies
+from coterie.engines.in_process.copies import MEMORY
 from coterie.engines.in_process.engine import InProcess
 from coterie.learners.spec import Problem
 from coterie.learners.stack import Stack
@@ -17,9 +17,10 @@ class Batched:
     """K runs as one program: the parameters stacked, the gradient mapped over them."""
 
     def __init__(self, problem: Problem, engine: InProcess, seen: Tensor, starts: Tensor | None = None) -> None:
-        self._copies, self._sampler, self._step = Copies(engine.passes), engine.sampler, 0
+        self._copies, self._engine, self._step = engine.copies(), engine, 0
+        self._me = engine.users[problem.me.name]
         self._names = engine.names
-        parameters = engine.passes.parameters
+        parameters = engine.parameters
         x = parameters.vector().expand(len(seen), -1) if starts is None else starts.to(parameters.device)
         self._stack = Stack(x.clone(), [(problem, len(seen))])
         name, seed = problem.me.name, problem.seed
@@ -36,9 +37,9 @@ class Batched:
         """Take one step in every run; see `Runs.advance`."""
         weights = weights.to(self._own.like)
         indices, own = self._own.at(self._step)
-        inputs, targets = ([part] for part in self._sampler.me.examples.take(indices))
+        inputs, targets = ([part] for part in self._me.examples.take(indices))
         shares = [weights[:, :1] * own]
-        for batch in self._sampler.draw(self._names, self._step)[1]:
+        for batch in self._engine.draw(self._names, self._step)[1]:
             size = len(batch.inputs) // len(batch.positions)
             theirs = weights[:, [1 + position for position in batch.positions]] / size
             shares.append(theirs.repeat_interleave(size, dim=1))
@@ -59,7 +60,7 @@ class Batched:
 
     def held_out_losses(self) -> Tensor:
         """Return the loss of each example that a run is blind to; see `Runs.held_out_losses`."""
-        inputs, targets = self._sampler.me.examples.take(torch.arange(self._seen.shape[1]))
+        inputs, targets = self._me.examples.take(torch.arange(self._seen.shape[1]))
         chunks = torch.split(self.x, self._copies.most(inputs, len(inputs)))
         found = torch.cat([self._copies.losses(x[None], inputs[None], targets[None])[0] for x in chunks])
         return found.double().masked_fill(self._seen, torch.nan)
@@ -71,7 +72,7 @@ class Batched:
             self._gradients(draws.at(self._step)[1][runs], *self._take(draws), runs)
             for draws in (self._own, self._held_out)
         )
-        batches, rows = self._sampler.draw(self._names, self._step)[1], [own]
+        batches, rows = self._engine.draw(self._names, self._step)[1], [own]
         for batch in batches:
             inputs, targets = batch.by_user(batch.inputs), batch.by_user(batch.targets)
             mean = x.new_tensor(1 / inputs.shape[1]).expand(len(inputs), len(x), inputs.shape[1])
@@ -81,7 +82,7 @@ class Batched:
         return (lacking @ lacking.mT).double().cpu()
 
     def _take(self, draws: _Draws) -> tuple[Tensor, Tensor]:
-        return self._sampler.me.examples.take(draws.at(self._step)[0])
+        return self._me.examples.take(draws.at(self._step)[0])
 
     def _gradients(self, shares: Tensor, inputs: Tensor, targets: Tensor, runs: slice) -> Tensor:
         """Return the gradient of each run's weighted sum of the examples' losses, of shape (runs, d)."""

@@ -79,7 +79,7 @@ class _One:
         batch = _named(self.held_out, f"{self.me.name}/held out").batch(
             self.batch_size, seed=self.seed, step=self.step
         )
-        held_out, _ = self.engine.passes.single(self.x, *batch, self.engine.passes.buffers())
+        held_out = self.engine.gradient_on(self.x, batch)
         return self.engine.gram(self.x, self.step, held_out).cpu()
 
     def held_out_losses(self) -> Tensor:

@@ -18,7 +18,6 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.learners.batched import Batched
 from coterie.learners.one_by_one import OneByOne
 from coterie.learners.spec import Problem, Runs, Scheduler
-from coterie.users.examples import InMemory
 
 __all__ = [
     "ELEMENTWISE",
@@ -68,12 +67,8 @@ def side_by_side(problem: Problem, seen: Tensor, *, starts: Tensor | None = None
 def why_one_by_one(problem: Problem, engine: InProcess | None = None) -> str | None:
     """Say why runs cannot be one program, or None where they can."""
     engine = engine or engine_of(problem)
-    if engine.allowed.loop:
-        return engine.allowed.loop
-    if not all(isinstance(user.examples, InMemory) for user in (problem.me, *problem.peers)):
-        return "not all examples are in memory"
-    if engine.passes.per_example is None:
-        return "the loss is not known to be a mean over examples"
+    if engine.capabilities.not_stacked:
+        return engine.capabilities.not_stacked
     kind = type(problem.optimizer)
     if kind.__name__ not in ELEMENTWISE or kind is not getattr(torch.optim, kind.__name__):
         return f"{kind.__name__} is not known to work element by element"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from coterie.engines.in_process.engine import InProcess
+from coterie.engines.capabilities import require
+from coterie.engines.engine import Engine
 from coterie.errors import DataError
-from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import is_finite
 from coterie.recording.costs import Costs
-from coterie.users.sampling import seeded
 from coterie.users.user import User
 
 
@@ -30,6 +28,7 @@ class Clients:
         costs: where it is counted.
 
     Example:
+        >>> from coterie import InProcess
         >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
         >>> engine = InProcess(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:])
         >>> federation = Clients(engine, users[0], users[1:], Costs({user.name: 9 for user in users}))
@@ -39,14 +38,15 @@ class Clients:
         1
     """
 
-    def __init__(self, engine: InProcess, me: User, peers: Sequence[User], costs: Costs) -> None:
-        self.engine, self.me = engine, me
+    def __init__(self, engine: Engine, me: User, peers: Sequence[User], costs: Costs) -> None:
+        self.engine, self.me = require(engine, "own_points", "a method"), me
+        self._users = {user.name: user for user in (me, *peers)}
         self.names = (me.name, *(peer.name for peer in peers))
         self.costs = costs
         self.left_out: dict[str, str] = {}
         self.own_losses: list[float] = []
         counts = torch.tensor([float(len(user)) for user in (me, *peers)], dtype=torch.float64)
-        self.sizes = counts.to(engine.passes.parameters.device, engine.passes.parameters.dtype)
+        self.sizes = counts.to(self.engine.parameters.device, self.engine.parameters.dtype)
 
     @property
     def shares(self) -> Tensor:
@@ -72,7 +72,7 @@ class Clients:
 
     def blocks(self, name: str, count: int) -> list[Tensor]:
         """Return the indices of a user's examples, dealt out like cards into so many blocks, none of them empty."""
-        user = self.engine.sampler.users[name]
+        user = self._users[name]
         if user.is_stream:
             raise DataError(f"{name!r} is a stream: this method needs examples that it can go through again")
         count = min(count, len(user))
@@ -95,26 +95,13 @@ class Clients:
 
     def losses(self, points: Tensor, step: int) -> Tensor:
         """Return each user's loss at its point, on its batch of this step; running statistics stay as they are."""
-        passes, allowed, found = self.engine.passes, self.engine.allowed, []
-        for name, point in zip(self.names, points, strict=False):
-            inputs, targets = self.engine.sampler.one(name, step)
-            buffers = passes.buffers() if allowed.moves_buffers else None
-            random = seeded(self.engine.seed, name, step, point.device) if allowed.random else nullcontext()
-            with torch.no_grad(), random:
-                found.append(passes.loss(passes.output(point, inputs, buffers), targets))
-        return torch.stack(found)
+        return self.engine.losses(points, step)
 
     def held_out_losses(self, points: Tensor) -> Tensor:
         """Return user 0's mean validation loss at each of these points."""
         if self.me.validation is None:
             raise DataError(f"this method judges models on validation examples, but {self.me.name!r} has none")
-        passes = self.engine.passes
-        before, found = passes.parameters.vector(), []
-        for point in points:
-            passes.parameters.load(point)
-            found.append(evaluate(passes.model, passes.loss, self.me.validation, {})["loss"])
-        passes.parameters.load(before)
-        return points.new_tensor(found)
+        return self.engine.losses_over(self.me.validation, points)
 
     def exchange(self, down: int, up: int) -> None:
         """Count numbers that user 0 sends to every peer, and numbers that each sends back."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.engines.engine import Capabilities
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, weighted_sum
 from coterie.recording.traffic import Traffic
@@ -76,7 +77,7 @@ class QuadraticEngine:
     seed: int = 0
     walked: dict[int, FloatArray] = field(default_factory=dict, repr=False)
 
-    gives_rows: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ import warnings
 import torch
 from torch.optim import SGD
 
-from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.side_stream import side_stream
 from coterie.learners.learner import Track
 from coterie.rules import Capturable
@@ -116,13 +115,11 @@ def why_not(track: Track) -> str | None:
         return f"`{type(rule).__name__}` does not say beforehand what a step needs"
     if getattr(rule, "aggregator", None) is not None:
         return "an aggregator looks into its rows"
-    if not isinstance(engine, InProcess) or not engine.sampler.in_memory:
-        return "not all examples are in memory here"
+    can = engine.capabilities
     official = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
     if not official or not (isinstance(optimizer, SGD) or "capturable" in optimizer.defaults):
         return f"{type(optimizer).__name__} is not known to be capturable"
-    looped = engine.allowed.loop if rule.needs_rows and engine.passes.by_layer is None else None
-    return engine.allowed.one_by_one or looped
+    return can.rows_not_captured if rule.needs_rows else can.not_captured
 
 
 def tell(why: str) -> None:

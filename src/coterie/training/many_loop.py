@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 
 from coterie.choosing import Chooser, chooser_for
-from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.evaluate import scores
 from coterie.evaluation.metrics import Metric
@@ -89,7 +88,7 @@ class Together:
         for state, row in zip(self.states, x, strict=True):
             state.track.x = state.track.parameters.share(row)
         members = [Member(each.problem, cast("Listening", each.rule)) for each in self.begun]
-        self.program = Program(Copies(self.begun[0].engine.passes), members, stack)
+        self.program = Program(self.begun[0].engine.copies(), members, stack)
         self.losses = torch.zeros_like(self.program.own_loss)
         self.running = set(range(len(begun)))
         self.runs: dict[int, Run] = {}

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from coterie.choosing import Chooser
+from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
@@ -139,17 +140,12 @@ def opened(
 
 def check_rule(rule: Rule | Chooser | Method, engine: Engine) -> None:
     """Refuse a rule that needs what this engine cannot give; a chooser says so when it chooses."""
+    whose = f"`{type(rule).__name__}`"
     if isinstance(rule, Method):
-        if not isinstance(engine, InProcess):
-            raise KnobError(
-                "a method asks users at points of their own, which only users in this process can answer"
-            )
+        require(engine, "own_points", whose)
         return
     if isinstance(rule, Chooser):
         return
     rule.weights(engine.names)  # an unknown name in `tau`
-    if rule.needs_rows and not engine.gives_rows:
-        raise KnobError(
-            f"`{type(rule).__name__}` needs every peer's gradient, but this engine gives their weighted sum alone; "
-            "use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows"
-        )
+    if rule.needs_rows:
+        require(engine, "rows", whose)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from coterie.engines.in_process.engine import InProcess
+from coterie.engines.capabilities import require
 from coterie.learners.learner import Track
 from coterie.rules import Alone, Capturable, State
 
@@ -36,7 +36,7 @@ class Foreseen:
     """
 
     def __init__(self, track: Track) -> None:
-        self.track, self.engine = track, cast("InProcess", track.engine)
+        self.track, self.engine = track, require(track.engine, "capture", "a captured step")
         self.device = track.x.device
         self.scheduler = None if isinstance(track.scheduler, ReduceLROnPlateau) else track.scheduler
         self.counter = torch.zeros(1, dtype=torch.long, device=self.device)  # the row of the next step
@@ -97,8 +97,8 @@ class Foreseen:
         """Take one step, by what the tables say for it; it is that many steps after the block's first."""
         track, rule = self.track, self.rule
         numbers = self.numbers.index_select(0, self.counter)[0].unbind()
-        batches = self.engine.sampler.at(self.names, self.indices.index_select(0, self.counter)[0])
-        g = self.engine.together(track.x, batches, self.weights, rows=rule.needs_rows)
+        drawn = self.indices.index_select(0, self.counter)[0]
+        g = self.engine.gradients_of(track.x, drawn, self.weights, rows=rule.needs_rows)
         direction, state = rule.with_knobs(dict(zip(self.knobs, numbers, strict=False)))(g, track.state)
         for key, tensor in self.memory.items():
             if key in state:
@@ -114,7 +114,7 @@ class Foreseen:
         """Draw what the tables will hold next, once n steps take longer than that, or it is due after them."""
         end = self.first + len(self.indices)
         if self.next is None and (self.track.step + n == end or n >= len(self.indices) // 4):
-            self.next = self.engine.sampler.indices(self.names, end)
+            self.next = self.engine.indices(self.names, end)
 
     def count(self, n: int) -> list[float]:
         """Let the track know that it has taken n steps; return user 0's loss in each."""
@@ -158,7 +158,7 @@ class Foreseen:
         if names == self.names and self.first <= step < end:
             return
         ahead = self.next if names == self.names and step == end else None
-        drawn = self.engine.sampler.indices(names, step) if ahead is None else ahead
+        drawn = self.engine.indices(names, step) if ahead is None else ahead
         if self.indices.shape == drawn.shape:
             self.indices.copy_(drawn)  # where a graph looks for it
         else:

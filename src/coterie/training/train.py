@@ -20,6 +20,7 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import DataError
 from coterie.evaluation.metrics import Metric
+from coterie.gradients.parameters import Parameters
 from coterie.learners.learner import Track
 from coterie.learners.spec import Problem, Scheduler
 from coterie.methods.clients import Clients
@@ -198,9 +199,10 @@ def entries_of(choice: Choice) -> dict[str, Any]:
 
 def _estimates(problem: Problem, engine: Engine, rule: Rule | Method) -> dict[str, Any]:
     """Return the constants at the start, as an entry of a configuration, or why they are not measured."""
-    if isinstance(rule, Alone | Method) or not isinstance(engine, InProcess):
-        return {}  # others may compute gradients at a price, or may not show them one by one
-    held = len(engine.names) * engine.passes.parameters.size * engine.passes.parameters.dtype.itemsize
+    if isinstance(rule, Alone | Method) or not engine.capabilities.local:
+        return {}  # elsewhere gradients may have a price
+    parameters = Parameters(problem.model)
+    held = len(engine.names) * parameters.size * parameters.dtype.itemsize
     if held > MOST and not rule.needs_rows:
         return {"estimates": {"not measured": f"every peer's gradient at once would take {held / 2**30:.1f} GiB"}}
     try:
@@ -213,7 +215,7 @@ def track_of(problem: Problem, rule: Rule | Method, engine: Engine, costs: Costs
     """Return the model at the start of its way."""
     schedule = problem.scheduler and problem.scheduler(problem.optimizer)
     if isinstance(rule, Method):
-        users = Clients(cast("InProcess", engine), problem.me, problem.peers, costs)
+        users = Clients(engine, problem.me, problem.peers, costs)
         return Rounds(problem.model, rule, users, problem.optimizer, schedule)
     return Track(problem.model, rule, engine, problem.optimizer, scheduler=schedule, costs=costs)
 

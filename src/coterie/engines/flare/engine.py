@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from coterie.engines.engine import Capabilities
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError, KnobError
 from coterie.gradients.gradients import Gradients, receive, weighted_sum
@@ -64,8 +65,6 @@ class Flare:
         minimum: how many peers must answer for a step to use their gradients.
     """
 
-    gives_rows: ClassVar[bool] = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -99,6 +98,7 @@ class Flare:
         self._mine = self._traffic[me.name]
         self._standing = {name: _Standing(probe_every) for name in self.names}
         self._alone = False
+        self.capabilities = Capabilities(batch_size=batch_size)
         self._frozen = frozen_digest(model)
 
     @property

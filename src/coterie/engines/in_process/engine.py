@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from coterie.engines.engine import NOT_IN_MEMORY, Capabilities
+from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.probe import check_classes, probe
 from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn
 from coterie.engines.in_process.side_stream import side_stream
 from coterie.errors import DataError, KnobError
+from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import (
     FiniteLater,
     Gradients,
@@ -25,7 +28,9 @@ from coterie.gradients.gradients import (
     present,
     weighted_sum,
 )
+from coterie.gradients.parameters import Parameters
 from coterie.recording.traffic import Traffic
+from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
 from coterie.users.user import Loss, User
 
@@ -56,8 +61,6 @@ class InProcess:
         >>> g.own.shape, g.peers.shape, g.rows
         (torch.Size([3]), torch.Size([3]), None)
     """
-
-    gives_rows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -101,12 +104,49 @@ class InProcess:
         self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
         return Gradients(own=own, x=x, own_loss=loss, **found)
 
-    def together(self, x: Tensor, batches: Drawn, weights: Mapping[str, float], *, rows: bool) -> Gradients:
-        """Return everybody's gradients on batches drawn before, unchecked: nothing waits for the device.
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do, which depends on the model and on where the examples are."""
+        allowed, users = self.allowed, self.sampler.users
+        in_memory = None if self.sampler.in_memory else NOT_IN_MEMORY
+        mean = None if self.passes.per_example is not None else "the loss is not known to be a mean over examples"
+        rows = allowed.loop if self.passes.by_layer is None else None
+        return Capabilities(
+            own_points=True,
+            local=True,
+            same_bits=allowed.one_by_one is not None,
+            not_captured=in_memory or allowed.one_by_one,
+            rows_not_captured=in_memory or allowed.one_by_one or rows,
+            not_stacked=allowed.loop or in_memory or mean,
+            examples={name: None if user.is_stream else len(user) for name, user in users.items()},
+            batch_size=self.sampler.batch_size,
+            batch_dependent=allowed.batch_dependent,
+        )
+
+    @property
+    def users(self) -> Mapping[str, User]:
+        """All users by name, user 0 first, on the model's device."""
+        return self.sampler.users
+
+    @property
+    def parameters(self) -> Parameters:
+        """The trainable parameters of the model."""
+        return self.passes.parameters
+
+    def draw(self, names: tuple[str, ...], step: int) -> Drawn:
+        """Return user 0's batch at a step, and those of these peers, grouped by size."""
+        return self.sampler.draw(names, step)
+
+    def indices(self, names: tuple[str, ...], step: int) -> Tensor:
+        """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
+        return self.sampler.indices(names, step)
+
+    def gradients_of(self, x: Tensor, indices: Tensor, weights: Mapping[str, float], *, rows: bool) -> Gradients:
+        """Return all users' gradients on the examples of one row of `indices`, unchecked: no wait for the device.
 
         User 0's pass has a stream of its own on a GPU, so that a captured step takes it while the peers' goes on.
         """
-        own_batch, others = batches
+        own_batch, others = self.sampler.at(tuple(weights), indices)
         with side_stream(x.device) as join:
             own, loss, _ = self._single(x, 0, self.me, own_batch)
         if rows and weights:
@@ -119,13 +159,27 @@ class InProcess:
         join()
         return g
 
-    def with_batch_size(self, size: int) -> InProcess:
+    def with_batch_size(self, size: int) -> Self:
         """Return the same users and model with batches of another size."""
         if size == self.sampler.batch_size:
             return self
         other = copy.copy(self)
         other.sampler, other._tau = self.sampler.with_batch_size(size), None
         return other
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """Leave the model's buffers as they were."""
+        before = self.passes.buffers()
+        try:
+            yield
+        finally:
+            for name, buffer in self.passes.model.named_buffers():
+                buffer.copy_(before[name])
+
+    def copies(self) -> Copies:
+        """Return the model in many copies at once; only where `capabilities.not_stacked` is None."""
+        return Copies(self.passes)
 
     def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return every user's gradient at a point of its own, and user 0's loss.
@@ -158,6 +212,10 @@ class InProcess:
         differences = torch.cat([own, self._rows(x, step, self.names, batches)]) - origin
         return (differences @ differences.mT).double()
 
+    def gradient_on(self, x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the gradient of any batch at x; the model's buffers stay as they are."""
+        return self.passes.single(x, *batch, self.passes.buffers())[0]
+
     def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return one user's gradient and loss at x on its examples at these indices; the step seeds randomness."""
         batch = self.sampler.users[name].take(indices, seed=self.seed, step=step)
@@ -165,6 +223,30 @@ class InProcess:
         if name == self.me:
             self._keep_buffers(gradient, buffers)
         return gradient, loss
+
+    def losses(self, points: Tensor, step: int) -> Tensor:
+        """Return every user's loss at a point of its own, user 0's first; the model's buffers stay as they are.
+
+        Args:
+            points: a row for each user, user 0 first; the first alone asks nobody else.
+            step: the step, from which every user draws its batch.
+        """
+        losses = []
+        for name, point in zip((self.me, *self.names), points, strict=False):
+            inputs, targets = self.sampler.one(name, step)
+            buffers = self.passes.buffers() if self.allowed.moves_buffers else None
+            with torch.no_grad(), self._seeded(name, step, point.device):
+                losses.append(self.passes.loss(self.passes.output(point, inputs, buffers), targets))
+        return torch.stack(losses)
+
+    def losses_over(self, examples: Examples, points: Tensor) -> Tensor:
+        """Return the mean loss over some examples at each of these points."""
+        before, losses = self.parameters.vector(), []
+        for point in points:
+            self.parameters.load(point)
+            losses.append(evaluate(self.passes.model, self.passes.loss, examples, {})["loss"])
+        self.parameters.load(before)
+        return points.new_tensor(losses)
 
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
@@ -200,9 +282,13 @@ class InProcess:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return one user's gradient and loss, and the buffers as its batch leaves them."""
         buffers = self.passes.buffers() if self.allowed.moves_buffers else {}
-        with seeded(self.seed, name, step, x.device) if self.allowed.random else nullcontext():
+        with self._seeded(name, step, x.device):
             gradient, loss = self.passes.single(x, *batch, buffers)
         return gradient, loss, buffers
+
+    def _seeded(self, name: str, step: int, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context in which a random model draws what belongs to (seed, user, step)."""
+        return seeded(self.seed, name, step, device) if self.allowed.random else nullcontext()
 
     def _keep_buffers(self, own: Tensor, buffers: Mapping[str, Tensor]) -> None:
         """Let the model's buffers be what user 0's batch left, unless its gradient is of no use."""

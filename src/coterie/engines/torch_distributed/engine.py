@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coterie.engines.engine import Capabilities
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.request import Ask
@@ -81,7 +82,7 @@ class TorchDistributed:
         self.group.tell("run", run | {"moves_buffers": moves, "backend": self.backend})
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
-        self.gives_rows = not any(hello["sums_only"] for hello in self.hellos)
+        self.capabilities = self._capabilities()
         self._traffic = {name: Traffic() for name in (self.me, *self.names)}
         self._life = contextlib.ExitStack()
         self._told_to_end = self._life.enter_context(noting_sigterm())
@@ -124,7 +125,7 @@ class TorchDistributed:
             "backend": self.backend,
             "device": str(self.own.passes.parameters.device),
             "average": "gather, added up in order" if self.gather else "reduce",
-            "rows": "gather" if self.gives_rows else "none: a peer gives sums only",
+            "rows": "gather" if self.capabilities.rows else "none: a peer gives sums only",
             "compress": self.compress,
             "peers": {hello["name"]: hello["examples"] for hello in self.hellos},
             "data": " ".join([self.own.sampler.me.fingerprint(), *(hello["data"] for hello in self.hellos)]),
@@ -159,6 +160,17 @@ class TorchDistributed:
             raise
         self.group.tell("go", {"refused": None})
         return hellos
+
+    def _capabilities(self) -> Capabilities:
+        own = self.own.capabilities
+        counts = {hello["name"]: None if isinstance(n := hello["examples"], str) else n for hello in self.hellos}
+        return Capabilities(
+            rows=not any(hello["sums_only"] for hello in self.hellos),
+            same_bits=self.gather and self.compress is None,
+            examples={**own.examples, **counts},
+            batch_size=own.batch_size,
+            batch_dependent=own.batch_dependent,
+        )
 
     def _connect(self) -> None:
         try:

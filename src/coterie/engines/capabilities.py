@@ -1,0 +1,137 @@
+"""What an engine can do: a Protocol for each capability, and the one place that refuses what cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol, Self, overload, runtime_checkable
+
+from torch import Tensor
+
+from coterie.engines.engine import Capabilities, Engine
+from coterie.errors import KnobError
+from coterie.gradients.gradients import Gradients
+from coterie.gradients.parameters import Parameters
+from coterie.users.examples import Examples
+from coterie.users.user import User
+
+__all__ = ["AnswersAtOwnPoints", "Capabilities", "Captures", "Local", "require"]
+
+
+@runtime_checkable
+class AnswersAtOwnPoints(Engine, Protocol):
+    """An engine whose users each answer at a point of their own (`own_points`)."""
+
+    @property
+    def seed(self) -> int:
+        """What batches are drawn from, with the user's name and the step."""
+
+    @property
+    def parameters(self) -> Parameters:
+        """The trainable parameters of the model: their number, dtype and device."""
+
+    def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return every user's gradient at its row of `points`, user 0 first, and user 0's loss."""
+
+    def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return one user's gradient and loss at x on its examples at these indices."""
+
+    def losses(self, points: Tensor, step: int) -> Tensor:
+        """Return every user's loss at its row of `points`, on its batch of this step."""
+
+    def losses_over(self, examples: Examples, points: Tensor) -> Tensor:
+        """Return the mean loss over some examples at each of these points."""
+
+
+@runtime_checkable
+class Captures(Engine, Protocol):
+    """An engine whose gradients can be part of a captured program (`not_captured` is None)."""
+
+    def indices(self, names: tuple[str, ...], step: int) -> Tensor:
+        """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
+
+    def gradients_of(self, x: Tensor, indices: Tensor, weights: Mapping[str, float], *, rows: bool) -> Gradients:
+        """Return all users' gradients on the examples of one row of `indices`, finite or not."""
+
+
+@runtime_checkable
+class Local(Engine, Protocol):
+    """An engine whose users' examples are all in this process (`local`)."""
+
+    @property
+    def users(self) -> Mapping[str, User]:
+        """All users by name, user 0 first, on the model's device."""
+
+    def with_batch_size(self, size: int) -> Self:
+        """Return an engine over the same users with batches of another size."""
+
+    def buffers_kept(self) -> AbstractContextManager[None]:
+        """Return a context that leaves the model's buffers as they were."""
+
+
+Capability = Literal["rows", "own_points", "local", "capture"]
+
+_REFUSALS: dict[str, tuple[str, str, str]] = {
+    "rows": (
+        "every peer's gradient",
+        "this engine gives their weighted sum alone",
+        "use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows",
+    ),
+    "own_points": (
+        "every user's gradient at a point of its own",
+        "this engine asks all users at one point",
+        "pass no `engine`: users in this process answer at any point",
+    ),
+    "local": (
+        "all users' examples in this process",
+        "those of this engine are elsewhere",
+        "pass no `engine`, or a rule with its weights set, such as `WeightedAveraging`",
+    ),
+    "capture": ("steps that can be captured", "{why}", "take them one by one: `capture=False`"),
+}
+
+
+@overload
+def require(engine: Engine, capability: Literal["rows"], for_whom: str, purpose: str = ...) -> Engine: ...
+@overload
+def require(
+    engine: Engine, capability: Literal["own_points"], for_whom: str, purpose: str = ...
+) -> AnswersAtOwnPoints: ...
+@overload
+def require(engine: Engine, capability: Literal["local"], for_whom: str, purpose: str = ...) -> Local: ...
+@overload
+def require(engine: Engine, capability: Literal["capture"], for_whom: str, purpose: str = ...) -> Captures: ...
+def require(engine: Engine, capability: Capability, for_whom: str, purpose: str = "") -> Engine:
+    """Return the engine, with the methods of a capability; a `KnobError` with the remedy where it has it not.
+
+    Args:
+        engine: any engine.
+        capability: "rows", "own_points", "local" or "capture"; see `Capabilities`.
+        for_whom: who needs it, for the message.
+        purpose: what for, for the message: "to choose its knobs".
+
+    Example:
+        >>> from coterie.theory.quadratic import NoisyQuadratic, Quadratic
+        >>> engine = NoisyQuadratic(Quadratic(1, 0, noise=0), [Quadratic(2, 5, noise=0)]).engine()
+        >>> require(engine, "rows", "`StreamAveraging`") is engine
+        True
+        >>> require(engine, "own_points", "`FedAvg`")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        coterie.errors.KnobError: `FedAvg` needs every user's gradient at a point of its own, but this ...
+    """
+    can = engine.capabilities
+    has = {"rows": can.rows, "own_points": can.own_points, "local": can.local, "capture": can.not_captured is None}
+    if not has[capability]:
+        what, but, remedy = _REFUSALS[capability]
+        needed = f"{what} {purpose}".rstrip()
+        raise KnobError(f"{for_whom} needs {needed}, but {but.format(why=can.not_captured)}; {remedy}")
+    kept = {
+        "rows": True,
+        "own_points": isinstance(engine, AnswersAtOwnPoints),
+        "local": isinstance(engine, Local),
+        "capture": isinstance(engine, Captures),
+    }
+    if not kept[capability]:
+        raise TypeError(f"{type(engine).__name__} says that it has `{capability}`, but lacks its methods")
+    return engine
