@@ -1,10 +1,10 @@
-"""Robust aggregators: one vector in the place of several, some of which may be bad.
+"""Robust aggregators: they combine several gradients into one, although some may be bad.
 
-An aggregator is a function of the peers' gradients, one a row, and knobs are fields: `Krum(n_byzantine=2)(rows)`.
-It stands in the place of the weighted sum in `WeightedAveraging(aggregator=…)` and `BiasCorrection(aggregator=…)`.
+An aggregator is a function of the peers' gradients, one a row; its knobs are fields: `Krum(n_byzantine=2)(rows)`.
+It replaces the weighted sum in `WeightedAveraging(aggregator=…)` and `BiasCorrection(aggregator=…)`.
 
-No aggregator can promise more than to come near the mean of the good rows. Where those differ, a bad row can stay
-among them and do harm step after step. The guard keeps user 0 from that harm; see `coterie.training.guard`.
+No aggregator can do better than come near the mean of the good rows. Where those differ, a bad row can stay among
+them and do harm step after step. The guard protects user 0 from that harm; see `coterie.training.guard`.
 """
 
 from coterie.aggregators.coordinates import CoordinateMedian, Mean, TrimmedMean

@@ -1,4 +1,4 @@
-"""Pools that take every coordinate by itself."""
+"""Aggregators that treat every coordinate by itself: mean, median, trimmed mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coterie.aggregators.points import Aggregator, Points, Tolerant
 
 @dataclass(frozen=True)
 class Mean(Aggregator):
-    """Average all rows: (1/n) Σ x_i. One bad row carries it anywhere.
+    """Average all rows: (1/n) Σ x_i. One bad row can move it anywhere.
 
     Example:
         >>> Mean()(torch.tensor([[0.0], [1.0], [5.0]]))
@@ -72,8 +72,8 @@ class TrimmedMean(Tolerant):
 def _sorted(rows: Tensor) -> list[Tensor]:
     """Return the rows with every coordinate in ascending order.
 
-    Few rows go through a sorting network, whose comparisons are of whole rows: an order of magnitude faster than
-    sorting each of many short columns.
+    A sorting network compares whole rows. For few rows this is an order of magnitude faster than sorting each of
+    many short columns.
     """
     if len(rows) > 64 or rows.is_cuda:
         return list(rows.sort(0).values)

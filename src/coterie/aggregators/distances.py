@@ -1,4 +1,4 @@
-"""Pools that go by the distances between rows, all of them from one Gram matrix."""
+"""Aggregators that use the distances between rows, computed from one Gram matrix: Krum, centred clipping."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Krum(Tolerant):
     """
 
     def points(self, rows: Tensor) -> Points:
-        """Return the rows, measured."""
+        """Return the finite rows with their Gram matrix."""
         return Points.measured(rows)
 
     def of(self, points: Points) -> Tensor:
-        """Return the row of the least score."""
+        """Return the row with the lowest score."""
         weights = np.zeros(len(points))
         weights[_krum_scores(points, self.bad(points)).argmin()] = 1.0
         return points.mean(weights)
@@ -43,7 +43,7 @@ class Krum(Tolerant):
 
 @dataclass(frozen=True)
 class MultiKrum(Tolerant):
-    """Average the m rows of the least Krum score.
+    """Average the m rows with the lowest Krum scores.
 
     Args:
         n_byzantine: f, how many rows may be bad; see `Tolerant`.
@@ -65,11 +65,11 @@ class MultiKrum(Tolerant):
             raise KnobError(f"`m` must be a whole number of rows, 1 or more, or None for n − f, got {self.m!r}")
 
     def points(self, rows: Tensor) -> Points:
-        """Return the rows, measured."""
+        """Return the finite rows with their Gram matrix."""
         return Points.measured(rows)
 
     def of(self, points: Points) -> Tensor:
-        """Return the mean of the rows of the least scores."""
+        """Return the mean of the rows with the lowest scores."""
         f = self.bad(points)
         m = len(points) - f if self.m is None else min(self.m, len(points))
         weights = np.zeros(len(points))
@@ -79,17 +79,16 @@ class MultiKrum(Tolerant):
 
 @dataclass(frozen=True)
 class CentredClipping(Aggregator):
-    """Step from 0 by the mean of what the rows differ, each difference cut to a radius.
+    """Move from 0 by the mean difference to the rows, each difference clipped to a radius.
 
         v ← v + (1/n) Σ (x_i − v) min(1, ρ / ‖x_i − v‖)
 
     v is a combination of the rows, so its distances to them come from their Gram matrix. In the paper v is
-    carried from one training step to the next; here it starts from 0 each time, and takes more iterations to come
-    from there.
+    carried from one training step to the next; here it starts from 0 each time and takes more iterations.
 
     Args:
-        radius: ρ, how far one row may pull; about as far as good rows are from each other.
-        iterations: how many steps.
+        radius: ρ, how far one row may move v in an iteration; about the distance between good rows.
+        iterations: how many times v moves.
 
     Example:
         >>> import torch
@@ -110,7 +109,7 @@ class CentredClipping(Aggregator):
             raise KnobError(f"`iterations` must be a whole number, 1 or more, got {self.iterations!r}")
 
     def points(self, rows: Tensor) -> Points:
-        """Return the rows, measured where lengths are not enough."""
+        """Return the finite rows, with their Gram matrix where lengths are not enough."""
         return Points.finite(rows) if self.iterations == 1 else Points.measured(rows)
 
     def of(self, points: Points) -> Tensor:

@@ -1,4 +1,4 @@
-"""The geometric median, converged, from the Gram matrix alone."""
+"""The geometric median, to convergence, computed from the Gram matrix alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from coterie.aggregators.points import Aggregator, FloatArray, Points
 from coterie.errors import KnobError
 
-MOST = 1000
-"""How many steps are taken at most; ten are usual."""
+MAX_ITERATIONS = 1000
+"""Ten are usual."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class GeometricMedian(Aggregator):
 
         argmin_v Σ ‖v − x_i‖,   where the unit vectors from v to the rows sum to 0
 
-    It is a mean of the rows, so the search is for n weights and costs nothing beside the Gram matrix. The row
-    with the least sum of distances either is the median, which its subgradient tells, or a step of Vardi and
-    Zhang leads away from it to a point better than every row. From there on each step is Newton's where that
-    halves the gradient, and Weiszfeld's where not.
+    It is a weighted mean of the rows, so the search is over n weights, and its cost is small beside that of the
+    Gram matrix. The row with the least sum of distances may be the median; its subgradient decides. Otherwise a
+    step of Vardi and Zhang leads from it to a point better than every row. From there each step is Newton's where
+    that halves the gradient, and Weiszfeld's otherwise.
 
     Args:
-        tolerance: how long the mean of the unit vectors may be at the end.
+        tolerance: the norm of the mean unit vector at which the search stops.
 
     Example:
         >>> import torch
@@ -46,27 +46,27 @@ class GeometricMedian(Aggregator):
             raise KnobError(f"`tolerance` must lie between 0 and 1, got {self.tolerance!r}")
 
     def points(self, rows: Tensor) -> Points:
-        """Return the rows, measured."""
+        """Return the finite rows with their Gram matrix."""
         return Points.measured(rows)
 
     def of(self, points: Points) -> Tensor:
         """Return the geometric median."""
         squared = points.distances()
         start = int(np.sqrt(squared).sum(1).argmin())
-        # About a row among the good ones, so that one that is far away costs the others no digits.
+        # Centred at a row among the good ones: a row far away then costs the others no digits.
         gram = points.gram
         about = gram - gram[start] - gram[:, [start]] + gram[start, start]
         np.fill_diagonal(about, squared[start])
-        with np.errstate(over="ignore", invalid="ignore"):  # of a step of Newton's that is then not taken
+        with np.errstate(over="ignore", invalid="ignore"):  # a step of Newton's that is then not taken
             return points.mean(self._weights(about, start))
 
     def _weights(self, gram: FloatArray, start: int) -> FloatArray:
-        """Return the weights of the median, of rows about one of them."""
+        """Return the weights of the median, from the Gram matrix of rows centred at the row `start`."""
         weights, better = _away_from(gram, start)
         if not better:
             return weights
         slope = _slope(gram, weights)
-        for _ in range(MOST):
+        for _ in range(MAX_ITERATIONS):
             inverse, gradient, length = slope
             if length <= self.tolerance * len(gram):
                 break
@@ -77,7 +77,7 @@ class GeometricMedian(Aggregator):
             else:  # also where Newton's step is not finite
                 weights = inverse / inverse.sum()
                 slope = _slope(gram, weights)
-        return np.asarray(slope[0] / slope[0].sum())  # Weiszfeld's last: whatever has been rounded, a mean of rows
+        return np.asarray(slope[0] / slope[0].sum())  # a last step of Weiszfeld's: a mean of rows despite rounding
 
 
 def _away_from(gram: FloatArray, start: int) -> tuple[FloatArray, bool]:

@@ -1,4 +1,4 @@
-"""What is done before pooling: means of rows in the place of rows, so that good ones are more alike."""
+"""Preparation for an aggregator: rows are replaced by means of rows, so that good ones are more alike."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from coterie.errors import KnobError
 
 @dataclass(frozen=True)
 class NearestNeighbourMixing(Tolerant):
-    """Replace each row by the mean of its n − f nearest, itself among them, and aggregator those.
+    """Replace each row by the mean of its n − f nearest, itself among them, and aggregate those.
 
-    Where the aggregator behind uses distances too, those between the means come from the same Gram matrix, and the
-    means themselves are never formed.
+    Where `then` uses distances too, those between the means come from the same Gram matrix, and the means are never
+    formed.
 
     Args:
         n_byzantine: f, how many rows may be bad; see `Tolerant`.
-        then: the aggregator of the means.
+        then: the aggregator that combines the means.
 
     Example:
         >>> import torch
@@ -36,15 +36,15 @@ class NearestNeighbourMixing(Tolerant):
 
     @property
     def least(self) -> int:
-        """How many rows it and the aggregator behind need."""
+        """The number of rows that it and `then` need."""
         return max(super().least, self.then.least)
 
     def points(self, rows: Tensor) -> Points:
-        """Return the rows, measured; exactly, since means of nearly the same rows lie close together."""
+        """Return the finite rows with their Gram matrix in float64: means of the same rows lie close together."""
         return Points.measured(rows, exactly=True)
 
     def of(self, points: Points) -> Tensor:
-        """Return the aggregator of the means of neighbours."""
+        """Return what `then` makes of the means of neighbours."""
         kept = len(points) - self.bad(points)
         nearest = points.distances().argsort(axis=1, kind="stable")[:, :kept]
         weights = np.zeros((len(points), len(points)))
@@ -54,15 +54,15 @@ class NearestNeighbourMixing(Tolerant):
 
 @dataclass(frozen=True)
 class Bucketing(Aggregator):
-    """Deal the rows into buckets at random, and aggregator the buckets' means.
+    """Deal the rows into buckets at random, and aggregate the buckets' means.
 
-    The order depends on the seed and the rows' sums alone: it changes from step to step with the rows, a resumed
-    run finds it again, and who does not know the seed cannot choose it. A bad row spoils one bucket: as many
-    buckets may be bad as rows, and `then` must bear that share of fewer.
+    The order depends on the seed and the rows' sums only. So it changes from step to step, a resumed run has the
+    same one, and a user who does not know the seed cannot choose it. A bad row spoils one bucket: as many buckets may be
+    bad as rows, and `then` must tolerate that share.
 
     Args:
         size: rows a bucket; the last may have fewer.
-        then: the aggregator of the means.
+        then: the aggregator that combines the means.
         seed: what the order depends on, with the rows.
 
     Example:
@@ -85,15 +85,15 @@ class Bucketing(Aggregator):
 
     @property
     def least(self) -> int:
-        """How many rows make as many buckets as the aggregator behind needs."""
+        """The number of rows that give as many buckets as `then` needs."""
         return self.size * (self.then.least - 1) + 1
 
     def points(self, rows: Tensor) -> Points:
-        """Return the rows, measured where the aggregator behind goes by distances."""
+        """Return the finite rows, with their Gram matrix where `then` uses distances."""
         return self.then.points(rows)
 
     def of(self, points: Points) -> Tensor:
-        """Return the aggregator of the buckets' means."""
+        """Return what `then` makes of the buckets' means."""
         order = self._order(points)
         weights = np.zeros((-(-len(points) // self.size), len(points)))
         weights[np.arange(len(points)) // self.size, order] = 1.0

@@ -1,4 +1,4 @@
-"""What an aggregator is, and the rows it combines: the finite ones, their Gram matrix, and means of them."""
+"""The aggregator contract, and the points it combines: finite rows or means of them, with their Gram matrix."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from coterie.gradients.gradients import is_finite
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
-LONGEST = 1e140
-"""Entries beyond this, which only float64 can hold, are cut to it, so that squares do not overflow."""
-APART = 1e-2
-"""Rows nearer than this, in squared distance over squared lengths, are measured in float64."""
+MAX_ENTRY = 1e140
+"""Larger entries, which only float64 can hold, are clamped to it, so that squares do not overflow."""
+FLOAT32_APART = 1e-2
+"""Rows nearer than this, in squared distance over squared lengths, need a Gram matrix in float64."""
 SAME = 1e-14
-"""Rows nearer than this in float64 are one point: what is left is rounding."""
+"""Rows nearer than this in float64 are one point: the difference is rounding."""
 
 
 class Aggregator(ABC):
-    """One vector in the place of several, that some of them cannot carry away: `aggregator(rows)`.
+    """Combine several vectors into one that a few bad ones cannot move far: `aggregator(rows)`.
 
     Rows that are not finite are left out first, and count among the `n_byzantine` bad ones. The result has the
-    dtype and device of the rows, which stay as they are. An aggregator of one's own says what it makes of
-    the `Points` that are left.
+    dtype and device of the rows, which do not change. A subclass implements `of`, which combines the finite rows.
     """
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the pooled vector, of shape (d,), of rows of shape (n, d)."""
+        """Combine rows of shape (n, d) into one vector of shape (d,)."""
         if rows.ndim != 2 or not rows.is_floating_point():
             raise KnobError(
                 f"`rows` must be a matrix of numbers, one row a user, got {rows.dtype} {tuple(rows.shape)}"
@@ -42,15 +41,15 @@ class Aggregator(ABC):
 
     @abstractmethod
     def of(self, points: Points) -> Tensor:
-        """Return the pooled vector of points that are finite."""
+        """Combine finite points into one vector."""
 
     @property
     def least(self) -> int:
-        """How many rows it takes to keep what the aggregator promises."""
+        """The number of rows that the aggregator's guarantee needs."""
         return 1
 
     def points(self, rows: Tensor) -> Points:
-        """Return the rows that can be pooled, measured where the aggregator goes by distances."""
+        """Return the finite rows, with their Gram matrix where the aggregator uses distances."""
         return Points.finite(rows)
 
 
@@ -59,8 +58,8 @@ class Tolerant(Aggregator):
     """An aggregator that is told how many rows may be bad.
 
     Args:
-        n_byzantine: f, how many rows may be bad, fewer than half. Where rows are missing, as many as are allowed,
-            so that nobody can end a run by not answering.
+        n_byzantine: f, how many rows may be bad, fewer than half. Where rows are missing it is lowered to what
+            the rest allows, so that no user can end a run by not answering.
     """
 
     n_byzantine: int
@@ -71,7 +70,7 @@ class Tolerant(Aggregator):
 
     @property
     def least(self) -> int:
-        """How many rows it takes for the bad ones to be fewer than half."""
+        """The number of rows of which `n_byzantine` are fewer than half."""
         return 2 * self.n_byzantine + 1
 
     def bad(self, points: Points) -> int:
@@ -81,13 +80,13 @@ class Tolerant(Aggregator):
 
 @dataclass(frozen=True, eq=False)
 class Points:
-    """The vectors to aggregator: finite rows, or means of them, which are worked out only where they are needed.
+    """The vectors to combine: finite rows, or means of them, which are computed only where they are needed.
 
     Args:
         base: the finite rows, of shape (n, d).
         left_out: how many rows were not finite.
         mix: the weights that make points of rows, of shape (points, n); None: the rows themselves.
-        known: the points' Gram matrix, where they were measured.
+        known: the points' Gram matrix, where it has been computed.
     """
 
     base: Tensor
@@ -97,20 +96,20 @@ class Points:
 
     @classmethod
     def finite(cls, rows: Tensor) -> Points:
-        """Keep the finite rows."""
+        """Return points that are the finite rows."""
         kept = rows if is_finite(rows) else rows[rows.isfinite().all(1)]
         if not len(kept):
-            raise KnobError(f"nothing to aggregator: none of {len(rows)} rows is finite")
-        if kept.dtype == torch.float64 and kept.abs().amax() > LONGEST:
-            kept = kept.clamp(-LONGEST, LONGEST)
+            raise KnobError(f"nothing to aggregate: none of {len(rows)} rows is finite")
+        if kept.dtype == torch.float64 and kept.abs().amax() > MAX_ENTRY:
+            kept = kept.clamp(-MAX_ENTRY, MAX_ENTRY)
         return cls(kept, len(rows) - len(kept))
 
     @classmethod
     def measured(cls, rows: Tensor, *, exactly: bool = False) -> Points:
-        """Keep the finite rows, and form their Gram matrix.
+        """Return points that are the finite rows, with their Gram matrix.
 
-        It is formed in float32, where that tells the rows apart, and in float64 where it does not or `exactly` is
-        asked for. A row that is not finite shows in its diagonal.
+        The matrix is computed in float32 where that tells the rows apart, else, or if `exactly`, in float64. A row
+        that is not finite shows in its diagonal.
         """
         if rows.numel() and rows.dtype != torch.float64 and not exactly:
             gram = _gram(rows, torch.float32)
@@ -136,27 +135,27 @@ class Points:
         """Return the lengths of the points."""
         if self.known is not None:
             return np.sqrt(np.maximum(self.known.diagonal(), 0.0))
-        found = torch.linalg.vector_norm(self.rows, dim=1)
-        if not is_finite(found):
-            found = torch.linalg.vector_norm(self.rows, dim=1, dtype=torch.float64)
-        return np.asarray(found.double().cpu().numpy())
+        norms = torch.linalg.vector_norm(self.rows, dim=1)
+        if not is_finite(norms):
+            norms = torch.linalg.vector_norm(self.rows, dim=1, dtype=torch.float64)
+        return np.asarray(norms.double().cpu().numpy())
 
     def distances(self) -> FloatArray:
         """Return the squared distances between the points."""
         gram = self.gram
         squares = np.add.outer(gram.diagonal(), gram.diagonal())
-        found: FloatArray = squares - 2 * gram
-        found[found <= SAME * squares] = 0.0
-        np.fill_diagonal(found, 0.0)
-        return found
+        squared: FloatArray = squares - 2 * gram
+        squared[squared <= SAME * squares] = 0.0
+        np.fill_diagonal(squared, 0.0)
+        return squared
 
     def mixed(self, weights: FloatArray) -> Points:
-        """Return means of these points, by the rows of a matrix of weights."""
+        """Return weighted means of these points; each row of the matrix holds the weights of one mean."""
         gram = None if self.known is None else weights @ self.known @ weights.T
         return Points(self.base, self.left_out, weights if self.mix is None else weights @ self.mix, gram)
 
     def mean(self, weights: FloatArray) -> Tensor:
-        """Return the sum of the points by weights."""
+        """Return the weighted sum of the points."""
         weights = weights if self.mix is None else weights @ self.mix
         used = weights.nonzero()[0]
         if len(used) == 1 and weights[used[0]] == 1:
@@ -165,7 +164,7 @@ class Points:
 
 
 def _weighed(weights: FloatArray, rows: Tensor) -> Tensor:
-    """Return weights times rows, in float32 at least: halves would round the weights."""
+    """Return weights times rows, in float32 at least: float16 would round the weights."""
     dtype = rows.dtype if rows.dtype == torch.float64 else torch.float32
     return (torch.as_tensor(weights, dtype=dtype, device=rows.device) @ rows.to(dtype)).to(rows.dtype)
 
@@ -180,9 +179,9 @@ def _gram(rows: Tensor, dtype: torch.dtype) -> FloatArray:
 
 
 def _tells_apart(gram: FloatArray) -> bool:
-    """Say whether a Gram matrix formed in float32 holds the distances to a few digits."""
+    """Say whether a Gram matrix computed in float32 gives the distances to a few digits."""
     squares = np.add.outer(gram.diagonal(), gram.diagonal())
     if not np.isfinite(gram).all() or gram.diagonal().min() < 1e-30:
         return False
-    far = squares - 2 * gram > APART * squares
+    far = squares - 2 * gram > FLOAT32_APART * squares
     return bool((far | np.eye(len(gram), dtype=bool)).all())

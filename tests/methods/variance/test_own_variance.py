@@ -1,4 +1,4 @@
-"""Control variates: Mime over all users, and SVRG, SAGA, SAG and MVR for user 0, against exact moments."""
+"""SVRG, SAGA, SAG and MVR, which user 0 runs alone, against exact second moments and plain loops."""
 
 from __future__ import annotations
 
@@ -7,80 +7,25 @@ import math
 
 import pytest
 import torch
-from tests.support.least_squares import D, balance, least_squares, path_of, weights_of
+from tests.support.least_squares import EYE, PROBLEM, START, D, path_of, weights_of
 from torch import Tensor
 
-import coterie
-from coterie.errors import DataError, KnobError
-from coterie.methods import MVR, SAGA, SVRG, FedAvg, Method, Mime
+from coterie.methods import MVR, SAGA, SVRG
 from coterie.users.sampling import draw, random_key
 
-STEPS = [1, 3, 8]
-PROBLEM = least_squares()
-N = len(PROBLEM.users)
-EQUAL = torch.full((N,), 1 / N, dtype=torch.float64)
-EYE = torch.eye(D, dtype=torch.float64)
 OPTIMUM = PROBLEM.optima[0]
-START = torch.zeros(D, dtype=torch.float64)
 BATCH = 4
 """Half of user 0's examples: one of each of 4 pairs, so that a batch is one of 16, each as likely."""
-
-
-@pytest.mark.parametrize("local_steps", STEPS)
-@pytest.mark.parametrize("momentum", [0.0, 0.6])
-def test_mime_ends_at_the_minimiser_whatever_the_local_steps(local_steps: int, momentum: float) -> None:
-    run = PROBLEM.train(Mime(local_steps, momentum), rounds=240 // local_steps + 30, lr=0.1)
-    assert torch.allclose(weights_of(run), PROBLEM.minimiser(EQUAL), atol=1e-9)
-
-
-@pytest.mark.parametrize("local_steps", STEPS)
-@pytest.mark.parametrize("momentum", [0.0, 0.6])
-def test_mimelite_ends_where_its_drifts_balance(local_steps: int, momentum: float) -> None:
-    """Where the mean of (1 − S_k^K)(x − o_k + β/(1 − β) A_k⁻¹ m) is 0, m = mean A_k (x − o_k)."""
-    shrink = EYE - 0.1 * (1 - momentum) * PROBLEM.curvatures
-    pull = EYE - torch.linalg.matrix_power(shrink, local_steps)
-    lead = pull @ torch.linalg.inv(PROBLEM.curvatures) * momentum / (1 - momentum)
-    pulls = pull + lead.mean(0) @ PROBLEM.curvatures
-    expected = balance(EQUAL, pulls, PROBLEM.optima)
-    run = PROBLEM.train(Mime(local_steps, momentum, lite=True), rounds=240 // local_steps + 30, lr=0.1)
-    assert torch.allclose(weights_of(run), expected, atol=1e-9)
-    assert torch.allclose(expected, PROBLEM.minimiser(EQUAL), atol=1e-6) == (local_steps == 1)
-
-
-def test_mimelite_without_momentum_is_federated_averaging() -> None:
-    mime, fedavg = Mime(4, 0.0, lite=True), FedAvg(4, "equal")
-    runs = [PROBLEM.train(method, rounds=7, lr=0.05, batch_size=3) for method in (mime, fedavg)]
-    assert torch.allclose(weights_of(runs[0]), weights_of(runs[1]), atol=1e-14)
-
-
-@pytest.mark.parametrize("lite", [False, True])
-def test_mime_against_a_plain_loop(lite: bool) -> None:
-    """Two rounds of three local steps on batches, written out."""
-    x, m, lr, beta = START, START, 0.05, 0.7
-    for first in (0, 3):
-        whole = sum(PROBLEM.curvatures[k] @ (x - PROBLEM.optima[k]) for k in range(N)) / N
-        ends = []
-        for k in range(N):
-            y = x
-            for step in range(first, first + 3):
-                d = PROBLEM.gradient(k, y, step, 3)
-                if not lite:
-                    d = d - PROBLEM.gradient(k, x, step, 3) + whole
-                y = y - lr * ((1 - beta) * d + beta * m)
-            ends.append(y)
-        x, m = sum(ends) / N, (1 - beta) * whole + beta * m  # type: ignore[assignment]
-    run = PROBLEM.train(Mime(3, beta, lite), rounds=2, lr=lr, batch_size=3)
-    assert torch.allclose(weights_of(run), x, atol=1e-12)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     """Return the curvature A_ξ and the gradient at the optimum, b_ξ, of each batch that user 0 may draw."""
     inputs, targets = PROBLEM.users[0].examples.take(torch.arange(8))
-    found = []
+    moments = []
     for chosen in itertools.product(*((2 * i, 2 * i + 1) for i in range(BATCH))):
         a, b = inputs[list(chosen)], targets[list(chosen)].flatten()
-        found.append((2 * a.T @ a / BATCH, 2 * a.T @ (a @ OPTIMUM - b) / BATCH))
-    return found
+        moments.append((2 * a.T @ a / BATCH, 2 * a.T @ (a @ OPTIMUM - b) / BATCH))
+    return moments
 
 
 def second_moments(maps: list[Tensor]) -> Tensor:
@@ -222,44 +167,3 @@ def test_the_error_of_mvr_falls_with_its_rate_and_the_models_only_below_step_tim
     assert all(later < 0.5 * earlier for earlier, later in itertools.pairwise(errors))
     assert floors[2] > 0.6 * floors[0]  # 0.1 is above step × curvature, about 0.05
     assert floors[3] < 0.2 * floors[0]
-
-
-@pytest.mark.parametrize("method", [SVRG(2), SAGA(2), Mime(2)], ids=repr)
-def test_methods_that_go_through_all_examples_refuse_a_stream(method: Method) -> None:
-    def fresh(size: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        inputs = torch.randn(size, D, generator=torch.Generator().manual_seed(seed % 2**40 + step)).double()
-        return inputs, inputs.sum(1, keepdim=True)
-
-    model = torch.nn.Linear(D, 1, bias=False).double()
-    me, *peers = coterie.User.stream("me", fresh), coterie.User.stream("a", fresh)
-    with pytest.raises(DataError, match="stream"):
-        coterie.train(model, torch.nn.functional.mse_loss, me, peers, method, steps=1)
-    coterie.train(model, torch.nn.functional.mse_loss, me, peers, MVR(2), steps=1)
-
-
-def test_dropout_and_running_statistics_are_those_of_user_0_and_of_the_step() -> None:
-    """A pass over all of a peer's examples moves no buffer, and what is random in it comes from the step."""
-    norm = torch.nn.BatchNorm1d(D)
-    model = torch.nn.Sequential(norm, torch.nn.Dropout(0.5), torch.nn.Linear(D, 1)).double()
-    me, peer = PROBLEM.users[:2]
-    engine = coterie.engines.InProcess(model, torch.nn.functional.mse_loss, me, [peer])
-    x, everything = engine.passes.parameters.vector(), torch.arange(8)
-    assert norm.running_mean is not None
-    before = norm.running_mean.clone()
-    found = [engine.on("user 1", x, everything, step)[0] for step in (3, 3, 4)]
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
-    assert torch.equal(norm.running_mean, before)
-    engine.on("user 0", x, everything, 3)
-    assert not torch.equal(norm.running_mean, before)
-
-
-def test_knobs_are_checked() -> None:
-    for make, match in (
-        (lambda: Mime(3, momentum=1.0), "momentum"),
-        (lambda: MVR(3, rate=0.0), "rate"),
-        (lambda: SVRG(0), "local_steps"),
-        (lambda: SAGA(0), "local_steps"),
-    ):
-        with pytest.raises(KnobError, match=match):
-            make()

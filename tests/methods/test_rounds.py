@@ -1,4 +1,4 @@
-"""What all methods share, FedAvg and SCAFFOLD: against closed forms on heterogeneous quadratics."""
+"""What all methods share: costs, batches, resuming, the models of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.least_squares import D, balance, last_of, least_squares, weights_of
+from tests.support.exact_users import ExactUsers
+from tests.support.least_squares import HELD_OUT, PROBLEM, START, D, N, last_of, weights_of
 from torch import Tensor, nn
 
 import coterie
@@ -31,13 +32,6 @@ from coterie.methods import (
     UserCentric,
     Waffle,
 )
-
-STEPS = [1, 3, 8]
-PROBLEM = least_squares()
-N = len(PROBLEM.users)
-EQUAL = torch.full((N,), 1 / N, dtype=torch.float64)
-EXAMPLES = torch.tensor([len(user) for user in PROBLEM.users], dtype=torch.float64)
-SHARES = EXAMPLES / EXAMPLES.sum()
 
 METHODS: list[Method] = [
     APFL(3),
@@ -64,48 +58,6 @@ METHODS: list[Method] = [
     UserCentric(3, clusters=2, blocks=3),
     Selfish(3, ("user 2",)),
 ]
-HELD_OUT = least_squares(held_out=10)
-
-
-def fedavg_point(shares: Tensor, local_steps: int, lr: float) -> Tensor:
-    """Return where Σ p_k (1 − (1 − ηA_k)^K)(x − o_k) = 0."""
-    shrink = torch.eye(D, dtype=torch.float64) - lr * PROBLEM.curvatures
-    pull = torch.eye(D, dtype=torch.float64) - torch.linalg.matrix_power(shrink, local_steps)
-    return balance(shares, pull, PROBLEM.optima)
-
-
-@pytest.mark.parametrize("local_steps", STEPS)
-@pytest.mark.parametrize("shares", ["examples", "equal"])
-def test_fedavg_ends_at_its_biased_point(local_steps: int, shares: str) -> None:
-    run = PROBLEM.train(FedAvg(local_steps, shares), rounds=400, lr=0.1)  # type: ignore[arg-type]
-    expected = fedavg_point(SHARES if shares == "examples" else EQUAL, local_steps, 0.1)
-    assert torch.allclose(weights_of(run), expected, atol=1e-9)
-    minimiser = PROBLEM.minimiser(SHARES if shares == "examples" else EQUAL)
-    assert torch.allclose(expected, minimiser, atol=1e-9) == (local_steps == 1)
-
-
-@pytest.mark.parametrize("local_steps", STEPS)
-@pytest.mark.parametrize("option", [1, 2])
-def test_scaffold_ends_at_the_minimiser_whatever_the_local_steps(local_steps: int, option: int) -> None:
-    run = PROBLEM.train(Scaffold(local_steps, option), rounds=600, lr=0.05)  # type: ignore[arg-type]
-    assert torch.allclose(weights_of(run), PROBLEM.minimiser(EQUAL), atol=1e-8)
-
-
-def test_scaffold_against_a_plain_loop() -> None:
-    """Two rounds written out, with a server step other than 1."""
-    gradient = [lambda x, k=k: PROBLEM.curvatures[k] @ (x - PROBLEM.optima[k]) for k in range(N)]
-    x, c = torch.zeros(D, dtype=torch.float64), [torch.zeros(D, dtype=torch.float64)] * N
-    for _ in range(2):
-        mean, moved, following = sum(c) / N, [], []
-        for k in range(N):
-            y = x
-            for _ in range(3):
-                y = y - 0.05 * (gradient[k](y) - c[k] + mean)
-            moved.append(y - x)
-            following.append(c[k] - mean + (x - y) / (3 * 0.05))
-        x, c = x + 0.7 * sum(moved) / N, following
-    run = PROBLEM.train(Scaffold(3, server_lr=0.7), rounds=2, lr=0.05)
-    assert torch.allclose(weights_of(run), x, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -122,21 +74,7 @@ def test_costs_are_counted_by_user(method: Method) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(method: Method, tmp_path: Path) -> None:
     def train(out: Path, steps: int, resume: bool = False) -> coterie.Run:
-        me, *peers = HELD_OUT.users
-        torch.manual_seed(0)
-        model = nn.Linear(D, 1, bias=False).double()
-        return coterie.train(
-            model,
-            nn.functional.mse_loss,
-            me,
-            peers,
-            method,
-            lr=0.05,
-            steps=steps,
-            batch_size=4,
-            out=out,
-            resume=resume,
-        )
+        return HELD_OUT.train(method, rounds=steps, lr=0.05, batch_size=4, out=out, resume=resume)
 
     train(tmp_path / "a", 4)
     resumed, whole = train(tmp_path / "a", 9, resume=True), train(tmp_path / "b", 9)
@@ -147,11 +85,42 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(method: Method, tmp_pat
 def test_batches_of_a_method_are_those_of_the_users() -> None:
     """One round of one local step is user k's gradient on the batch of step 0."""
     run = PROBLEM.train(FedAvg(1, "equal"), rounds=1, lr=1.0, batch_size=4)
-    rows = []
-    for user in PROBLEM.users:
-        inputs, targets = user.batch(4, seed=0, step=0)
-        rows.append(-2 * (inputs.T @ targets).flatten() / len(inputs))
+    rows = [PROBLEM.gradient(k, START, step=0, batch_size=4) for k in range(N)]
     assert torch.allclose(weights_of(run), -torch.stack(rows).mean(0), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        APFL(3),
+        Ditto(together=FedAvg(3), personal_steps=2),
+        FineTuning(2, FedAvg(3)),
+        HypCluster(2, 3),
+        L2GD(3),
+        Mapper(2),
+        PerFedAvg(2),
+        PerFedAvg(2, difference=0.1),
+    ],
+    ids=repr,
+)
+def test_a_round_draws_the_batches_it_counts(method: Method) -> None:
+    drawn: list[int] = []
+
+    class Listening(ExactUsers):
+        def gradients(self, points: Tensor, step: int) -> Tensor:
+            drawn.append(step)
+            return super().gradients(points, step)
+
+        def losses(self, points: Tensor, step: int) -> Tensor:
+            drawn.append(step)
+            return super().losses(points, step)
+
+    users = Listening(PROBLEM)
+    state = method.init(users, START)
+    for _ in range(4):
+        before, drawn[:] = state["step"], []
+        state = method.round(users, state, 0.1)
+        assert set(drawn) == set(range(before, state["step"]))
 
 
 def test_a_peer_whose_gradient_is_not_finite_takes_no_step_and_is_counted() -> None:
