@@ -57,8 +57,8 @@ class Bucketing(Aggregator):
     """Deal the rows into buckets at random, and aggregate the buckets' means.
 
     The order depends on the seed and the rows' sums only. So it changes from step to step, a resumed run has the
-    same one, and a user who does not know the seed cannot choose it. A bad row spoils one bucket: as many buckets may be
-    bad as rows, and `then` must tolerate that share.
+    same one, and a user who does not know the seed cannot choose it. A bad row spoils one bucket: as many
+    buckets may be bad as rows, and `then` must tolerate that share.
 
     Args:
         size: rows a bucket; the last may have fewer.
