@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from tests.support.least_squares import PROBLEM, START, LeastSquares
 from torch import Tensor
@@ -12,20 +10,19 @@ from coterie.methods import Clients, Method
 from coterie.recording.costs import Costs
 
 
-@dataclass(frozen=True)
-class Seed:
-    seed: int = 0
-
-
 class ExactUsers(Clients):
     """The users of a problem, whose gradients are computed from A_k and o_k."""
 
     def __init__(self, problem: LeastSquares) -> None:
-        self.problem, self.engine = problem, Seed()  # type: ignore[assignment]
+        self.problem = problem
         self.names = tuple(user.name for user in problem.users)
         self.sizes = torch.tensor([float(len(user)) for user in problem.users], dtype=torch.float64)
         self.costs = Costs(dict.fromkeys(self.names, 1))
         self.least = torch.stack([problem.loss(k, x) for k, x in enumerate(problem.optima)])
+
+    @property
+    def seed(self) -> int:
+        return 0
 
     def gradients(self, points: Tensor, step: int) -> Tensor:
         return torch.einsum("kij,kj->ki", self.problem.curvatures, points - self.problem.optima)

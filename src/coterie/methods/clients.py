@@ -1,4 +1,4 @@
-"""All users of a federated method, each computing at a point of its own, and what that costs them."""
+"""The users of a federated method: each computes at a point of its own, and what it computes is counted."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from coterie.users.user import User
 
 
 class Clients:
-    """All users, user 0 first. What a method asks of them is counted.
+    """Ask all users of a method, user 0 first, and count what they compute and send.
 
-    Points are rows, one for each user in the order of `names`. A peer whose gradient is not finite takes no step
-    with it: its row is zero, and it is counted in `left_out`.
+    Points are rows, one for each user in the order of `names`. Where a peer's gradient is not finite, its row
+    becomes zero, so that the peer takes no step, and `left_out` names it.
 
     Args:
         engine: computes the gradients.
         me: user 0.
         peers: the others.
-        costs: where it is counted.
+        costs: counts gradients, examples and numbers sent.
 
     Example:
         >>> from coterie import InProcess
         >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
         >>> engine = InProcess(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:])
-        >>> federation = Clients(engine, users[0], users[1:], Costs({user.name: 9 for user in users}))
-        >>> federation.gradients(torch.zeros(3, 3), step=0).shape
+        >>> clients = Clients(engine, users[0], users[1:], Costs({user.name: 9 for user in users}))
+        >>> clients.gradients(torch.zeros(3, 3), step=0).shape
         torch.Size([3, 3])
-        >>> federation.costs.of["a"]["gradients"]
+        >>> clients.costs.of["a"]["gradients"]
         1
     """
 
@@ -49,16 +49,21 @@ class Clients:
         self.sizes = counts.to(self.engine.parameters.device, self.engine.parameters.dtype)
 
     @property
+    def seed(self) -> int:
+        """The seed of the run, from which batches, coins and starting points are drawn."""
+        return self.engine.seed
+
+    @property
     def shares(self) -> Tensor:
-        """Each user's share of all examples, by which a pooled model weighs them."""
+        """Each user's share of all examples, p_k."""
         return self.sizes / self.sizes.sum()
 
     def gradients(self, points: Tensor, step: int) -> Tensor:
         """Return each user's gradient at its point, on its batch of this step.
 
         Args:
-            points: a row for each user; the first row alone asks user 0 alone.
-            step: the same step draws the same batches.
+            points: a row for each user, or one row, at which user 0 alone is asked.
+            step: the step, from which every user draws its batch.
         """
         rows, loss = self.engine.each(points, step)
         self.costs.compute(self.names[: len(points)])
@@ -66,15 +71,15 @@ class Clients:
         return self._finite(rows)
 
     def full_gradients(self, points: Tensor) -> Tensor:
-        """Return each user's gradient at its point over all its examples; the first row alone asks user 0 alone."""
+        """Return each user's gradient at its point over all its examples; one row asks user 0 alone."""
         asked = zip(self.names, points, strict=False)
         return self._finite(torch.stack([self.gradient_on(name, x, self.blocks(name, 1)[0]) for name, x in asked]))
 
     def blocks(self, name: str, count: int) -> list[Tensor]:
-        """Return the indices of a user's examples, dealt out like cards into so many blocks, none of them empty."""
+        """Return the indices of a user's examples in `count` blocks, dealt in turn, none of them empty."""
         user = self._users[name]
         if user.is_stream:
-            raise DataError(f"{name!r} is a stream: this method needs examples that it can go through again")
+            raise DataError(f"{name!r} is a stream, but this method needs a fixed set of examples")
         count = min(count, len(user))
         return [torch.arange(first, len(user), count) for first in range(count)]
 
@@ -82,10 +87,10 @@ class Clients:
         """Return one user's gradient at x on its examples at these indices, finite or not.
 
         Args:
-            name: whose.
-            x: where.
-            indices: which of its examples, as `blocks` gives them.
-            step: seeds what is random in the model.
+            name: the user.
+            x: the point.
+            indices: its examples, as `blocks` returns them.
+            step: the step, which seeds dropout and other random parts of the model.
         """
         self.costs.compute([name], len(indices))
         gradient, loss = self.engine.on(name, x, indices, step)
@@ -100,14 +105,15 @@ class Clients:
     def held_out_losses(self, points: Tensor) -> Tensor:
         """Return user 0's mean validation loss at each of these points."""
         if self.me.validation is None:
-            raise DataError(f"this method judges models on validation examples, but {self.me.name!r} has none")
+            raise DataError(f"this method compares models on validation examples, but {self.me.name!r} has none")
         return self.engine.losses_over(self.me.validation, points)
 
     def exchange(self, down: int, up: int) -> None:
-        """Count numbers that user 0 sends to every peer, and numbers that each sends back."""
+        """Count the numbers that user 0 sends to every peer (`down`) and that every peer sends back (`up`)."""
         self.costs.exchange(self.names[1:], down, up)
 
     def _finite(self, rows: Tensor) -> Tensor:
+        """Set the peers' rows that are not finite to zero, and name them in `left_out`."""
         if not is_finite(rows[1:]):
             bad = ~rows[1:].isfinite().all(1)
             self.left_out |= {self.names[1 + int(k)]: "not finite" for k in bad.nonzero().flatten()}

@@ -1,4 +1,4 @@
-"""Local steps: what every user does between two exchanges."""
+"""Local steps: the plain gradient steps that users take between two exchanges."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def local_steps(
     """Let every user take plain gradient steps from its point, x_k ← x_k − η (g_k(x_k) + a_k).
 
     Args:
-        users: who.
-        points: where from, a row for each user; the first row alone moves user 0 alone.
+        users: the users.
+        points: the starting points, a row for each user; one row moves user 0 alone.
         step: the step of the first batch.
-        count: how many steps.
+        count: the number of steps.
         lr: η.
-        add: a_k, what is added to every gradient: rows, or one vector for all; nothing when None.
+        add: a_k, added to every gradient: a row for each user, or one vector for all; nothing when None.
     """
     for k in range(count):
         gradients = users.gradients(points, step + k)

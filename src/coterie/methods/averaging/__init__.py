@@ -1,4 +1,4 @@
-"""One model for all by averaging, and what users make of it: fine-tuning, own examples weighed more."""
+"""Averaging: one model for all users, with fine-tuning, own examples that count more, and averages of means."""
 
 from coterie.methods.averaging.data_interpolation import data_interpolation
 from coterie.methods.averaging.fedavg import FedAvg

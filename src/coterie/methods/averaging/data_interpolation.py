@@ -1,4 +1,4 @@
-"""Data interpolation: train on own examples and everybody's, in given proportions."""
+"""Data interpolation: train on a mixture of the own examples and those of all users."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from coterie.users.user import User
 def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> WeightedAveraging:
     """Return the rule that minimises a f_0 + (1 − a) f_pooled, f_pooled being the mean loss over all examples.
 
-    It is weighted gradient averaging, with nothing to add: f_pooled holds n_0 own examples of N, so
+    The rule is weighted gradient averaging. n_0 of the N pooled examples are user 0's own, so
 
         α = (1 − a)(1 − n_0/N),    τ_k ∝ n_k
 
-    minimises the same: alone at a = 1, `WeightedAveraging.pooled` at a = 0.
+    minimises the same objective: alone at a = 1, `WeightedAveraging.pooled` at a = 0.
 
     Args:
         me: user 0.
         peers: the others.
-        mixing: a, in [0, 1], the own examples' weight beside what they have in the pool. The paper chooses it by
+        mixing: a, in [0, 1], the weight of f_0 in addition to its share of f_pooled. The paper chooses it by
             cross-validation; `AdaptiveAveraging` does so for α.
 
     Reference:

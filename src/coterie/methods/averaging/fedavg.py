@@ -1,4 +1,4 @@
-"""Federated averaging: local steps by everybody from a common point, then their mean."""
+"""Federated averaging: all users take local steps from a common point, then their models are averaged."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from coterie.rules import State
 
 @dataclass(frozen=True)
 class FedAvg:
-    """Average models that everybody has trained for a few steps from the last average.
+    """Average the models that all users have trained for a few steps from the last average.
 
         x_k ← x, then K times  x_k ← x_k − η g_k(x_k);      x ← Σ p_k x_k,  or  x ← x + aggregator(x_k − x)
 
     With one local step it is gradient descent on Σ p_k f_k: the pooled objective where p_k are the shares of the
-    examples. With more, users run towards their own optima: on quadratics f_k = ½(x − o_k)ᵀA_k(x − o_k) it ends at
-    the point that solves  Σ p_k (1 − (1 − ηA_k)^K)(x − o_k) = 0, not at the minimiser of the average.
+    examples. With more, users drift towards their own optima: on quadratics f_k = ½(x − o_k)ᵀA_k(x − o_k) it
+    converges to the solution of  Σ p_k (1 − (1 − ηA_k)^K)(x − o_k) = 0, not to the minimiser of the average.
 
-    It makes one model for all. Everybody takes part in every round, unlike in the paper, where a sample does.
+    All users get one model. All take part in every round; in the paper a sample does.
 
     Args:
         local_steps: K.
-        shares: p_k: by the number of `"examples"`, as in the paper, or `"equal"`; an aggregator knows no shares.
-        aggregator: what to take in the place of the mean, from the users' moves, one a row, to one move: a robust
-            aggregator, which a few wrong users cannot lead astray.
+        shares: p_k: by the number of `"examples"`, as in the paper, or `"equal"`. An aggregator ignores them.
+        aggregator: a function from the users' moves, one a row, to one move, in place of the mean: a robust one
+            limits the influence of a few bad users.
 
     Reference:
         McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017.
@@ -63,15 +63,15 @@ class FedAvg:
         x, step = state["x"], state["step"]
         points = local_steps(users, x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.numel())
-        return {"step": step + self.local_steps, "x": self._together(users, x, points)}
+        return {"step": step + self.local_steps, "x": self._combine(users, x, points)}
 
     def models(self, state: State) -> Tensor:
-        """Return x, one model for all."""
+        """Return x, the model of all users."""
         x: Tensor = state["x"]
         return x.unsqueeze(0)
 
-    def _together(self, users: Clients, x: Tensor, points: Tensor) -> Tensor:
-        """Return what becomes of x when the users have moved to these points."""
+    def _combine(self, users: Clients, x: Tensor, points: Tensor) -> Tensor:
+        """Return the next x, given the points that the users have moved to."""
         if self.aggregator is not None:
             return x + self.aggregator(points - x)
         return users.shares @ points if self.shares == "examples" else points.mean(0)

@@ -1,4 +1,4 @@
-"""Fine-tuning: a model trained together, then by everybody alone."""
+"""Fine-tuning: all users train one model together, then each continues alone."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from coterie.rules.knobs import check_count
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Train one model together for some rounds, then let everybody go on from it alone.
+    """Train one model together for some rounds, then let every user continue from it alone.
 
         round < R:    x ← a round of `together`
         round ≥ R:    x_k ← x_k − η g_k(x_k), as many times as a round of `together` has gradients
 
-    Nothing is sent after round R. The personal models end at the users' own optima; what they keep of the others is
-    what R and the number of rounds after it leave: on quadratics x_k − o_k shrinks by 1 − ηA_k with every step. The
-    best of all rounds by validation is what `coterie.train` serves, so that tuning too long does no harm where
-    there is a validation set.
+    Nothing is sent after round R. The personal models converge to the users' own optima. How much of the common
+    model remains depends on R and on the number of rounds after it: on quadratics x_k − o_k shrinks by 1 − ηA_k
+    with every step. `coterie.train` serves the best round by validation, so tuning for too long does no harm where
+    user 0 has a validation set.
 
-    In the paper everything is tuned after the end of training, and users may freeze layers; here the step size goes
-    on as the scheduler says.
+    In the paper tuning starts when training has ended, and users may freeze layers. Here the scheduler continues.
 
     Args:
-        rounds: R, how many rounds to train together.
-        together: the method that makes one model for all.
+        rounds: R, the number of rounds to train together.
+        together: the method that trains one model for all.
 
     Reference:
         Wang et al., Federated evaluation of on-device personalization, arXiv:1910.10252, 2019.
@@ -71,5 +70,5 @@ class FineTuning:
 
     def models(self, state: State) -> Tensor:
         """Return the model for all, and once tuning has begun each user's own."""
-        found: Tensor = state["models"]
-        return found
+        models: Tensor = state["models"]
+        return models

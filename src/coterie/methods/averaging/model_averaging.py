@@ -23,14 +23,15 @@ def averaging_weights(
         coarse:  v = w (1, 0, …) + (1 − w) n/N,   w = B s² / (B s² + σ² (1/n_0 − 1/N)),
                  B = ((N − n_0)² + Σ_{k≥1} n_k²) / N²,   N = Σ n_k
 
-    The fine ones are the best of all; the coarse ones the best mixture of the own mean and the pooled one, as data
-    and model interpolation have it. Alone where users are all different, s → ∞, pooled where they are alike, s = 0.
+    The fine weights are the best of all. The coarse ones are the best mixture of the own mean and the pooled one,
+    as in data and model interpolation. Both give the own mean for s → ∞, where users have nothing in common, and
+    the pooled mean for s = 0, where they are the same.
 
     Args:
         sizes: n_k, user 0 first.
         noise: σ, the standard deviation of a sample.
         spread: s, the standard deviation of the true means over users.
-        grain: one weight for each user, or one for all others together.
+        grain: `"fine"`, one weight for each user, or `"coarse"`, one for all others together.
 
     Reference:
         Donahue, Kleinberg, Model-sharing games: analyzing federated learning under voluntary participation,

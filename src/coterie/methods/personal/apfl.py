@@ -1,4 +1,4 @@
-"""APFL: mix an own model with one for all, and learn how much of each."""
+"""APFL: mix an own model with one for all, and learn the proportion."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from coterie.rules.knobs import check_share
 
 @dataclass(frozen=True)
 class APFL:
-    """Train an own model so that its mixture with the model for all is good for the user.
+    """Train an own model so that its mixture with the common model is good for the user.
 
         w_k ← w, then K times, from the same batch and the old values, u_k = a_k v_k + (1 − a_k) w_k:
             w_k ← w_k − η g_k(w_k),    v_k ← v_k − η a_k g_k(u_k)
             a_k ← a_k − η ⟨v_k − w_k, g_k(u_k)⟩,  kept in [0, 1]                (learned; the first of the K times)
         w ← mean_k w_k
 
-    The personal model is a_k v_k + (1 − a_k) w. v_k is free, so for any a_k > 0 the mixture can be anything: with
-    K = 1 it ends at the user's own optimum, where alone ends, and what it keeps of the others is only the way
-    there. With K > 1 it ends near it, as w_k moves within a round.
+    The personal model is a_k v_k + (1 − a_k) w. v_k is unconstrained, so for any a_k > 0 the mixture can be any
+    model: with K = 1 it converges to the user's own optimum, as training alone does. With K > 1 it converges near
+    it, since w_k moves within a round.
 
-    a_k is learned at the start of a round, while w_k is what all have. It tends to run to 0 or 1 early: from a
-    common start v_k, whose steps are a_k as long, lags behind w_k, which reads as if w_k were better; and at
-    a_k = 0 v_k stands still. Everybody takes part in every round, unlike in the paper.
+    a_k is updated at the start of a round, where w_k is the common model. It often runs to 0 or 1 early: v_k takes
+    steps a_k times as long as those of w_k, so it lags behind, and w_k seems better; at a_k = 0 v_k stops moving.
+    All users take part in every round; in the paper a sample does.
 
     Args:
         local_steps: K.
         mixing: a_k at the start, in [0, 1].
-        learned: let a_k move; else it stays.
+        learned: whether a_k is updated.
 
     Reference:
         Deng, Kamani, Mahdavi, Adaptive personalized federated learning, arXiv:2003.13461, 2020, Algorithm 1 and the

@@ -1,4 +1,4 @@
-"""Ditto: personal models on a spring to one that is trained together."""
+"""Ditto: personal models with a penalty on their distance to one that all users train together."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from coterie.rules.knobs import check_count, check_positive
 
 @dataclass(frozen=True)
 class Ditto:
-    """Pull personal models, trained on the own examples, towards a model trained by all.
+    """Train personal models on the own examples, pulled towards a model that all users train.
 
         w ← a round of `together`;      S times  v_k ← v_k − η (g_k(v_k) + λ (v_k − w))
 
-    with the w from before the round, as users know no newer one when they compute. v_k ends at
-    argmin f_k(v) + (λ/2)‖v − w*‖², where w* is where `together` ends: between alone (λ → 0) and w* (λ → ∞).
-    Only w is exchanged. Everybody takes part in every round, unlike in the paper.
+    with the w from before the round, the newest that users know when they compute. v_k converges to
+    argmin f_k(v) + (λ/2)‖v − w*‖², w* being the limit of `together`: between alone (λ → 0) and w* (λ → ∞).
+    Only w is exchanged. All users take part in every round; in the paper a sample does.
 
     Args:
         penalty: λ.
-        together: the method that makes w; with a robust aggregator in it Ditto is the paper's robust variant.
+        together: the method that trains w; with a robust aggregator Ditto is the paper's robust variant.
         personal_steps: S.
 
     Reference:

@@ -1,4 +1,4 @@
-"""HypCluster, or IFCA: several models, and every user trains the one that fits it best."""
+"""HypCluster, or IFCA: there are several models, and every user trains the one that fits it best."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class HypCluster:
         c_k = argmin_j loss_k(x_j);      y_k ← x_{c_k}, then K times  y_k ← y_k − η g_k(y_k)
         x_j ← Σ p_k y_k / Σ p_k  over the users with c_k = j,  p_k the shares of the examples
 
-    It is FedAvg in each cluster once the clusters stand still: with one cluster it is FedAvg. A model that nobody
-    chooses stays where it is. The start decides which clusters are found, or whether one takes everybody; the
-    models start at x with noise, from (seed, model) alone. IFCA is the same algorithm, with restarts from several
-    such starts. Everybody takes part in every round, unlike in the papers.
+    Once the clusters no longer change it is FedAvg in each of them; with one cluster it is FedAvg. A model that no
+    user chooses does not move. The starting models decide which clusters form, or whether one model takes all
+    users; they are x plus noise, drawn from (seed, model). IFCA is the same algorithm with restarts. All users take
+    part in every round; in the papers a sample does.
 
     Args:
         clusters: q.
         local_steps: K.
-        spread: the standard deviation of the noise around x that the models start with; the first is x itself.
+        spread: the standard deviation of the noise that is added to x; the first model starts at x itself.
 
     Reference:
         Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated learning,
@@ -53,13 +53,13 @@ class HypCluster:
 
     @property
     def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round; it also computes q losses."""
+        """How many gradients user 0 computes in a round; it computes q losses too."""
         return self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
-        """Return the state before the first round: q models around x; everybody has the first."""
+        """Return the state before the first round: q models around x; every user has the first."""
         models = x.repeat(self.clusters, 1)
-        with seeded(users.engine.seed, "clusters", 0):
+        with seeded(users.seed, "clusters", 0):
             noise = torch.randn(self.clusters - 1, x.numel(), dtype=x.dtype)
         models[1:] += self.spread * noise.to(x.device)
         return {"step": 0, "x": models, "cluster": torch.zeros(len(users.names), dtype=torch.long, device=x.device)}

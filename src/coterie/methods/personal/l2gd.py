@@ -1,4 +1,4 @@
-"""L2GD: own steps, and now and then a step towards the mean of all models."""
+"""L2GD: own steps, and at random times a step towards the mean of all models."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class L2GD:
 
         heads:  x_k ← x_k − (ηλ/p) (x_k − mean_j x_j)           tails:  x_k ← x_k − (η/(1 − p)) g_k(x_k)
 
-    which descends  Σ f_k(x_k) + (λ/2) ‖x_k − mean_j x_j‖²  in expectation: alone at λ → 0, one model at λ → ∞. On
-    quadratics the mean over time is its minimiser at any stable step size; right after an own step, when a round
-    ends, it is off by −(η/(1 − p)) ∇f_k, and every path swings around it by O(√η).
+    which in expectation is gradient descent on Σ f_k(x_k) + (λ/2) ‖x_k − mean_j x_j‖²: alone at λ → 0, one model at
+    λ → ∞. On quadratics the mean over time is its minimiser at any stable step size. At the end of a round, right
+    after an own step, the mean differs from it by −(η/(1 − p)) ∇f_k; each path fluctuates around it by O(√η).
 
-    A round lasts until K own steps are taken. Heads in a row keep the mean, so they are one exchange, and their
-    number before an own step is geometric: it is drawn from (seed, step). The paper's α is nη here. A pull beyond
-    the mean, ηλ/p > 1, which the paper rules out, ends at the mean.
+    A round ends after K own steps. Consecutive heads leave the mean as it is, so they take one exchange. Their
+    number before an own step is geometric and is drawn from (seed, step). The paper's α is nη here. A step beyond
+    the mean, ηλ/p > 1, which the paper excludes, is cut at the mean.
 
     Args:
         local_steps: K.
@@ -67,7 +67,7 @@ class L2GD:
         x, p = state["x"], self.probability
         kept = 1 - min(1.0, lr * self.penalty / p)
         for step in range(state["step"], state["step"] + self.local_steps):
-            heads = heads_in_a_row(p, users.engine.seed, step)
+            heads = heads_in_a_row(p, users.seed, step)
             if heads:
                 x = x.mean(0) + kept**heads * (x - x.mean(0))
                 users.exchange(down=x.shape[1], up=x.shape[1])
@@ -81,7 +81,7 @@ class L2GD:
 
 
 def heads_in_a_row(probability: float, seed: int, step: int) -> int:
-    """Return how often a coin shows heads before tails, m with probability pᵐ(1 − p).
+    """Return how many times a coin shows heads before tails: m with probability pᵐ(1 − p).
 
     Example:
         >>> [heads_in_a_row(0.5, seed=0, step=step) for step in range(8)]

@@ -1,4 +1,4 @@
-"""MAPPER: the model for all is trained for what own models leave to it."""
+"""MAPPER: the common model is trained on the gradients of its mixtures with own models."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from coterie.rules.knobs import check_share
 
 @dataclass(frozen=True)
 class Mapper:
-    """Find own models and mixing weights for the given model for all, then let that follow the mixtures' gradients.
+    """Fit own models and mixing weights to the common model, then step it by the gradients of the mixtures.
 
         for every a of a short list, u_k = a v_k + (1 − a) w,  K times from the last round's v_k:
             v_k ← v_k − η a g_k(u_k)
         user k keeps the a_k, and its v_k, that has the least loss on a fresh batch
         w ← w − η Σ p_k (1 − a_k) g_k(a_k v_k + (1 − a_k) w),  p_k the shares of the examples
 
-    The personal model is a_k v_k + (1 − a_k) w. As in APFL, v_k is free: for any a_k > 0 the mixture ends at the
-    user's own optimum, and the losses that choose a_k are of training examples. a = 1 leaves w where it is, a = 0
-    is descent on the pooled objective.
+    The personal model is a_k v_k + (1 − a_k) w. As in APFL, v_k is unconstrained: for any a_k > 0 the mixture
+    converges to the user's own optimum, and a_k is chosen by losses on training examples. With a = 1 w does not
+    move; a = 0 is gradient descent on the pooled objective.
 
-    In the paper predictions are mixed, which is the same for models linear in their parameters; own models are
-    found exactly rather than by K steps; and one user at a time takes part rather than everybody.
+    In the paper predictions are mixed, which is the same for models that are linear in their parameters; own models
+    are fitted exactly, not by K steps; and one user takes part at a time, not all.
 
     Args:
         local_steps: K.
-        mixings: the a to choose from, in [0, 1].
+        mixings: the values of a to choose from, in [0, 1].
 
     Reference:
         Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated learning,

@@ -1,4 +1,4 @@
-"""Per-FedAvg: a model from which one own step makes a good personal model."""
+"""Per-FedAvg: train a common model such that one own step turns it into a good personal model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from coterie.rules.knobs import check_positive
 
 @dataclass(frozen=True)
 class PerFedAvg:
-    """Average models that everybody has trained to be good *after* one own step.
+    """Average the models that all users have trained to be good *after* one own step.
 
         x_k ← x, then K times  y_k = x_k − a g_k(x_k),  x_k ← x_k − η (g_k(y_k) − a h_k);      x ← mean_k x_k
         h_k = 0                                                                              (first order)
         h_k = (g_k(x_k + δ g_k(y_k)) − g_k(x_k − δ g_k(y_k))) / 2δ  ≈  ∇²f_k(x_k) g_k(y_k)   (Hessian-free)
 
-    each g_k of a line on a fresh batch, the two of h_k on one. User k's personal model is x − a g_k(x).
+    each g_k of a line on a new batch, the two of h_k on the same one. User k's personal model is x − a g_k(x).
 
-    The Hessian-free variant with K = 1 descends the meta-objective, mean_k f_k(x − a∇f_k(x)). The first-order one
-    leaves a factor out: on quadratics it ends where Σ A_k(1 − aA_k)(x − o_k) = 0, the meta-objective's minimiser
-    where Σ (1 − aA_k)A_k(1 − aA_k)(x − o_k) = 0; with K steps B_k = A_k(1 − aA_k), or (1 − aA_k)A_k(1 − aA_k),
-    becomes 1 − (1 − ηB_k)^K. Everybody takes part in every round, unlike in the paper.
+    The Hessian-free variant with K = 1 is gradient descent on the meta-objective, mean_k f_k(x − a∇f_k(x)), whose
+    minimiser on quadratics solves Σ (1 − aA_k)A_k(1 − aA_k)(x − o_k) = 0. The first-order variant omits a factor:
+    it converges to the solution of Σ A_k(1 − aA_k)(x − o_k) = 0. With K steps the matrix B_k before (x − o_k)
+    becomes 1 − (1 − ηB_k)^K. All users take part in every round; in the paper a sample does.
 
     Args:
         local_steps: K.
@@ -53,7 +53,7 @@ class PerFedAvg:
 
     @property
     def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round, that of its own adaptation included."""
+        """How many gradients user 0 computes in a round, including the one that adapts its own model."""
         return (2 if self.difference is None else 4) * self.local_steps + 1
 
     def init(self, users: Clients, x: Tensor) -> State:
@@ -79,5 +79,5 @@ class PerFedAvg:
 
     def models(self, state: State) -> Tensor:
         """Return each user's adapted model."""
-        found: Tensor = state["models"]
-        return found
+        models: Tensor = state["models"]
+        return models

@@ -1,4 +1,4 @@
-"""Mime and MimeLite: local steps that mimic what a server with everybody's examples would do."""
+"""Mime and MimeLite: local steps that mimic those of a server that has all examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coterie.rules import State
 
 @dataclass(frozen=True)
 class Mime:
-    """Use the server's momentum in every local step, and keep it as it is until the round ends.
+    """Use the server's momentum in every local step, and update it only when the round ends.
 
         G = mean_k ∇f_k(x), over all examples
         x_k ← x, then K times  x_k ← x_k − η ((1 − β) d_k + β m)
@@ -22,14 +22,14 @@ class Mime:
         d_k = g_k(x_k) − g_k(x) + G         (Mime; both g_k on the same batch)
         x ← mean_k x_k,      m ← (1 − β) G + β m
 
-    Mime's fixed point is the minimiser of the mean of the f_k whatever K is; MimeLite's is not, and at β = 0 it is
-    FedAvg with equal shares. It makes one model for all. Everybody takes part in every round; in the paper a sample
-    does. The paper's server statistics may be any optimizer's; here they are those of SGD with momentum.
+    Mime's fixed point is the minimiser of the mean of the f_k for every K. MimeLite's is not; at β = 0 MimeLite is
+    FedAvg with equal shares. All users get one model. All take part in every round; in the paper a sample does. The
+    paper allows the statistics of any server optimizer; here they are those of SGD with momentum.
 
     Args:
         local_steps: K.
         momentum: β, in [0, 1).
-        lite: leave the correction out, which halves the gradients.
+        lite: omit the correction, which halves the number of gradients.
 
     Reference:
         Karimireddy et al., Breaking the centralized barrier for cross-device federated learning, NeurIPS 2021
@@ -74,6 +74,6 @@ class Mime:
         return {"step": step + self.local_steps, "x": points.mean(0), "m": m}
 
     def models(self, state: State) -> Tensor:
-        """Return x, one model for all."""
+        """Return x, the model of all users."""
         x: Tensor = state["x"]
         return x.unsqueeze(0)

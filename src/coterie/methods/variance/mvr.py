@@ -1,4 +1,4 @@
-"""MVR, or STORM: user 0 alone, with momentum that is carried along to where the model has moved."""
+"""MVR, or STORM: user 0 alone, with momentum that is corrected for the movement of the model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from coterie.rules import State
 
 @dataclass(frozen=True)
 class MVR:
-    """Take momentum's average of past gradients, each corrected for how far the model has moved since.
+    """Average past gradients as momentum does, each corrected for the movement of the model since.
 
         d_t = g_0(x_t) + (1 − a) (d_{t−1} − g_0(x_{t−1})),      x_{t+1} = x_t − η d_t
 
     both g_0 on the batch of step t. a = 1 is SGD. Unlike SVRG and SAGA it needs no pass over the examples and no
-    table, so it works on streams; the error of d_t falls with a and η, but not to 0 while they are constant, and
-    the model settles closer than SGD's only where a is well below η times the curvature. d_0 is the first gradient.
-    a is a constant here, and η too without a `scheduler`; in the papers both fall by a schedule.
+    table, so it works on streams. The error of d_t decreases with a and η, but not to 0 while they are constant.
+    The model ends closer to the optimum than with SGD only where a is well below η times the curvature. d_0 is the
+    first gradient. a is constant here, and so is η without a `scheduler`; in the papers both decrease.
 
     Args:
-        local_steps: steps in a round.
-        rate: a, the weight of the fresh gradient, in (0, 1].
+        local_steps: the number of steps in a round.
+        rate: a, the weight of the new gradient, in (0, 1].
 
     Reference:
         Cutkosky and Orabona, Momentum-based variance reduction in non-convex SGD (STORM), NeurIPS 2019. Tran-Dinh
@@ -50,7 +50,7 @@ class MVR:
         return 2 * self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
-        """Return the state before the first round: x, which has not moved."""
+        """Return the state before the first round: x, with no gradient yet."""
         return {"step": 0, "x": x, "before": x, "weight": 0.0}
 
     def round(self, users: Clients, state: State, lr: float) -> State:
@@ -64,6 +64,6 @@ class MVR:
         return {"step": step + self.local_steps, "x": x, "before": before, "d": d, "weight": 0.0}
 
     def models(self, state: State) -> Tensor:
-        """Return x, user 0's."""
+        """Return x, the model of user 0."""
         x: Tensor = state["x"]
         return x.unsqueeze(0)

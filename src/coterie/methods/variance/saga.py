@@ -1,4 +1,4 @@
-"""SAGA and SAG: user 0 alone, with the last gradient of every block of its examples in a table."""
+"""SAGA and SAG: user 0 alone, with a table of the last gradient of every block of its examples."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from coterie.users.sampling import draw, random_key
 
 @dataclass(frozen=True)
 class SAGA:
-    """Renew one block's gradient in the table, and follow the whole table.
+    """Update one block's gradient in the table, and step by the whole table.
 
         f_0 = Σ_j p_j f_j over B blocks of the own examples, p_j a block's share; j drawn evenly, then
         x ← x − η (B p_j (∇f_j(x) − t_j) + Σ_i p_i t_i)           (SAGA: unbiased)
         x ← x − η Σ_i p_i t_i⁺ / Σ_{i seen} p_i                   (SAG: biased, less noisy)
         t_j ← t_j⁺ = ∇f_j(x)
 
-    with a constant step both converge linearly on a strongly convex finite sum, and need no pass over all examples.
-    The papers' terms are single examples; here they are fixed blocks of about a batch, dealt out like cards, so the
-    table has n/batch rows of the model's size. A step's block is drawn from (seed, user, step). The table starts
-    at 0, not at ∇f_j(x_0), which would cost a pass.
+    With a constant step size both converge linearly on a strongly convex finite sum, and need no pass over all
+    examples. In the papers f_j is the loss of one example; here it is that of a fixed block of about `batch_size`
+    examples, so the table has n/batch_size rows of the model's size. A step draws its block from (seed, user,
+    step). The table starts at 0, not at ∇f_j(x_0), which would cost a pass.
 
     Args:
-        local_steps: steps in a round.
-        biased: SAG in the place of SAGA.
+        local_steps: the number of steps in a round.
+        biased: use SAG, not SAGA.
 
     Reference:
         Defazio, Bach and Lacoste-Julien, SAGA: a fast incremental gradient method, NeurIPS 2014. Schmidt, Le Roux
@@ -67,7 +67,7 @@ class SAGA:
         table, seen = state["table"].clone(), state["seen"].clone()
         shares = x.new_tensor([len(block) for block in blocks])
         shares = shares / shares.sum()
-        key, steps = random_key(users.engine.seed, users.me.name), range(step, step + self.local_steps)
+        key, steps = random_key(users.seed, users.me.name), range(step, step + self.local_steps)
         for t, j in zip(steps, draw([key], [len(blocks)], 1, steps).flatten().tolist(), strict=True):
             fresh = users.gradient_on(users.me.name, x, blocks[j], t)
             direction = len(blocks) * shares[j] * (fresh - table[j]) + shares @ table
@@ -78,7 +78,7 @@ class SAGA:
         return {"step": step + self.local_steps, "x": x, "table": table, "seen": seen, "weight": 0.0}
 
     def models(self, state: State) -> Tensor:
-        """Return x, user 0's."""
+        """Return x, the model of user 0."""
         x: Tensor = state["x"]
         return x.unsqueeze(0)
 

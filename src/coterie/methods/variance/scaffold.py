@@ -1,4 +1,4 @@
-"""SCAFFOLD: local steps corrected by control variates, so that users do not run towards their own optima."""
+"""SCAFFOLD: control variates correct local steps, so that users do not drift towards their own optima."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from coterie.rules import State
 
 @dataclass(frozen=True)
 class Scaffold:
-    """Correct every local step by what the user's gradient is known to differ from the mean.
+    """Correct every local step by an estimate of how the user's gradient differs from the mean.
 
         x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c)
         c_k⁺ = g_k(x), over all examples of user k                         (option I)
         c_k⁺ = c_k − c + (x − x_k) / (Kη)                                  (option II)
         x ← x + η_g mean_k (x_k − x),      c ← mean_k c_k⁺
 
-    Its fixed point is the minimiser of the mean of the f_k whatever K is, which FedAvg's is not. It makes one model
-    for all. Everybody takes part in every round; in the paper a sample does, and c moves by its share of users.
+    Its fixed point is the minimiser of the mean of the f_k for every K; that of FedAvg is not. All users get one
+    model. All take part in every round; in the paper a sample does, and c moves by the sample's share of the users.
 
     Args:
         local_steps: K.
-        option: how c_k is renewed: 1 costs a pass over all examples, 2 nothing.
+        option: how c_k is updated: 1 costs a pass over all examples, 2 costs nothing.
         server_lr: η_g.
 
     Reference:
@@ -72,6 +72,6 @@ class Scaffold:
         return {"step": step + self.local_steps, "x": moved, "c": following}
 
     def models(self, state: State) -> Tensor:
-        """Return x, one model for all."""
+        """Return x, the model of all users."""
         x: Tensor = state["x"]
         return x.unsqueeze(0)

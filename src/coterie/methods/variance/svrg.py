@@ -1,4 +1,4 @@
-"""SVRG: user 0 alone, each step corrected by what its batch says at a point where the whole gradient is known."""
+"""SVRG: user 0 alone; each step is corrected by its batch's gradient at a point with known full gradient."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from coterie.rules import State
 
 @dataclass(frozen=True)
 class SVRG:
-    """Take steps whose noise vanishes as the model settles, with no help from peers.
+    """Take steps whose noise vanishes as the model converges, without peers.
 
         y = x, G = ∇f_0(y) over all examples, then K times  x ← x − η (g_0(x) − g_0(y) + G)
 
-    both g_0 on the same batch. On a strongly convex finite sum it converges linearly with a constant step, where
-    SGD keeps a noise floor. The next round starts at the last x (option I of the paper). What it converges to is
-    the optimum of the own examples, overfit where they are few.
+    both g_0 on the same batch. On a strongly convex finite sum it converges linearly with a constant step size,
+    where SGD keeps a noise floor. The next round starts at the last x (option I of the paper). It converges to the
+    optimum of the own examples, which overfits where they are few.
 
     Args:
-        local_steps: K, the steps between two passes over all examples.
+        local_steps: K, the number of steps between two passes over all examples.
 
     Reference:
         Johnson and Zhang, Accelerating stochastic gradient descent using predictive variance reduction, NeurIPS
@@ -56,6 +56,6 @@ class SVRG:
         return {"step": step + self.local_steps, "x": x[0], "weight": 0.0}
 
     def models(self, state: State) -> Tensor:
-        """Return x, user 0's."""
+        """Return x, the model of user 0."""
         x: Tensor = state["x"]
         return x.unsqueeze(0)

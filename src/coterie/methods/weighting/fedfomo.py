@@ -1,4 +1,4 @@
-"""FedFomo: weigh everybody's model by what it does for user 0's validation loss, per unit of distance."""
+"""FedFomo: weigh each user's model by how much it lowers user 0's validation loss per unit of distance."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class FedFomo:
         w_k ∝ max(0, (L_0(x) − L_0(x_k)) / ‖x_k − x‖),  k = 0..N, to sum 1
         x ← x + Σ w_k (x_k − x),      x_0 ← x
 
-    where L_0 is the validation loss of user 0 and x its model before the round. Where no model is better, x stays.
-    The validation examples choose the weights, and the best model too: they say too little where they are few, and
-    what they promise is too good. In the paper every user weighs the others so, and sees a sample of them only;
-    here user 0 does, who sees all, and peers, who need hold nothing out, train alone. `similarity.FirstOrder` is
-    the same to first order, from gradients.
+    where L_0 is the validation loss of user 0 and x its model before the round. Where no model is better, x does
+    not move. The validation examples choose the weights and the best round too: few of them are a noisy judge, and
+    their loss is optimistic. In the paper every user weighs a sample of the others; here user 0 weighs all peers,
+    and peers, who need no validation examples, train alone. `similarity.FirstOrder` is the first-order
+    approximation.
 
     Args:
         local_steps: K.
-        start: where peers begin a round: at their `"own"` model, as in the paper, or at user 0's, `"mine"`.
+        start: the model at which peers begin a round: their `"own"`, as in the paper, or user 0's, `"mine"`.
 
     Reference:
         Zhang, Sapra, Fidler, Yeung and Alvarez, Personalized federated learning with first order model
@@ -56,7 +56,7 @@ class FedFomo:
         return self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
-        """Return the state before the first round: everybody at x."""
+        """Return the state before the first round: all users at x."""
         n = len(users.names)
         return {"step": 0, "points": x.repeat(n, 1), "weights": x.new_zeros(n), "weight": 0.0}
 
@@ -80,6 +80,6 @@ class FedFomo:
         }
 
     def models(self, state: State) -> Tensor:
-        """Return everybody's model: x, and those that the peers trained."""
+        """Return x and the models that the peers trained."""
         points: Tensor = state["points"]
         return points

@@ -1,4 +1,4 @@
-"""Selfish federated learning: user 0 is the mean of several internal users, and the others help."""
+"""Selfish federated learning: several internal users share one objective, and the others help."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from coterie.rules import State
 
 @dataclass(frozen=True)
 class Selfish:
-    """Minimise the mean loss of the internal users, with everybody's local steps led to where they want to go.
+    """Minimise the mean loss of the internal users, with local steps of all users corrected towards it.
 
         x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c_I),   c_I = mean over internal users of c_k
         c_k⁺ = c_k − c_I + (x − x_k) / (Kη)
         x ← (1 − α) mean_I x_k + α mean_E x_k
 
     where I are user 0 and the internal users named, and E the external ones. Its fixed point is the minimiser of
-    mean_I f_k whatever K and α are, as long as η is small for the external users' curvature: they lend their small
-    noise, not their bias, as in bias correction. With few own examples that minimiser overfits. α = 0 is SCAFFOLD
-    among the internal users. The paper weighs external users too; here they weigh alike.
+    mean_I f_k for every K and α, as long as η is small for the external users' curvature: they reduce the noise and
+    add no bias, as in bias correction. With few own examples that minimiser overfits. α = 0 is SCAFFOLD among the
+    internal users. In the paper external users have weights; here all are equal.
 
     Args:
         local_steps: K.
-        internal: the names of the internal users beside user 0.
-        alpha: α, the external users' weight, in [0, 1]; everybody's the same when None.
+        internal: the names of the internal users other than user 0.
+        alpha: α, the external users' weight, in [0, 1]; when None, all users have equal weight.
 
     Reference:
         The setting of Luo, Hu and Yu, Rethinking client reweighting for selfish federated learning, 2021; the
@@ -47,7 +47,7 @@ class Selfish:
     def __post_init__(self) -> None:
         check_local_steps(self.local_steps)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise KnobError(f"`alpha` must lie in [0, 1], got {self.alpha!r}; None weighs everybody alike")
+            raise KnobError(f"`alpha` must lie in [0, 1], got {self.alpha!r}; None gives all users equal weight")
 
     @property
     def gradients_a_round(self) -> int:
@@ -78,13 +78,13 @@ class Selfish:
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, c, step = state["x"], state["c"], state["step"]
-        wanted = self._inside(users, x) @ c
-        points = local_steps(users, x.expand_as(c), step, self.local_steps, lr=lr, add=wanted - c)
+        target = self._inside(users, x) @ c
+        points = local_steps(users, x.expand_as(c), step, self.local_steps, lr=lr, add=target - c)
         users.exchange(down=2 * x.numel(), up=2 * x.numel())
-        c = c - wanted + (x - points) / (self.local_steps * lr)
+        c = c - target + (x - points) / (self.local_steps * lr)
         return state | {"step": step + self.local_steps, "x": state["weights"] @ points, "c": c}
 
     def models(self, state: State) -> Tensor:
-        """Return x, one model for all."""
+        """Return x, the model of all users."""
         x: Tensor = state["x"]
         return x.unsqueeze(0)

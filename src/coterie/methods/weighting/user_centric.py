@@ -1,4 +1,4 @@
-"""User-centric federated learning: mixing weights from how far gradients are apart, against their noise."""
+"""User-centric federated learning: mixing weights from the distances between gradients, relative to noise."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from coterie.rules.similarity import TINY
 
 @dataclass(frozen=True)
 class UserCentric:
-    """Mix models by weights found once, from gradients at the start.
+    """Mix models by weights that are computed once, from gradients at the start.
 
         G_k = ∇f_k(x_0),   σ_k² = mean_b ‖g_kb − G_k‖² over B blocks of user k's examples
         w_kj ∝ n_j exp(−‖G_k − G_j‖² / (2σ_kσ_j)), to sum 1 over j
         then every round:  x_k ← K local steps from x_k;   x_k ← Σ_j w_kj x_j
 
-    With C clusters the rows of w are grouped by k-means, and every user mixes by the mean row of its cluster, so
-    that C models are sent and not one for each. One look at a random start decides all: users who differ only
-    near their optima look alike there. B, and with it σ, sets how much difference counts; more blocks have fewer
-    examples, more noise, and count less. One of the first users far from the others starts each cluster.
+    With C clusters k-means groups the rows of w, and every user mixes by the mean row of its cluster, so that C
+    models are sent, not one for each user. Gradients at the random start decide everything: users who differ only
+    near their optima are not told apart. B sets σ and with it the scale of distances: with more blocks, each has
+    fewer examples and more noise, and distances count less. k-means starts from users who are far from each other.
 
     Args:
         local_steps: K.
-        clusters: C; as many as users when None.
+        clusters: C; when None, one for each user.
         blocks: B.
 
     Reference:
@@ -50,22 +50,22 @@ class UserCentric:
         if self.clusters is not None and self.clusters < 1:
             raise KnobError(f"`clusters` must be at least 1, got {self.clusters!r}; None gives each user its own")
         if self.blocks < 2:
-            raise KnobError(f"`blocks` must be at least 2, got {self.blocks!r}: noise is seen between blocks")
+            raise KnobError(f"`blocks` must be at least 2, got {self.blocks!r}: noise is measured between blocks")
 
     @property
     def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round; there are `blocks` more before the first."""
+        """How many gradients user 0 computes in a round; it computes `blocks` more before the first."""
         return self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
-        """Return the state before the first round: everybody at x, and how they mix."""
+        """Return the state before the first round: all users at x, and the mixing weights."""
         mixing = self.mixing(users, x)
         users.exchange(down=x.numel(), up=x.numel() + 1)
         points = x.repeat(len(users.names), 1)
         return {"step": 0, "points": points, "mixing": mixing, "weights": mixing[0], "weight": _peers(mixing)}
 
     def mixing(self, users: Clients, x: Tensor) -> Tensor:
-        """Return w, a row for each user; who has gradients that are not finite mixes with nobody."""
+        """Return w, a row for each user; a user whose gradients are not finite mixes with no other."""
         means, noises = zip(*(self._gradient(users, name, x) for name in users.names), strict=True)
         noise, apart = torch.stack(noises), _squared_distances(torch.stack(means))
         likeness = torch.exp(-apart / (2 * torch.outer(noise, noise)).clamp(min=TINY))
@@ -92,7 +92,7 @@ class UserCentric:
         return state | {"step": step + self.local_steps, "points": mixing @ points}
 
     def models(self, state: State) -> Tensor:
-        """Return everybody's model."""
+        """Return each user's model."""
         points: Tensor = state["points"]
         return points
 

@@ -1,4 +1,4 @@
-"""WAFFLE: SCAFFOLD whose mean gives way, round by round, to those whose updates are near user 0's."""
+"""WAFFLE: SCAFFOLD with weights that move, round by round, from all users to those near user 0."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.errors import KnobError
 from coterie.methods.clients import Clients
 from coterie.methods.local import check_local_steps, local_steps
 from coterie.rules import State
+from coterie.rules.knobs import check_count
 from coterie.rules.similarity import TINY
 
-KEPT = 3
-"""Over how many rounds the weights are averaged, as in the paper."""
+AVERAGED_ROUNDS = 3
+"""The weights are averaged over this many rounds, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class Waffle:
         a_k ∝ max(0, Ω − (D_k − D_0)/(M − D_0)), to sum 1 and averaged over the last 3 rounds
         x ← x + Σ a_k (x_k − x),      c ← c + Σ a_k (c_k⁺ − c_k)
 
-    Ω falls from nearly 1 to nearly 0: from nearly everybody to user 0 alone. c then remembers the weights it was
-    made with: in the end ∇f_0(x) = c_0 − c, which is not 0 where users differ. And after the first rounds the
-    corrections hide how gradients differ: what is left in D_k is curvature and noise. Everybody takes part in every
+    Ω decreases from nearly 1 to nearly 0: from nearly all users to user 0 alone. c still depends on the earlier
+    weights: in the end ∇f_0(x) = c_0 − c, which is not 0 where users differ. After the first rounds the corrections
+    remove the differences between gradients: D_k then measures curvature and noise. All users take part in every
     round.
 
     Args:
         rounds: R; `steps` of `coterie.train`.
         local_steps: K.
-        slope: s, how sudden the change is.
+        slope: s, how fast Ω decreases.
 
     Reference:
         Beaussart, Grimberg, Hartley and Jaggi, WAFFLE: weighted averaging for personalized federated learning,
-        2021, which joins SCAFFOLD to the weight erosion of Grimberg et al. 2020 (`similarity.WeightErosion`).
+        2021, which combines SCAFFOLD with the weight erosion of Grimberg et al. 2020 (`similarity.WeightErosion`).
 
     Example:
         >>> [round(Waffle(rounds=100).share(r), 3) for r in (0, 50, 100)]
@@ -53,8 +53,7 @@ class Waffle:
 
     def __post_init__(self) -> None:
         check_local_steps(self.local_steps)
-        if not isinstance(self.rounds, int) or self.rounds < 1:
-            raise KnobError(f"`rounds` must be a whole number, at least 1, got {self.rounds!r}")
+        check_count("rounds", self.rounds)
 
     @property
     def gradients_a_round(self) -> int:
@@ -78,7 +77,7 @@ class Waffle:
         following = c_k - c + (x - points) / (self.local_steps * lr)
         users.exchange(down=2 * x.numel(), up=2 * x.numel())
         fresh = self._weights(points, self.share(step // self.local_steps))
-        last = torch.cat([state["last"], fresh.unsqueeze(0)])[-KEPT:]
+        last = torch.cat([state["last"], fresh.unsqueeze(0)])[-AVERAGED_ROUNDS:]
         weights = last.mean(0)
         return {
             "step": step + self.local_steps,
@@ -100,6 +99,6 @@ class Waffle:
         return weights / weights.sum()
 
     def models(self, state: State) -> Tensor:
-        """Return x, user 0's."""
+        """Return x, the model of user 0."""
         x: Tensor = state["x"]
         return x.unsqueeze(0)
