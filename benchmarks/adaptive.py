@@ -58,7 +58,7 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
             raise AssertionError("a task has test examples")
         cost = float(errors(run.model, task.me.test, 1 / task.spread).mean())
         found[rule_name] = -(cost**0.5) if regression else 1 - cost
-        choice = run.record.configuration.get("choice")
+        choice = run.record.configuration.choice
         if choice:
             found["wrong"] = choice["alpha"] * sum(choice["tau"].get(peer, 0.0) for peer in task.wrong)
     return found

@@ -51,7 +51,7 @@ def measured(hidden: int, rule: coterie.Rule, options: argparse.Namespace) -> di
     between = clock()
     apart = [one(run) for run in runs]
     ended = clock()
-    losses = [[run.record.points[-1]["validation_loss"] for run in side] for side in (together, apart)]
+    losses = [[run.record.points[-1].validation["loss"] for run in side] for side in (together, apart)]
     return {
         "runs": len(runs),
         "many_s": between - began,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,8 @@ def adaptive(me: User, peers: Sequence[User], rule: AdaptiveAveraging | None = N
     return coterie.train(nn.Linear(D, 1), mse_loss, me, peers, rule, **(SETTINGS | changed))
 
 
-def choice(run: coterie.Run) -> dict[str, Any]:
-    found: dict[str, Any] = run.record.configuration["choice"]
-    return found
+def choice(run: coterie.Run) -> Mapping[str, Any]:
+    return run.record.configuration.choice
 
 
 def distance(run: coterie.Run, truth: Tensor = TRUTH) -> float:

@@ -97,5 +97,5 @@ class HalfOfThePeers:
 def test_a_chooser_of_ones_own_is_used_by_train() -> None:
     run = spec()
     trained = coterie.train(run.model, run.loss, run.me, run.peers, HalfOfThePeers(), steps=4, lr=0.1)
-    assert trained.record.end["tau"] == {"a": 1.0}
+    assert trained.record.end.tau == {"a": 1.0}
     assert "the first peer" in trained.summary()

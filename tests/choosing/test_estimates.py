@@ -285,10 +285,10 @@ def test_a_measured_run_has_the_bits_of_one_that_is_not(
         )
 
     run = trained()
-    assert set(run.record.configuration["estimates"]["peers"]) == {"u1", "u2", "u3"}
-    monkeypatch.setattr("coterie.training.train._estimates", lambda *_: {})
+    assert set(run.record.configuration.estimates["peers"]) == {"u1", "u2", "u3"}
+    monkeypatch.setattr("coterie.training.train._measured", lambda configuration, *_: configuration)
     plain = trained()
-    assert "estimates" not in plain.record.configuration
+    assert not plain.record.configuration.estimates
     assert run.record.points == plain.record.points
     for key, value in plain.model.state_dict().items():
         assert torch.equal(run.model.state_dict()[key], value)
@@ -300,13 +300,13 @@ def test_alone_and_huge_models_are_not_measured(monkeypatch: pytest.MonkeyPatch)
     def trained(rule: Any) -> coterie.Run:
         return coterie.train(nn.Linear(20, 1).double(), mse_loss, users[0], users[1:], rule, steps=2)
 
-    assert "estimates" not in trained(coterie.Alone()).record.configuration
+    assert not trained(coterie.Alone()).record.configuration.estimates
     monkeypatch.setattr("coterie.training.train.MOST", 3 * 21 * 8 - 1)
     run = trained(coterie.WeightedAveraging(0.5))
-    assert "would take 0.0 GiB" in run.record.configuration["estimates"]["not measured"]
+    assert "would take 0.0 GiB" in run.record.configuration.not_measured
     assert "constants not measured: every peer's gradient" in run.summary()
     found = trained(coterie.WeightedAveraging("auto")).record.configuration  # who asks for it gets it
-    assert found["estimates"]["peers"]
+    assert found.estimates["peers"]
 
 
 RULES = [
@@ -331,7 +331,7 @@ def test_auto_is_the_training_with_the_knobs_it_names(rule: Any) -> None:
 
     run = trained(rule)
     configuration = run.record.configuration
-    choice = configuration["choice"]
+    choice = configuration.choice
     assert sum(choice["tau"].values()) == pytest.approx(1.0)
     assert rule.tau is None or choice["tau"] == pytest.approx(rule.tau)
     assert choice["sentence"] in run.summary()
@@ -344,7 +344,7 @@ def test_auto_is_the_training_with_the_knobs_it_names(rule: Any) -> None:
     fixed = trained(type(rule)(**knobs, tau=choice["tau"]))
     assert torch.equal(Parameters(run.model).vector(), Parameters(fixed.model).vector())
 
-    found = Estimates.from_plain(configuration["estimates"])
+    found = Estimates.from_plain(configuration.estimates)
     peers = found.constants(25)
     if isinstance(rule, coterie.WeightedAveraging):
         tau = np.array([choice["tau"].get(name, 0.0) for name in found.peers])
@@ -369,7 +369,7 @@ def test_auto_works_with_any_engine() -> None:
         lr=0.01,
         steps=400,
     )
-    choice = run.record.configuration["choice"]
+    choice = run.record.configuration.choice
     # The shifted peer costs ζ² = 240 against a noise of 60/400; the copy's noise is half of user 0's.
     assert choice["tau"] == pytest.approx({"1": 1.0}, abs=1e-3)
     assert choice["alpha"] == pytest.approx(0.8, abs=0.06)
@@ -419,8 +419,8 @@ def test_resuming_measures_and_chooses_nothing_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr("coterie.choosing.auto.before_training", refuse)
     for name, rule in rules.items():
         run = trained(rule, name, resume=True)
-        assert run.record.configuration["estimates"] == whole[name].record.configuration["estimates"]
-        assert run.record.configuration.get("choice") == whole[name].record.configuration.get("choice")
+        assert run.record.configuration.estimates == whole[name].record.configuration.estimates
+        assert run.record.configuration.choice == whole[name].record.configuration.choice
         assert torch.equal(Parameters(run.model).vector(), Parameters(whole[name].model).vector())
 
 

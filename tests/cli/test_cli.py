@@ -91,12 +91,12 @@ def test_the_reported_test_metric_is_that_of_the_saved_model(table: Path, tmp_pa
     options = ["--rule", "bc", "--alpha", "0.6", "--beta", "0.1", "--model", "mlp"]
     assert RUNNER.invoke(app, train(table, out, *options, target="dose")).exit_code == 0
     record = Record.load(out / "record.jsonl")
-    assert record.configuration["rule"] == "BiasCorrection(alpha=0.6, beta=0.1)"
+    assert record.configuration.rule == "BiasCorrection(alpha=0.6, beta=0.1)"
     predicted = RUNNER.invoke(app, ["predict", str(out), str(table)]).stdout
     values = pd.read_csv(io.StringIO(predicted))["prediction"]
     truth = pd.read_csv(table)["dose"]
     overall = float(np.sqrt(((values - truth) ** 2).mean()))
-    assert record.end["test"]["rmse"] == pytest.approx(overall, rel=0.6)  # in the units of the table
+    assert record.end.test["rmse"] == pytest.approx(overall, rel=0.6)  # in the units of the table
     assert overall < truth.std()
 
 
@@ -107,8 +107,8 @@ def test_the_default_finds_its_weights(table: Path, tmp_path: Path) -> None:
     result = RUNNER.invoke(app, command)
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / "run" / "record.jsonl")
-    assert record.configuration["rule"] == "AdaptiveAveraging()"
-    assert 0 < record.configuration["choice"]["alpha"] <= 1  # the wards follow one rule
+    assert record.configuration.rule == "AdaptiveAveraging()"
+    assert 0 < record.configuration.choice["alpha"] <= 1  # the wards follow one rule
     assert "AdaptiveAveraging()" in result.output
 
 
@@ -117,10 +117,10 @@ def test_knobs_by_the_theory_and_the_page_that_shows_why(table: Path, tmp_path: 
     result = RUNNER.invoke(app, train(table, out, "--rule", "bc", "--alpha", "auto", "--beta", "auto"))
     assert result.exit_code == 0, result.output
     configuration = Record.load(out / "record.jsonl").configuration
-    assert configuration["rule"] == "BiasCorrection(alpha='auto', beta='auto')"
-    assert 0 < configuration["choice"]["alpha"] < 1
-    assert 0 < configuration["choice"]["beta"] <= 1
-    assert set(configuration["estimates"]["peers"]) == {"b", "c"}
+    assert configuration.rule == "BiasCorrection(alpha='auto', beta='auto')"
+    assert 0 < configuration.choice["alpha"] < 1
+    assert 0 < configuration.choice["beta"] <= 1
+    assert set(configuration.estimates["peers"]) == {"b", "c"}
     page = (out / "index.html").read_text(encoding="utf-8")
     for words in ("Hessian gap δ_k", "What the theory makes of them", "BC, oracle"):
         assert words in page
@@ -134,7 +134,7 @@ def test_other_rules(table: Path, tmp_path: Path, rule: str) -> None:
     wanted = (
         "Alone()" if rule == "alone" else "WeightedAveraging(alpha=0.7692307692307693, tau={'b': 0.5, 'c': 0.5})"
     )
-    assert record.configuration["rule"] == wanted
+    assert record.configuration.rule == wanted
 
 
 def test_weights_by_name_and_a_model_of_ones_own(
@@ -149,8 +149,8 @@ def test_weights_by_name_and_a_model_of_ones_own(
     )
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / "r" / "record.jsonl")
-    assert record.configuration["rule"] == "WeightedAveraging(alpha=0.5, tau={'b': 0.25, 'c': 0.75})"
-    assert "Tanh" in record.configuration["model"]
+    assert record.configuration.rule == "WeightedAveraging(alpha=0.5, tau={'b': 0.25, 'c': 0.75})"
+    assert "Tanh" in record.configuration.model
     assert RUNNER.invoke(app, ["predict", str(tmp_path / "r"), str(table)]).exit_code == 0
 
 

@@ -228,7 +228,7 @@ def test_averaging_with_a_pool_survives_what_the_mean_does_not(name: str) -> Non
     if name in NOT_ROBUST:
         assert not at_the_end(attacked) < 1e6
     else:
-        assert at_the_end(attacked) < attacked.record.points[0]["validation_loss"]
+        assert at_the_end(attacked) < attacked.record.points[0].validation["loss"]
 
 
 @pytest.mark.parametrize("name", ["trimmed", "geometric", "krum"])
@@ -243,7 +243,7 @@ def test_drift_beats_every_pool_and_the_guard_holds(name: str, alone: coterie.Ru
     free, guarded = train(rule, drift), train(rule, drift, guard="held-out")
     assert at_the_end(free) > 1.2 * at_the_end(alone)
     assert served(free) > served(alone)
-    assert guarded.record.points[-1]["guard_restarts"] >= 1
+    assert guarded.record.curve("guard_restarts")[1][-1] >= 1
     assert served(guarded) <= served(alone) + 1e-6
 
 

@@ -118,8 +118,8 @@ def test_the_site_cannot_claim_more_time_than_it_was_given(make_users: Users) ->
         users = make_users()
         made = engine(users, Sites(users[1:], spoiled(seconds=claimed)))
         made.gradients(torch.zeros(12, dtype=torch.float64), 0, TAU)
-        assert made.traffic()["peer 1"].computing == 0
-        assert 0 < made.traffic()["peer 2"].computing < made.timeout
+        assert made.traffic()["peer 1"].seconds_computing == 0
+        assert 0 < made.traffic()["peer 2"].seconds_computing < made.timeout
 
 
 def test_traffic_is_what_was_sent(make_users: Users) -> None:
@@ -128,9 +128,9 @@ def test_traffic_is_what_was_sent(make_users: Users) -> None:
     for step in range(2):
         made.gradients(torch.zeros(12, dtype=torch.float64), step, TAU)
     traffic = made.traffic()
-    assert (traffic["me"].sent, traffic["me"].received) == (2 * 3 * 12 * 8, 2 * 2 * 12 * 8)
-    assert (traffic["peer 1"].sent, traffic["peer 1"].received) == (0, 2 * 12 * 8)
-    assert (traffic["peer 2"].sent, traffic["peer 2"].received) == (2 * 12 * 8, 2 * 12 * 8)
+    assert (traffic["me"].bytes_sent, traffic["me"].bytes_received) == (2 * 3 * 12 * 8, 2 * 2 * 12 * 8)
+    assert (traffic["peer 1"].bytes_sent, traffic["peer 1"].bytes_received) == (0, 2 * 12 * 8)
+    assert (traffic["peer 2"].bytes_sent, traffic["peer 2"].bytes_received) == (2 * 12 * 8, 2 * 12 * 8)
 
 
 def test_a_silent_site_is_dropped_and_taken_back(make_users: Users, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +240,7 @@ def test_with_every_site_gone_the_run_is_alone_to_the_bit(make_users: Users) -> 
     alone = coterie.train(model(), LOSS, users[0], [], coterie.Alone(), **options)
     for ours, theirs in zip(run.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    assert run.record.end["left_out"]["peer 3"] == {"no answer": 3, "not waited for": 12}
+    assert run.record.end.left_out["peer 3"] == {"no answer": 3, "not waited for": 12}
 
 
 def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(make_users: Users, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_compiled_model_trains_to_the_same_parameters(monkeypatch: pytest.Monk
         for flag in (False, True)
     )
     torch.testing.assert_close(compiled.model.weight, plain.model.weight)
-    assert compiled.record.configuration["compile"] == "True"
+    assert compiled.record.configuration.engine["compile"] == "True"
 
 
 def test_what_cannot_be_had_is_told() -> None:

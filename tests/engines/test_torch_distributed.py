@@ -105,7 +105,7 @@ def test_reduced_runs_are_the_same_but_for_rounding(rule: coterie.Rule) -> None:
 def test_knobs_are_measured_over_the_processes() -> None:
     with processes.torch_distributed() as engine:
         run = trained(engine, plain(), coterie.WeightedAveraging("auto"))
-    assert 0 <= run.record.configuration["choice"]["alpha"] <= 1
+    assert 0 <= run.record.configuration.choice["alpha"] <= 1
     assert run.step == 25
 
 
@@ -124,17 +124,17 @@ def test_bytes_are_counted() -> None:
     d, n = sum(p.numel() for p in plain().parameters()), len(PEERS)
     with processes.torch_distributed() as engine:
         run = trained(engine, plain(), RULES[0])
-    costs = run.record.end["traffic"]
+    costs = run.record.end.traffic
     for name in PEERS:
-        assert costs[name]["sent"] == 25 * 4 * (d + 4 * n)
-        assert 25 * (4 * d + 8 * n) < costs[name]["received"] < 25 * (4 * d + 8 * n + 3 * 64)
-    assert costs["me"]["received"] == costs[PEERS[0]]["sent"]
-    assert costs["me"]["sent"] == costs[PEERS[0]]["received"]
-    assert run.record.configuration["peers"] == {"peer 1": 20, "peer 2": 7, "peer 3": 11}
+        assert costs[name].bytes_sent == 25 * 4 * (d + 4 * n)
+        assert 25 * (4 * d + 8 * n) < costs[name].bytes_received < 25 * (4 * d + 8 * n + 3 * 64)
+    assert costs["me"].bytes_received == costs[PEERS[0]].bytes_sent
+    assert costs["me"].bytes_sent == costs[PEERS[0]].bytes_received
+    assert run.record.configuration.peers == {"peer 1": 20, "peer 2": 7, "peer 3": 11}
     with processes.torch_distributed(gather=True) as engine:
-        costs = trained(engine, plain(), RULES[0]).record.end["traffic"]
-    assert [costs[name]["sent"] for name in PEERS] == [25 * 4 * (d + 4)] * n
-    assert costs["me"]["received"] == 25 * 4 * (d + 4) * n
+        costs = trained(engine, plain(), RULES[0]).record.end.traffic
+    assert [costs[name].bytes_sent for name in PEERS] == [25 * 4 * (d + 4)] * n
+    assert costs["me"].bytes_received == 25 * 4 * (d + 4) * n
 
 
 @pytest.mark.parametrize(("compress", "unit"), [("bf16", 2**-8), ("fp16", 2**-11)])
@@ -155,7 +155,7 @@ def test_compression_halves_the_bytes_and_shows_its_error(compress: str, unit: f
     assert costs["me"].rounding == pytest.approx(float((rounded - x).norm() / x.norm()))
     for name in PEERS:
         assert 0.1 * unit < costs[name].rounding <= unit
-        assert costs[name].sent == 2 * (len(x) + 4 * (1 if gather else 3))
+        assert costs[name].bytes_sent == 2 * (len(x) + 4 * (1 if gather else 3))
 
 
 def test_what_is_too_large_for_compression_is_left_out() -> None:
@@ -310,9 +310,12 @@ class Cluster:
         except PeerLost as error:
             (self.out / "error").write_text(json.dumps([str(error), error.peers]), encoding="utf-8")
             raise
-        digest = [value.hex() for value in bits(run)] + [json.dumps(run.record.points), json.dumps(run.test)]
+        digest = [value.hex() for value in bits(run)] + [
+            json.dumps([point.to_plain() for point in run.record.points]),
+            json.dumps(run.test),
+        ]
         (self.out / "digest").write_text(json.dumps(digest), encoding="utf-8")
-        assert sorted(run.record.end["traffic"]) == ["me", *PEERS]
+        assert sorted(run.record.end.traffic) == ["me", *PEERS]
 
     def reach(self, step: int) -> None:
         while os.read(self.read, 1)[0] < step:

@@ -27,6 +27,7 @@ import coterie
 from coterie.data import Preparation, TableTask
 from coterie.federation.holding import of_lead, of_site
 from coterie.federation.settings import lead_settings, site_settings
+from coterie.recording import End
 from coterie.tables import tabular
 
 pytestmark = pytest.mark.skipif(
@@ -68,7 +69,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     psutil.wait_procs(left, timeout=10)
 
 
-def end_of(folder: Path) -> dict[str, Any]:
+def end_of(folder: Path) -> End:
     return coterie.Record.load(folder / "run" / "record.jsonl").end
 
 
@@ -98,12 +99,12 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     for name, value in inside.run.model.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
     end = end_of(folder)
-    assert end["left_out"] == {}
-    assert end["test"] == pytest.approx(inside.run.test, rel=1e-4)
+    assert end.left_out == {}
+    assert end.test == pytest.approx(inside.run.test, rel=1e-4)
     for site in SITES:
         lines = (folder / "sites" / site / "requests.jsonl").read_text().splitlines()
         assert [int(json.loads(line)["step"]) for line in lines] == list(range(knobs.steps))
-        assert end["traffic"][site]["sent"] == knobs.steps * 4 * sum(v.numel() for v in found.values())
+        assert end.traffic[site].bytes_sent == knobs.steps * 4 * sum(v.numel() for v in found.values())
 
 
 def unfriendly(kit: Path) -> None:
@@ -134,7 +135,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 120) -> Non
 def steps_done(folder: Path) -> int:
     path = folder / "run" / "record.jsonl"
     points = coterie.Record.load(path).points if path.exists() else []
-    return int(points[-1]["step"]) if points else 0
+    return points[-1].step if points else 0
 
 
 def test_a_run_outlives_whatever_befalls_a_site(
@@ -174,15 +175,15 @@ def test_a_run_outlives_whatever_befalls_a_site(
     assert not [process for process in left if process.is_running()]
 
     end = end_of(folder)
-    assert (end["step"], end["stopped"]) == (800, None)
+    assert (end.step, end.stopped) == (800, None)
     torch.load(folder / "run" / "model.pt", weights_only=True)
-    lies = end["left_out"]["cleveland"]
+    lies = end.left_out["cleveland"]
     size = sum(v.numel() for v in torch.load(folder / "run" / "model.pt", weights_only=True).values())
     assert lies["not finite"] == 2
     assert lies[f"shape ({size + 1},) instead of ({size},)"] == 1
     assert {"not of floating-point numbers", "of another step", "from another sender", "no answer"} <= set(lies)
-    assert end["left_out"]["switzerland"]["no answer"] <= misses + 1
-    assert end["left_out"]["switzerland"]["not waited for"] > 0
+    assert end.left_out["switzerland"]["no answer"] <= misses + 1
+    assert end.left_out["switzerland"]["not waited for"] > 0
 
 
 @pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
@@ -205,10 +206,10 @@ def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example:
                 example.end([processes[1]])
             assert run.wait(timeout=400) == 0
     end = end_of(folder)
-    assert (end["step"], end["stopped"]) == (300, None)
+    assert (end.step, end.stopped) == (300, None)
     assert (folder / "run" / "model.pt").exists()
-    assert end["left_out"].get(sites[0], {}).get("no answer", 0) <= misses
-    assert end["traffic"]["va"]["waiting"] < 300 + misses * 5
+    assert end.left_out.get(sites[0], {}).get("no answer", 0) <= misses
+    assert end.traffic["va"].seconds_waiting < 300 + misses * 5
 
 
 @pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
@@ -232,7 +233,7 @@ def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, exam
             (site if whose == "a site's worker" else server).children(recursive=True)[-1].kill()
             assert run.wait(timeout=400) == 0
     end = end_of(folder)
-    assert (end["step"], end["stopped"]) == (300, None)
+    assert (end.step, end.stopped) == (300, None)
     lines = (folder / "sites" / sites[1] / "requests.jsonl").read_text().splitlines()
     assert len(lines) <= 300 + 30 + 2, "no more is done again than the steps since the last checkpoint"
 

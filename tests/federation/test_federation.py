@@ -133,8 +133,8 @@ def test_user_0_leads_over_any_transport(folder: Path) -> None:
     lead(folder, Collaborators({kit.name: collaborator(kit) for kit in kits}))
     out = folder / RUN
     record = coterie.Record.load(out / "record.jsonl")
-    assert (record.end["step"], record.end["left_out"]) == (20, {})
-    assert record.configuration["peers"] == {"basel": "at its site", "bern": "at its site"}
+    assert (record.end.step, record.end.left_out) == (20, {})
+    assert record.configuration.peers == {"basel": "at its site", "bern": "at its site"}
     assert "BiasCorrection" in (out / SUMMARY).read_text()
     for kit in kits:
         assert len((kit / "requests.jsonl").read_text().splitlines()) == 20
@@ -144,7 +144,7 @@ def test_user_0_leads_over_any_transport(folder: Path) -> None:
     lead(folder, Collaborators({}))  # it has ended: nobody is asked, nothing changes
     again = torch.load(out / "model.pt", weights_only=True)
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert coterie.Record.load(out / "record.jsonl").end["left_out"] == {}
+    assert coterie.Record.load(out / "record.jsonl").end.left_out == {}
 
 
 @needs_nvflare

@@ -32,6 +32,7 @@ from coterie.methods import (
     UserCentric,
     Waffle,
 )
+from coterie.recording import Cost
 
 METHODS: list[Method] = [
     APFL(3),
@@ -63,12 +64,12 @@ METHODS: list[Method] = [
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_costs_are_counted_by_user(method: Method) -> None:
     run = HELD_OUT.train(method, rounds=5, lr=0.05)
-    costs = run.record.end["costs"]
+    costs = run.record.end.costs
     before = method.blocks if isinstance(method, UserCentric) else 0  # of blocks that are all examples together
-    assert costs["user 0"]["gradients"] == before + 5 * method.gradients_a_round
-    assert costs["user 1"]["examples"] == 20 * (costs["user 1"]["gradients"] - max(0, before - 1))
-    assert costs["user 0"]["received"] == sum(costs[f"user {k}"]["sent"] for k in range(1, N))
-    assert costs["user 0"]["sent"] == sum(costs[f"user {k}"]["received"] for k in range(1, N))
+    assert costs["user 0"].gradients == before + 5 * method.gradients_a_round
+    assert costs["user 1"].examples == 20 * (costs["user 1"].gradients - max(0, before - 1))
+    assert costs["user 0"].numbers_received == sum(costs[f"user {k}"].numbers_sent for k in range(1, N))
+    assert costs["user 0"].numbers_sent == sum(costs[f"user {k}"].numbers_received for k in range(1, N))
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -79,7 +80,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(method: Method, tmp_pat
     train(tmp_path / "a", 4)
     resumed, whole = train(tmp_path / "a", 9, resume=True), train(tmp_path / "b", 9)
     assert torch.equal(last_of(resumed), last_of(whole))
-    assert resumed.record.end["costs"] == whole.record.end["costs"]
+    assert resumed.record.end.costs == whole.record.end.costs
 
 
 def test_batches_of_a_method_are_those_of_the_users() -> None:
@@ -128,7 +129,7 @@ def test_a_peer_whose_gradient_is_not_finite_takes_no_step_and_is_counted() -> N
     me, *peers = PROBLEM.users
     model = nn.Linear(D, 1, bias=False).double()
     run = coterie.train(model, nn.functional.mse_loss, me, [*peers, bad], FedAvg(2), lr=0.05, steps=3)
-    assert run.record.end["left_out"] == {"bad": {"not finite": 3}}
+    assert run.record.end.left_out == {"bad": {"not finite": 3}}
     assert torch.isfinite(weights_of(run)).all()
 
 
@@ -155,9 +156,9 @@ def test_rules_count_what_they_cost_too() -> None:
     model = nn.Linear(D, 1, bias=False).double()
     rule = coterie.WeightedAveraging(0.5, {"user 1": 0.5, "user 3": 0.5})
     run = coterie.train(model, nn.functional.mse_loss, me, peers, rule, steps=6, batch_size=10)
-    assert run.record.end["costs"] == {
-        "user 0": {"gradients": 6, "examples": 48, "sent": 36, "received": 36},
-        "user 1": {"gradients": 6, "examples": 60, "sent": 18, "received": 18},
-        "user 2": {"gradients": 0, "examples": 0, "sent": 0, "received": 0},
-        "user 3": {"gradients": 6, "examples": 60, "sent": 18, "received": 18},
+    assert run.record.end.costs == {
+        "user 0": Cost(gradients=6, examples=48, numbers_sent=36, numbers_received=36),
+        "user 1": Cost(gradients=6, examples=60, numbers_sent=18, numbers_received=18),
+        "user 2": Cost(),
+        "user 3": Cost(gradients=6, examples=60, numbers_sent=18, numbers_received=18),
     }

@@ -46,7 +46,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "new" / "folder", 40, CONTENT)
     assert same(checkpoint.load(path), CONTENT)
     head, _, body = path.read_bytes().partition(b"\n")
-    assert head == b"coterie-checkpoint 1 " + hashlib.sha256(body).hexdigest().encode()
+    assert head == b"coterie-checkpoint 2 " + hashlib.sha256(body).hexdigest().encode()
 
 
 def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_more_steps_may_be_asked_for(make_users: Users, tmp_path: Path) -> None:
     trained(tmp_path / "longer", users, model=model, steps=6, evaluate_every=2)
     longer = trained(tmp_path / "longer", users, model=model, steps=12, evaluate_every=2, resume=True)
     assert longer.record.points == whole.record.points
-    assert longer.record.configuration["steps"] == 12
+    assert longer.record.configuration.steps == 12
     assert same(dict(longer.model.state_dict()), dict(whole.model.state_dict()))
 
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from tests.support.records import configuration
 
-import coterie
 from coterie.errors import DataError
-from coterie.recording.record import Record, describe
+from coterie.recording import End, Point, Record
 
 
 def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "record.jsonl"
-    record = Record({"seed": 3, "rule": "Alone()"}, path)
+    record = Record(configuration(seed=3), path)
     for step in range(3):
-        record.add({"step": step, "own_loss": 0.1 * step})
+        record.add(Point(step=step, own_loss=0.1 * step))
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        assert lines[0] == {"configuration": record.configuration, "versions": record.versions}
-        assert lines[1:] == record.points
-    record.finish({"step": 2, "stopped": None})
-    read = Record.load(path)
+        assert lines[0] == {"configuration": record.configuration.to_plain(), "versions": record.versions}
+        assert lines[1:] == [point.to_plain() for point in record.points]
+    record.finish(End(step=2, best_step=1))
+    read = Record.load(str(path))
     assert (read.configuration, read.versions, read.points, read.end, read.path) == (
         *(record.configuration, record.versions, record.points, record.end),
         path,
@@ -35,9 +32,9 @@ def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
 
 def test_numbers_come_back_to_the_bit(tmp_path: Path) -> None:
     values = [0.1 + 0.2, 1e-300, -0.0, math.inf, 2.0**-1074, 12345678901234567890.0]
-    record = Record({}, tmp_path / "record.jsonl")
+    record = Record(configuration(), tmp_path / "record.jsonl")
     for step, value in enumerate(values):
-        record.add({"step": step, "own_loss": value})
+        record.add(Point(step=step, own_loss=value))
     assert [v.hex() for v in Record.load(tmp_path / "record.jsonl").curve("own_loss")[1]] == [
         v.hex() for v in values
     ]
@@ -45,32 +42,35 @@ def test_numbers_come_back_to_the_bit(tmp_path: Path) -> None:
 
 def test_a_last_line_cut_anywhere_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
-    record = Record({"me": "Zoë"}, path)
+    record = Record(configuration(peers={"Zoë": 3}), path)
     for step in range(3):
-        record.add({"step": step, "own_loss": 0.5})
+        record.add(Point(step=step, own_loss=0.5))
     whole = path.read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
     for length in range(start, len(whole) - 1):
         path.write_bytes(whole[:length])
-        assert [point["step"] for point in Record.load(path).points] == [0, 1]
+        assert [point.step for point in Record.load(path).points] == [0, 1]
     path.write_bytes(whole[:-1])  # only the end of the line is missing
-    assert [point["step"] for point in Record.load(path).points] == [0, 1, 2]
+    assert [point.step for point in Record.load(path).points] == [0, 1, 2]
 
 
 def test_a_record_cut_and_taken_up_again(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
-    record = Record({}, path)
+    record = Record(configuration(), path)
     for step in range(5):
-        record.add({"step": step})
-    record.finish({"step": 4})
+        record.add(Point(step=step))
+    before = record.ended
+    record.finish(End(step=4, best_step=4))
+    assert (before, record.ended) == (False, True)
     path.write_bytes(path.read_bytes()[:-7])
     read = Record.load(path)
-    assert read.end == {}
+    assert not read.ended
     read.cut(2)
-    read.add({"step": 3, "again": 1})
+    read.add(Point(step=3, weight=1.0))
     again = Record.load(path)
-    assert again.points == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "again": 1}]
-    assert again.end == {}
+    assert again.points == [Point(step=0), Point(step=1), Point(step=2), Point(step=3, weight=1.0)]
+    with pytest.raises(DataError, match=r"has not ended: let it go on, or resume it"):
+        _ = again.end
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\n", b"{}\n", b'{"step": 1}\n', b'{"configuration": {}, "ver'])
@@ -82,38 +82,16 @@ def test_what_is_no_record(tmp_path: Path, content: bytes) -> None:
 
 
 def test_curves() -> None:
-    record = Record({})
-    record.add({"step": 0, "validation_loss": 2.0})
-    record.add({"step": 5, "validation_loss": 1.0, "own_loss": 3.0})
-    record.add({"step": 9, "own_loss": 2.5, "validation_loss": None})
+    record = Record(configuration())
+    record.add(Point(step=0, validation={"loss": 2.0}))
+    record.add(Point(step=5, validation={"loss": 1.0}, own_loss=3.0))
+    record.add(Point(step=9, own_loss=2.5))
     assert record.curve("own_loss") == ([5, 9], [3.0, 2.5])
     assert record.curve("validation_loss") == ([0, 5], [2.0, 1.0])
     assert record.curve("nothing") == ([], [])
 
 
-def test_a_point_is_copied() -> None:
-    record, point = Record({}), {"step": 1}
-    record.add(point)
-    point["step"] = 2
-    assert record.points == [{"step": 1}]
-
-
-def named(step: int, scale: float = 1.0) -> float:
-    return scale / (step + 1)
-
-
-@pytest.mark.parametrize(
-    ("thing", "text"),
-    [
-        (coterie.Alone(), "Alone()"),
-        (coterie.BiasCorrection(0.5, named), "BiasCorrection(alpha=0.5, beta=named)"),
-        (coterie.WeightedAveraging(0.5, {"a": 1.0}), "WeightedAveraging(alpha=0.5, tau={'a': 1.0})"),
-        (torch.nn.functional.cross_entropy, "cross_entropy"),
-        (nn.CrossEntropyLoss(label_smoothing=0.1), "CrossEntropyLoss()"),
-        (functools.partial(named, 3, scale=2), "partial(named, 3, scale=2)"),
-        (None, "None"),
-    ],
-)
-def test_descriptions_are_the_same_in_every_process(thing: Any, text: str) -> None:
-    assert describe(thing) == text
-    assert "0x" not in describe(thing)
+def test_a_point_does_not_change() -> None:
+    point = Point(step=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        point.step = 2  # type: ignore[misc]

@@ -68,7 +68,7 @@ def test_annotations_may_be_evaluated() -> None:
 def test_captured_steps_are_the_same(make_users: Users, alpha: Knob) -> None:
     users = make_users()
     eager, captured = (trained(users, Clipped(alpha), capture=capture) for capture in (False, True))
-    assert captured.record.configuration["capture"] == "one program"
+    assert captured.record.configuration.capture == "one program"
     torch.testing.assert_close(captured.model.state_dict(), eager.model.state_dict(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(captured.state["mean"], eager.state["mean"], rtol=1e-12, atol=1e-12)
     assert captured.state["weight"] == eager.state["weight"] == (0.6 if alpha == 0.6 else falling(7))

@@ -204,7 +204,7 @@ def test_rows_by_layer_are_captured_where_vmap_fails() -> None:
     me, *peers = (coterie.User(name, torch.randn(9, 3), torch.randn(9, 1)) for name in ("me", *NAMES))
     rule, settings = SimilarityGate(0.5), {"steps": 3, "capture": True, "progress": False, "measure": False}
     run = coterie.train(nn.Linear(3, 1), own_mean, me, peers, rule, **settings)  # type: ignore[arg-type]
-    assert not run.record.configuration["capture"].startswith("off")
+    assert not run.record.configuration.capture.startswith("off")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -234,12 +234,12 @@ def test_captured_steps_are_the_same(rule: Any) -> None:
         torch.manual_seed(0)
         runs.append(coterie.train(nn.Linear(3, 1), mse_loss, me, peers, rule, capture=capture, **settings))
     one_by_one, captured = runs
-    assert captured.record.configuration["capture"] != "off"
-    assert not captured.record.configuration["capture"].startswith("off")
+    assert captured.record.configuration.capture != "off"
+    assert not captured.record.configuration.capture.startswith("off")
     assert torch.equal(captured.model.weight, one_by_one.model.weight)  # type: ignore[arg-type]
     assert weights_in(captured.state) == weights_in(one_by_one.state)
-    assert captured.record.end["tau"] == one_by_one.record.end["tau"]
-    assert [p["weight"] for p in captured.record.points] == [p["weight"] for p in one_by_one.record.points]
+    assert captured.record.end.tau == one_by_one.record.end.tau
+    assert [p.weight for p in captured.record.points] == [p.weight for p in one_by_one.record.points]
 
 
 @pytest.mark.parametrize(

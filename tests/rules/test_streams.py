@@ -56,8 +56,8 @@ def test_users_alike_share_and_the_contrary_get_nothing() -> None:
     tau = weights_in(found.state)
     assert sum(tau[f"contrary {k}"] for k in range(4)) < 0.02
     assert sum(tau[f"alike {k}"] for k in range(4)) > 0.5
-    assert found.record.configuration["choice"]["regime"].startswith("stream")
-    assert found.record.configuration["me"]["examples"] == "a stream"
+    assert found.record.configuration.choice["regime"].startswith("stream")
+    assert found.record.configuration.me.examples == "a stream"
 
 
 def test_with_strangers_it_returns_to_alone() -> None:

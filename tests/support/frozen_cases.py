@@ -106,7 +106,12 @@ THINGS: dict[str, Callable[..., Any]] = {
 }
 KEYWORDS: dict[str, str] = {"pool": "aggregator", "passing": "forward_options", "f": "n_byzantine"}
 """Keywords of things and of training that have another name now: "pool" or "FedAvg.pool" → the name now."""
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "numbers_sent": "sent",
+    "numbers_received": "received",
+    "bytes_sent": "sent",
+    "bytes_received": "received",
+}
 """Keys of points, configurations, ends and states that have another name now: "sent" or "costs.sent" (the path by
 the names below) → the name below."""
 
@@ -194,7 +199,7 @@ def models_of(run: Any) -> dict[str, nn.Module]:
 
 def points_of(run: Any) -> list[dict[str, Any]]:
     """Return the record's points."""
-    return list(run.record.points)
+    return [point.to_plain() for point in run.record.points]
 
 
 def state_of(run: Any) -> dict[str, Any]:
@@ -204,15 +209,15 @@ def state_of(run: Any) -> dict[str, Any]:
 
 def numbers_of(run: Any) -> dict[str, Any]:
     """Return what else is a number, or can be told by one."""
-    configuration, end = run.record.configuration, run.record.end
-    kept = ("sent", "received", "rounding")  # the rest is time
+    configuration, end = run.record.configuration, run.record.end.to_plain()
+    kept = ("bytes_sent", "bytes_received", "rounding")  # the rest is time
     return {
         "step": run.step,
         "best step": run.best_step,
         "test": dict(run.test),
-        "choice": configuration.get("choice"),
-        "estimates": configuration.get("estimates"),
-        "one program": "one program" in (configuration.get("capture"), configuration.get("runs", "")[:11]),
+        "choice": configuration.choice,
+        "estimates": configuration.estimates,
+        "one program": "one program" in (configuration.capture, configuration.runs[:11]),
         "tau": end["tau"],
         "costs": end["costs"],
         "left out": {name: sum(reasons.values()) for name, reasons in end["left_out"].items()},

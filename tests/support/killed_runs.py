@@ -94,7 +94,7 @@ def digest(run: coterie.Run, out: Path) -> str:
         for key, value in sorted(state.items()):
             found.update(f"{key}=".encode())
             found.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
-    points = coterie.Record.load(out / "record.jsonl").points
+    points = [point.to_plain() for point in coterie.Record.load(out / "record.jsonl").points]
     found.update(json.dumps([points, dict(run.test), run.best_step]).encode())
     return found.hexdigest()
 

@@ -62,14 +62,14 @@ def assert_same(one_by_one: Run, captured: Run, device: str) -> None:
     error = 0.0 if device == "cpu" else 1e-4
     torch.testing.assert_close(parameters(captured), parameters(one_by_one), atol=error, rtol=error)
     assert captured.step == one_by_one.step
-    assert captured.record.configuration["capture"] != one_by_one.record.configuration["capture"] == "off"
+    assert captured.record.configuration.capture != one_by_one.record.configuration.capture == "off"
     for key in ("costs", "left_out", "tau", "best_step"):
-        assert captured.record.end[key] == one_by_one.record.end[key], key
+        assert getattr(captured.record.end, key) == getattr(one_by_one.record.end, key), key
     assert {k: v for k, v in captured.state.items() if not isinstance(v, torch.Tensor)} == {
         k: v for k, v in one_by_one.state.items() if not isinstance(v, torch.Tensor)
     }
     for ours, theirs in zip(captured.record.points, one_by_one.record.points, strict=True):
-        assert ours == pytest.approx(theirs, rel=10 * error, abs=error)
+        assert ours.to_plain() == pytest.approx(theirs.to_plain(), rel=10 * error, abs=error)
 
 
 RULES: dict[str, Rule] = {
@@ -125,7 +125,7 @@ def test_a_guard_s_shadow_is_in_the_program_and_restarts_it(device: str) -> None
     one_by_one, captured = (
         train(WeightedAveraging(0.99), everyone, capture=flag, **options) for flag in (False, True)
     )
-    assert one_by_one.record.points[-1]["guard_restarts"] > 0
+    assert one_by_one.record.curve("guard_restarts")[1][-1] > 0
     assert_same(one_by_one, captured, device)
 
 
@@ -135,7 +135,7 @@ def test_a_bad_peer_is_left_out_and_counted_as_one_by_one(device: str) -> None:
     everyone[1].examples.inputs[5] = math.nan  # type: ignore[attr-defined]  # drawn now and then
     options = {"scheduler": partial(ExponentialLR, gamma=0.99), "optimizer": Adam, "device": device}
     one_by_one, captured = (train(RULES["corrected"], everyone, capture=flag, **options) for flag in (False, True))
-    assert 0 < one_by_one.record.end["left_out"]["a"]["not finite"] < STEPS
+    assert 0 < one_by_one.record.end.left_out["a"]["not finite"] < STEPS
     assert_same(one_by_one, captured, device)
 
 
@@ -240,7 +240,7 @@ def test_what_cannot_be_captured_is_told_once_and_trained_all_the_same(
         run = coterie.train(model, cross_entropy, me, peers, capture=True, **options)
     assert len(told) == 1
     assert run.step == 5
-    assert run.record.configuration["capture"].startswith("off: ")
+    assert run.record.configuration.capture.startswith("off: ")
 
 
 ROWS: dict[str, Rule] = {

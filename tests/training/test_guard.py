@@ -53,12 +53,18 @@ def held_out_loss(found: coterie.Run, me: coterie.User) -> float:
     return coterie.evaluate(found.model, cross_entropy, me.validation)["loss"]
 
 
+def served(run: coterie.Run) -> str:
+    decision = run.record.end.guard
+    assert decision is not None
+    return decision.served
+
+
 def test_the_shadow_is_alone_to_the_bit(me: coterie.User) -> None:
     guarded, alone = run(me, "wrong"), run(me, "wrong", coterie.Alone())
     shadow, curve = guarded.record.curve("alone_validation_loss"), alone.record.curve("validation_loss")
     assert shadow[0] == curve[0]
     np.testing.assert_allclose(shadow[1], curve[1], rtol=1e-6)  # summed in another order, of the same model
-    assert guarded.record.end["served"] == "alone"
+    assert served(guarded) == "alone"
     assert guarded.best_step == alone.best_step
     for ours, theirs in zip(guarded.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -74,8 +80,8 @@ def test_never_worse_than_alone_on_the_held_out_examples(me: coterie.User, kind:
 
 def test_helpful_peers_are_left_to_help(me: coterie.User) -> None:
     guarded, free = run(me, "honest"), run(me, "honest", guard="off")
-    assert guarded.record.points[-1]["guard_restarts"] == 0
-    assert guarded.record.end["served"] == "collaborative"
+    assert guarded.record.curve("guard_restarts")[1][-1] == 0
+    assert served(guarded) == "collaborative"
     assert guarded.record.curve("validation_loss") == free.record.curve("validation_loss")
     assert "collaboration helped: validation loss -" in guarded.summary()
 
@@ -97,7 +103,7 @@ def test_peers_that_lead_to_infinity_do_not_end_the_run(me: coterie.User) -> Non
         run(me, "astray", guard="off", **overflowing)
     found, alone = run(me, "astray", **overflowing), run(me, "astray", coterie.Alone(), **overflowing)
     assert found.step == 120
-    assert found.record.points[-1]["guard_restarts"] >= 1
+    assert found.record.curve("guard_restarts")[1][-1] >= 1
     assert held_out_loss(found, me) <= held_out_loss(alone, me) * (1 + 1e-6)
 
 
@@ -118,7 +124,7 @@ def test_it_is_on_where_there_is_enough_to_judge_by_and_says_so(me: coterie.User
     few = coterie.User("me", *examples(12, 0), validation=examples(99, 1))
 
     def said(user: coterie.User, **settings: Any) -> str:
-        return str(run(user, "honest", steps=5, **settings).record.configuration["guard"])
+        return str(run(user, "honest", steps=5, **settings).record.configuration.guard)
 
     assert said(few) == "off: 99 validation examples, fewer than 100"
     assert said(me) == "held-out: 150 validation examples"

@@ -28,7 +28,7 @@ from coterie.engines import Capabilities
 from coterie.errors import GradientError, KnobError, ModelError
 from coterie.gradients.gradients import receive, weighted_sum
 from coterie.learners.spec import Problem
-from coterie.recording import checkpoint
+from coterie.recording import UserSummary, checkpoint
 from coterie.recording.traffic import Traffic
 
 Users = Callable[..., list[coterie.User]]
@@ -111,7 +111,7 @@ def test_parameter_groups_and_a_part_of_the_parameters(make_users: Users) -> Non
     )
     assert same(model.state_dict(), start)
     assert not optimizer.state
-    assert run.record.configuration["optimizer"] == "SGD(lr=0.3/0.05)"
+    assert run.record.configuration.optimizer == "SGD(lr=0.3/0.05)"
     plain = network()
     plain_steps(plain, users, grouped(plain), None, 10)
     for key, value in plain.state_dict().items():
@@ -377,15 +377,15 @@ def test_all_peers_left_out_in_every_step_is_alone(make_users: Users, rule: Any)
     spoilt, run = spoilt_run(users, rule, lambda name, _, row: ways[name](row))
     assert same(alone, spoilt)
     assert all(alone[key].numpy().tobytes() == spoilt[key].numpy().tobytes() for key in alone)
-    assert run.record.end["left_out"] == {
+    assert run.record.end.left_out == {
         "peer 1": {"shape (37,) instead of (38,)": 15},
         "peer 2": {"not finite": 15},
         "peer 3": {"no answer": 15},
     }
-    assert run.record.points[-1]["left_out"] == 45
-    assert run.record.points[-1]["weight"] == 0
+    assert run.record.points[-1].left_out == 45
+    assert run.record.points[-1].weight == 0
     assert all(f"{name} in 15 steps" in run.summary().splitlines()[-1] for name in ways)
-    assert [p["own_loss"] for p in run.record.points[1:]] == [p["own_loss"] for p in quiet.record.points[1:]]
+    assert [p.own_loss for p in run.record.points[1:]] == [p.own_loss for p in quiet.record.points[1:]]
 
 
 def test_peers_left_out_in_some_steps_are_counted(make_users: Users) -> None:
@@ -402,7 +402,7 @@ def test_peers_left_out_in_some_steps_are_counted(make_users: Users) -> None:
         engine=engine,
         callbacks=[lambda step: told.append(step.left_out)],
     )
-    assert run.record.end["left_out"] == {"peer 2": {"not finite": 3}}
+    assert run.record.end.left_out == {"peer 2": {"not finite": 3}}
     assert [bool(left_out) for left_out in told] == [True, False, False] * 3
     assert run.state["weight"] == pytest.approx(0.6)
 
@@ -445,7 +445,7 @@ def test_own_loss_is_the_mean_since_the_last_point(make_users: Users) -> None:
     steps, found = run.record.curve("own_loss")
     assert steps == [3, 6, 7]
     assert found == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]], rel=1e-12)
-    assert [point["step"] for point in run.record.points] == [0, 3, 6, 7]
+    assert [point.step for point in run.record.points] == [0, 3, 6, 7]
 
 
 @pytest.mark.parametrize("shown", [True, False, None])
@@ -477,7 +477,7 @@ def test_metrics(make_users: Users) -> None:
     run = coterie.train(
         *(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=4, metrics={"shares": shares}
     )
-    assert run.record.points[-1]["validation_shares"] == 0.5
+    assert run.record.points[-1].validation["shares"] == 0.5
     assert run.test.keys() == {"loss", "shares"}
     run = coterie.train(*(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=4)
     assert run.test.keys() == {"loss", "accuracy"}
@@ -507,7 +507,7 @@ def test_tensorboard_events_can_be_read(make_users: Users, tmp_path: Path) -> No
 def test_device(make_users: Users, device: Any) -> None:
     users = make_users()
     run = coterie.train(*(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=2, device=device)
-    assert run.record.configuration["device"] == "cpu"
+    assert run.record.configuration.engine["device"] == "cpu"
     assert next(run.model.parameters()).device.type == "cpu"
 
 
@@ -537,9 +537,9 @@ def test_summary_and_record(make_users: Users) -> None:
     )
     first, best, test, weight, constants, plan, guard = run.summary().splitlines()
     assert first == "WeightedAveraging(alpha=0.5, tau={'peer 1': 1.0}), 3 peers, 10 steps of SGD(lr=0.1)"
-    at_best = next(point for point in run.record.points if point["step"] == run.best_step)
+    at_best = next(point for point in run.record.points if point.step == run.best_step)
     assert best.startswith(f"best at step {run.best_step} by validation loss: ")
-    assert f"loss {at_best['validation_loss']:.4g}, accuracy {at_best['validation_accuracy']:.4g}" in best
+    assert f"loss {at_best.validation['loss']:.4g}, accuracy {at_best.validation['accuracy']:.4g}" in best
     assert test == f"test: loss {run.test['loss']:.4g}, accuracy {run.test['accuracy']:.4g} (6 examples)"
     assert weight == "weight on peers in the last step: 0.5"
     assert constants.startswith("measured at the start: noise ")
@@ -549,11 +549,11 @@ def test_summary_and_record(make_users: Users) -> None:
         "among peers: peer 1 1; left out: peer 2, peer 3"
     )
     configuration = run.record.configuration
-    assert (configuration["seed"], configuration["steps"], configuration["batch_size"]) == (4, 10, 32)
-    assert configuration["me"] == {"name": "me", "examples": 12, "validation": 6, "test": 6}
-    assert configuration["peers"] == {"peer 1": 16, "peer 2": 9, "peer 3": 5}
+    assert (configuration.seed, configuration.steps, configuration.batch_size) == (4, 10, 32)
+    assert configuration.me == UserSummary(name="me", examples=12, validation=6, test=6)
+    assert configuration.peers == {"peer 1": 16, "peer 2": 9, "peer 3": 5}
     assert run.record.versions["torch"] == torch.__version__
-    assert run.record.end["test"] == run.test
+    assert run.record.end.test == run.test
 
 
 def test_numbers_of_numpy_do(make_users: Users, tmp_path: Path) -> None:
@@ -611,7 +611,7 @@ def test_ctrl_c_saves_stops_and_resumes_to_the_same_bits(make_users: Users, tmp_
     stopped = trained(tmp_path / "stopped", interrupt=7)
     assert (stopped.stopped, stopped.step, stopped.test) == ("Ctrl-C", 7, {})
     assert "stopped by Ctrl-C at step 7 of 20" in stopped.summary()
-    assert coterie.Record.load(tmp_path / "stopped" / "record.jsonl").end["stopped"] == "Ctrl-C"
+    assert coterie.Record.load(tmp_path / "stopped" / "record.jsonl").end.stopped == "Ctrl-C"
     assert signal.getsignal(signal.SIGINT) is handler
     resumed = trained(tmp_path / "stopped", resume=True)
     assert resumed.stopped is None

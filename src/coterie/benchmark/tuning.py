@@ -161,7 +161,7 @@ class Tuning:
             progress=False,
         )
         # A run's share of the program's time is that of its examples.
-        examples = [sum(cost["examples"] for cost in run.record.end["costs"].values()) for run in runs]
+        examples = [sum(cost.examples for cost in run.record.end.costs.values()) for run in runs]
         seconds = [n / sum(examples) * (time.process_time() - began) for n in examples]
         for ((way, lr), (_, tail)), run, share in zip(together.items(), runs, seconds, strict=True):
             self._trials[way, lr] = self._trial(way, lr, run, tail.model() if tail else run.model, share)

@@ -99,7 +99,7 @@ class AdaptiveAveraging:
         ... ]
         >>> model, rule = torch.nn.Linear(3, 1), AdaptiveAveraging(budget=8)
         >>> run = coterie.train(model, torch.nn.functional.mse_loss, me, peers, rule, steps=60, lr=0.1)
-        >>> run.record.configuration["choice"]["tau"]["alike"] > 0.9
+        >>> run.record.configuration.choice["tau"]["alike"] > 0.9
         True
     """
 

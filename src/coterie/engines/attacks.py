@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie.engines.engine import Capabilities, Engine
 from coterie.errors import DataError, KnobError
 from coterie.gradients.gradients import Gradients, keep_finite, weighted_sum
-from coterie.recording.record import describe
+from coterie.recording.describe import describe
 from coterie.recording.traffic import Traffic
 from coterie.users.examples import InMemory
 from coterie.users.user import User

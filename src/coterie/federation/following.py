@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,8 +124,9 @@ def _watch(session: Any, job: str, out: Path, show: Callable[..., None], show_ne
         show_news()
         points = Record.load(out / "record.jsonl").points if (out / "record.jsonl").exists() else []
         if points:
-            best = min((p["validation_loss"] for p in points if "validation_loss" in p), default=None)
-            show(points[-1]["step"], points[-1].get("own_loss", float("nan")), points[-1]["weight"], best)
+            last, losses = points[-1], [point.validation["loss"] for point in points if point.validation]
+            loss, weight = (math.nan if value is None else value for value in (last.own_loss, last.weight))
+            show(last.step, loss, weight, min(losses, default=None))
         try:
             status = str(session.get_job_meta(job).get("status"))
         except Exception as error:  # NVFLARE raises several kinds

@@ -34,7 +34,7 @@ class Clients:
         >>> clients = Clients(engine, users[0], users[1:], Costs({user.name: 9 for user in users}))
         >>> clients.gradients(torch.zeros(3, 3), step=0).shape
         torch.Size([3, 3])
-        >>> clients.costs.of["a"]["gradients"]
+        >>> clients.costs.by_user()["a"].gradients
         1
     """
 

@@ -1,7 +1,20 @@
 """What remains of a run: its record, its checkpoints, its costs and traffic, and what is shown while it goes."""
 
-from coterie.recording.costs import Costs
+from coterie.recording.configuration import Configuration, UserSummary
+from coterie.recording.costs import Cost, Costs
 from coterie.recording.record import Record
+from coterie.recording.result import End, GuardCheck, GuardDecision, Point
 from coterie.recording.traffic import Traffic
 
-__all__ = ["Costs", "Record", "Traffic"]
+__all__ = [
+    "Configuration",
+    "Cost",
+    "Costs",
+    "End",
+    "GuardCheck",
+    "GuardDecision",
+    "Point",
+    "Record",
+    "Traffic",
+    "UserSummary",
+]

@@ -1,6 +1,6 @@
 """Checkpoints that survive a kill and show damage: atomic, with a SHA-256, read without running code.
 
-A file is one line, `coterie-checkpoint 1 <SHA-256 of the rest>`, followed by what `torch.save` writes.
+A file is one line, `coterie-checkpoint 2 <SHA-256 of the rest>`, followed by what `torch.save` writes.
 torch's own loader accepts flipped bits in tensors, hence the digest; `weights_only=True` keeps it from
 running code.
 """
@@ -18,7 +18,8 @@ import torch
 
 from coterie.errors import CheckpointError
 
-MAGIC = b"coterie-checkpoint 1 "
+MAGIC = b"coterie-checkpoint 2 "
+EARLIER = b"coterie-checkpoint 1 "
 KEPT = 2
 
 
@@ -74,6 +75,11 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
     head, _, body = data.partition(b"\n")
+    if head.startswith(EARLIER):
+        raise CheckpointError(
+            f"the checkpoint {path} was written by an earlier version of coterie, from which this one "
+            "cannot go on; resume with that version, or start again in another folder"
+        )
     if not head.startswith(MAGIC):
         raise CheckpointError(f"{path} is not a checkpoint of coterie; {_remedy(path)}")
     digest = hashlib.sha256(body).hexdigest()

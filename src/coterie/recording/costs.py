@@ -4,6 +4,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_RENAMED = {"sent": "numbers_sent", "received": "numbers_received"}  # in earlier versions
+
+
+@dataclass
+class Cost:
+    """What a run has cost one user.
+
+    Args:
+        gradients: how many it computed.
+        examples: over how many examples, counted every time.
+        numbers_sent: how many numbers it sent.
+        numbers_received: how many it received.
+    """
+
+    gradients: int = 0
+    examples: int = 0
+    numbers_sent: int = 0
+    numbers_received: int = 0
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, int]) -> Cost:
+        """Return the cost that `dataclasses.asdict` gave, now or in an earlier version.
+
+        Example:
+            >>> Cost.from_plain({"gradients": 2, "examples": 8, "sent": 5, "received": 3}).numbers_sent
+            5
+        """
+        return cls(**{_RENAMED.get(name, name): value for name, value in plain.items()})
 
 
 class Costs:
@@ -18,16 +48,16 @@ class Costs:
         >>> costs = Costs({"me": 8, "a": 32, "b": 32})
         >>> costs.compute(["me", "a", "b"])
         >>> costs.exchange(["a", "b"], down=10, up=10)
-        >>> costs.of["a"]
-        {'gradients': 1, 'examples': 32, 'sent': 10, 'received': 10}
-        >>> costs.of["me"]
-        {'gradients': 1, 'examples': 8, 'sent': 20, 'received': 20}
+        >>> costs.by_user()["a"]
+        Cost(gradients=1, examples=32, numbers_sent=10, numbers_received=10)
+        >>> costs.by_user()["me"]
+        Cost(gradients=1, examples=8, numbers_sent=20, numbers_received=20)
     """
 
     def __init__(self, batches: Mapping[str, int]) -> None:
         self.batches = dict(batches)
         self.me = next(iter(batches))
-        self._of = {name: {"gradients": 0, "examples": 0, "sent": 0, "received": 0} for name in batches}
+        self._by_user = {name: Cost() for name in batches}
         self._computed: Counter[tuple[tuple[str, ...], int | None]] = Counter()
         self._exchanged: Counter[tuple[tuple[str, ...], int, int]] = Counter()
 
@@ -39,20 +69,25 @@ class Costs:
         """Count numbers that user 0 sends to each of these peers, and that each sends back, so many times."""
         self._exchanged[tuple(peers), down, up] += times
 
-    @property
-    def of(self) -> dict[str, dict[str, int]]:
-        """What each user has computed, sent and received."""
-        # Added up when somebody looks: at every step it would be most of what a step with 1,000 peers costs more.
+    def by_user(self) -> dict[str, Cost]:
+        """Return what each user has computed, sent and received."""
+        # Added up only when asked for: at every step it would be most of the time that 1,000 peers add to a step.
         for (names, examples), times in self._computed.items():
             for name in names:
-                self._of[name]["gradients"] += times
-                self._of[name]["examples"] += times * (self.batches[name] if examples is None else examples)
+                cost = self._by_user[name]
+                cost.gradients += times
+                cost.examples += times * (self.batches[name] if examples is None else examples)
+        mine = self._by_user[self.me]
         for (peers, down, up), times in self._exchanged.items():
             for name in peers:
-                self._of[name]["received"] += times * down
-                self._of[name]["sent"] += times * up
-            self._of[self.me]["sent"] += times * down * len(peers)
-            self._of[self.me]["received"] += times * up * len(peers)
+                self._by_user[name].numbers_received += times * down
+                self._by_user[name].numbers_sent += times * up
+            mine.numbers_sent += times * down * len(peers)
+            mine.numbers_received += times * up * len(peers)
         self._computed.clear()
         self._exchanged.clear()
-        return self._of
+        return self._by_user
+
+    def load(self, before: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on from the counts of an earlier session, given as plain data."""
+        self.by_user().update({name: Cost.from_plain(each) for name, each in before.items()})

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ import scipy
 import torch
 
 from coterie.errors import DataError
+from coterie.recording.configuration import Configuration
+from coterie.recording.result import End, Point
 
 
 class Record:
@@ -26,45 +26,65 @@ class Record:
     the versions, then the points, last the end. A run that is killed leaves what it had recorded.
 
     Args:
-        configuration: what the run was asked to do; plain values only.
+        configuration: what the run was asked to do.
         path: the file to write; None keeps the record in memory.
 
     Example:
-        >>> record = Record({"seed": 0})
-        >>> record.add({"step": 10, "own_loss": 0.5})
+        >>> from coterie.recording import Configuration, Point, UserSummary
+        >>> me = UserSummary(name="me", examples=12)
+        >>> record = Record(Configuration(rule="Alone()", me=me, peers={}, steps=20))
+        >>> record.add(Point(step=10, own_loss=0.5))
         >>> record.curve("own_loss")
         ([10], [0.5])
     """
 
-    def __init__(self, configuration: Mapping[str, Any], path: Path | None = None) -> None:
-        self.configuration = dict(configuration)
+    def __init__(self, configuration: Configuration, path: Path | None = None) -> None:
+        self.configuration = configuration
         self.versions = versions()
-        self.points: list[dict[str, Any]] = []
-        self.end: dict[str, Any] = {}
+        self.points: list[Point] = []
         self.path = path
+        self._end: End | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._rewrite()
 
-    def add(self, point: Mapping[str, Any]) -> None:
-        """Add a point of the curves; `step` says when."""
-        self.points.append(dict(point))
-        self._append(self.points[-1])
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended; one that is going on, or was killed, has not."""
+        return self._end is not None
 
-    def finish(self, end: Mapping[str, Any]) -> None:
+    @property
+    def end(self) -> End:
+        """How the run ended; a `DataError` where it has not, see `ended`."""
+        if self._end is None:
+            where = "" if self.path is None else f" in {self.path}"
+            raise DataError(f"the run{where} has not ended: let it go on, or resume it (`resume=True`)")
+        return self._end
+
+    def add(self, point: Point) -> None:
+        """Add a point of the curves."""
+        self.points.append(point)
+        self._append(point.to_plain())
+
+    def finish(self, end: End) -> None:
         """Add how the run ended."""
-        self.end = dict(end)
-        self._append({"end": self.end})
+        self._end = end
+        self._append({"end": end.to_plain()})
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps at which a quantity was recorded, and its values."""
-        points = [point for point in self.points if point.get(name) is not None]
-        return [point["step"] for point in points], [point[name] for point in points]
+        """Return the steps at which a quantity was recorded, and its values.
+
+        Args:
+            name: as in the file: "own_loss", "weight", "validation_loss", "validation_accuracy", ….
+        """
+        values = [(point.step, point.to_plain().get(name)) for point in self.points]
+        recorded = [(step, value) for step, value in values if value is not None]
+        return [step for step, _ in recorded], [value for _, value in recorded]
 
     def cut(self, step: int) -> None:
         """Forget what was recorded after a step, so that a run resumed there can record it again."""
-        self.points = [point for point in self.points if point["step"] <= step]
-        self.end = {}
+        self.points = [point for point in self.points if point.step <= step]
+        self._end = None
         self._rewrite()
 
     def sync(self) -> None:
@@ -74,16 +94,19 @@ class Record:
                 os.fsync(file.fileno())
 
     @classmethod
-    def load(cls, path: Path) -> Record:
-        """Read a record; a last line that was cut off by a kill is left out.
+    def load(cls, path: Path | str) -> Record:
+        """Read a record, also of an earlier version; a last line that was cut off by a kill is left out.
 
         Example:
             >>> import tempfile
+            >>> from coterie.recording import Configuration, Point, UserSummary
             >>> path = Path(tempfile.mkdtemp()) / "record.jsonl"
-            >>> Record({"seed": 3}, path).add({"step": 1, "own_loss": 2.0})
-            >>> Record.load(path).points
-            [{'step': 1, 'own_loss': 2.0}]
+            >>> me = UserSummary(name="me", examples=12)
+            >>> Record(Configuration(rule="Alone()", me=me, peers={}, steps=1), path).add(Point(step=1))
+            >>> Record.load(path).points[0].step
+            1
         """
+        path = Path(path)
         lines = []
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
@@ -93,10 +116,16 @@ class Record:
         if not lines or "configuration" not in lines[0]:
             raise DataError(f"{path} is not the record of a run: its first line must hold the configuration")
         record = cls.__new__(cls)
-        record.path = path
-        record.configuration, record.versions = lines[0]["configuration"], lines[0]["versions"]
-        record.points = [line for line in lines[1:] if "step" in line]
-        record.end = next((line["end"] for line in lines[1:] if "end" in line), {})
+        record.path, record.versions = path, lines[0].get("versions", {})
+        try:
+            record.configuration = Configuration.from_plain(lines[0]["configuration"])
+            record.points = [Point.from_plain(line) for line in lines[1:] if "step" in line]
+            record._end = next((End.from_plain(line["end"]) for line in lines[1:] if "end" in line), None)
+        except (DataError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} holds a record that this version cannot read ({error}); read it with the version that "
+                f"wrote it (coterie {record.versions.get('coterie', 'of unknown version')}), or train again"
+            ) from error
         return record
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -107,8 +136,8 @@ class Record:
     def _rewrite(self) -> None:
         if self.path is None:
             return
-        lines: list[Mapping[str, Any]] = [{"configuration": self.configuration, "versions": self.versions}]
-        lines += self.points
+        lines = [{"configuration": self.configuration.to_plain(), "versions": self.versions}]
+        lines += [point.to_plain() for point in self.points]
         fresh = self.path.with_suffix(".new")
         fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         fresh.replace(self.path)
@@ -137,28 +166,3 @@ def _version() -> str:
         return metadata.version("coterie")
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def describe(thing: Any) -> str:
-    """Return what a rule, loss or optimizer is in one line that is the same in every process.
-
-    Example:
-        >>> from coterie import WeightedAveraging
-        >>> describe(WeightedAveraging(0.5)), describe(torch.nn.functional.mse_loss)
-        ('WeightedAveraging(alpha=0.5)', 'mse_loss')
-    """
-    if is_dataclass(thing) and not isinstance(thing, type):
-        shown = [
-            f"{f.name}={describe(getattr(thing, f.name))}"
-            for f in fields(thing)
-            if getattr(thing, f.name) != f.default
-        ]
-        return f"{type(thing).__name__}({', '.join(shown)})"
-    if isinstance(thing, torch.nn.Module):
-        return " ".join(repr(thing).split())
-    if isinstance(thing, functools.partial):
-        keywords = "".join(f", {name}={describe(value)}" for name, value in thing.keywords.items())
-        return f"partial({describe(thing.func)}{''.join(f', {describe(a)}' for a in thing.args)}{keywords})"
-    if callable(thing):
-        return str(getattr(thing, "__qualname__", getattr(thing, "__name__", type(thing).__name__)))
-    return repr(thing)

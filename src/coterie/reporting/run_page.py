@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 from coterie.recording.record import Record
 from coterie.reporting.figures import learning_curves, weights_over_steps
-from coterie.reporting.page import Section
+from coterie.reporting.page import Section, write_page
 from coterie.theory import best_corrected_peers, plan_for_peers
 from coterie.theory.estimates import Estimates, Measured
 from coterie.theory.phrases import cells, note, numbers, verdict
+
+
+def write_run_page(path: Path, record: Record, summary: Sequence[str]) -> Path:
+    """Write the page of a run to one HTML file that needs nothing else, and return its path."""
+    return write_page(path, f"A model for {record.configuration.me.name}", sections(record, summary))
 
 
 def sections(record: Record, summary: Sequence[str] = ()) -> list[Section]:
@@ -21,13 +26,15 @@ def sections(record: Record, summary: Sequence[str] = ()) -> list[Section]:
         summary: lines to begin with.
 
     Example:
-        >>> record = Record({"rule": "Alone()", "steps": 9})
-        >>> record.add({"step": 9, "own_loss": 0.5})
+        >>> from coterie.recording import Configuration, Point, UserSummary
+        >>> me = UserSummary(name="me", examples=12)
+        >>> record = Record(Configuration(rule="Alone()", me=me, peers={}, steps=9))
+        >>> record.add(Point(step=9, own_loss=0.5))
         >>> [section.title for section in sections(record, ["done"])]
         ['Result', 'Learning curves']
     """
-    found = [Section("Result", summary)] if summary else []
-    return [*found, *_curves(record), *_weights(record), *_candidates(record), *_constants(record)]
+    result = [Section("Result", summary)] if summary else []
+    return [*result, *_curves(record), *_weights(record), *_candidates(record), *_constants(record)]
 
 
 def _curves(record: Record) -> list[Section]:
@@ -49,22 +56,22 @@ def _weights(record: Record) -> list[Section]:
         if any(weight)
         else []
     )
-    choice = record.configuration.get("choice") or {}
+    choice = record.configuration.choice
     if choice.get("steps"):
         ordered = sorted(choice["weights"].items(), key=lambda one: one[1][-1], reverse=True)
         lines = {"own": choice["own_weight"], **dict(ordered)}
         shown = {name: (choice["steps"], values) for name, values in lines.items()}
         figures.append(weights_over_steps(shown, "weights while choosing whom to listen to"))
-    tau = record.end.get("tau") or {}
+    tau = record.end.tau if record.ended else {}
     rows = [
         {"peer": name, "share of the peers' weight": f"{tau[name]:.3g}"}
-        for name in sorted(tau, key=tau.__getitem__)[::-1]
+        for name in sorted(tau, key=lambda name: tau[name])[::-1]
     ]
     return [Section("Weights", [], [rows], figures)] if figures or rows else []
 
 
 def _candidates(record: Record) -> list[Section]:
-    tried = (record.configuration.get("choice") or {}).get("candidates")
+    tried = record.configuration.choice.get("candidates")
     if not tried:
         return []
     rows = [
@@ -80,12 +87,12 @@ def _candidates(record: Record) -> list[Section]:
 
 
 def _constants(record: Record) -> list[Section]:
-    found: Mapping[str, Any] = record.configuration.get("estimates") or {}
-    if "not measured" in found:
-        return [Section("Constants", [f"Not measured: {found['not measured']}."])]
-    if not found:
+    configuration = record.configuration
+    if configuration.not_measured:
+        return [Section("Constants", [f"Not measured: {configuration.not_measured}."])]
+    if not configuration.estimates:
         return []
-    estimates, steps = Estimates.from_plain(found), record.configuration["steps"]
+    estimates, steps = Estimates.from_plain(configuration.estimates), configuration.steps
     peers = estimates.constants(steps)
     choices = plan_for_peers(peers, steps)
     rows = {name: numbers(choice) for name, choice in choices.items()}

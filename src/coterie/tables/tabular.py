@@ -66,7 +66,7 @@ class Fitted:
         """Return a row for the rule and one for Alone."""
         return [
             {
-                "rule": run.record.configuration["rule"],
+                "rule": run.record.configuration.rule,
                 f"test {self.metric}": f"{run.test[self.metric]:.4g}",
                 "test loss": f"{run.test['loss']:.4g}",
                 "best step": run.best_step,
@@ -78,7 +78,7 @@ class Fitted:
         """Say whether collaboration helped."""
         difference, error = self.difference()
         gain = difference if self.metric == "accuracy" else -difference
-        n = self.run.record.configuration["me"]["test"]
+        n = self.run.record.configuration.me.test
         verdict = "Collaboration helped" if gain > 0 else "Collaboration hurt"
         if not abs(gain) > 2 * error:
             verdict = f"Collaboration made no difference that {n} test examples could show"
@@ -164,10 +164,9 @@ def _save(fitted: Fitted, model: str, out: Path) -> None:
     (out / "model.json").write_text(json.dumps(about), encoding="utf-8")
     task.preparation.save(out)
     curves = {
-        run.record.configuration["rule"]: [run.record.curve("validation_loss")]
-        for run in (fitted.run, fitted.alone)
+        run.record.configuration.rule: [run.record.curve("validation_loss")] for run in (fitted.run, fitted.alone)
     }
-    peers = fitted.run.record.configuration["peers"]
+    peers = fitted.run.record.configuration.peers
     page = [
         Section("Result", [fitted.sentence(), *fitted.run.summary().splitlines()], [fitted.table()]),
         Section("Beside Alone", ["Loss on user 0's validation rows."], figures=[learning_curves(curves, "loss")]),

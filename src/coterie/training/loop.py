@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from coterie.evaluation.metrics import Metric
 from coterie.gradients.gradients import Gradients, is_finite
 from coterie.learners.learner import Track
 from coterie.recording import checkpoint
+from coterie.recording.configuration import Configuration
+from coterie.recording.costs import Cost
 from coterie.recording.record import Record
-from coterie.recording.traffic import total
+from coterie.recording.result import End, GuardCheck, GuardDecision, Point
+from coterie.recording.traffic import Traffic, total
 from coterie.training.captured import Captured
 from coterie.training.guard import Guard
 from coterie.training.run import Run
@@ -56,7 +60,7 @@ class TrainingState:
         self.track, self.guard, self.captured = track, guard, captured
         self.loss, self.me, self.metrics = loss, me, metrics
         self.left_out: dict[str, dict[str, int]] = {}
-        self.travelled: dict[str, dict[str, float]] = {}  # before this session
+        self.travelled: dict[str, Traffic] = {}  # before this session
         self.losses: list[float] = []
         self.out: Path | None = None
         self.saved_at: int | None = None
@@ -97,36 +101,42 @@ class TrainingState:
         self.track.advance(g)
         return g
 
-    def evaluate(self, found: Mapping[str, float] | None = None) -> dict[str, Any]:
+    def evaluate(self, validation: Mapping[str, float] | None = None) -> Point:
         """Record a point, keep the model if it is the best by validation loss so far, and ask the guard.
 
         Args:
-            found: loss and metrics on the validation set, where they are known.
+            validation: loss and metrics on the validation set, where they are known.
         """
-        point: dict[str, Any] = {"step": self.track.step}
-        if not math.isnan(self.track.weight):
-            point["weight"] = self.track.weight
-        if self.losses:
-            point["own_loss"] = sum(self.losses) / len(self.losses)
-            self.losses = []
-        if self.left_out:
-            point["left_out"] = sum(sum(reasons.values()) for reasons in self.left_out.values())
+        step, weight = self.track.step, self.track.weight  # as they are before the guard restarts the run
+        own_loss = sum(self.losses) / len(self.losses) if self.losses else None
+        self.losses = []
         if self.me.validation is not None:
-            found = found or evaluate(self.track.model, self.loss, self.me.validation, self.metrics)
-            point |= {f"validation_{name}": value for name, value in found.items()}
-            self.track.consider(found["loss"])
-        if self.guard is not None:
-            compared = self.guard.check(self.track)
-            point |= {
-                "alone_validation_loss": compared.alone,
-                "guard_difference": compared.difference,
-                "guard_error": compared.error,
-                "guard_restarts": self.guard.restarts,
-            }
+            validation = validation or evaluate(self.track.model, self.loss, self.me.validation, self.metrics)
+            self.track.consider(validation["loss"])
+        point = Point(
+            step=step,
+            weight=None if math.isnan(weight) else weight,
+            own_loss=own_loss,
+            left_out=sum(sum(reasons.values()) for reasons in self.left_out.values()),
+            validation=validation or {},
+            guard=self._checked(),
+        )
         self.record.add(point)
         return point
 
-    def open(self, configuration: dict[str, Any], out: Path | None, resume: bool) -> None:
+    def _checked(self) -> GuardCheck | None:
+        """Return what the guard says, which may restart the run."""
+        if self.guard is None:
+            return None
+        compared = self.guard.check(self.track)
+        return GuardCheck(
+            alone_loss=compared.alone,
+            difference=compared.difference,
+            error=compared.error,
+            restarts=self.guard.restarts,
+        )
+
+    def open(self, configuration: Configuration, out: Path | None, resume: bool) -> None:
         """Begin the record, or take up the run that was left in `out`."""
         self.out = out
         path = out and out / "record.jsonl"
@@ -159,48 +169,47 @@ class TrainingState:
     def finish(self, stopped: str | None, seconds: float) -> Run:
         """Save, look at the test set with the best model if the run has ended, and return the run."""
         self.save()
-        model, best, compared = self._served()
+        model, best, decision = self._served()
         test: dict[str, float] = {}
         if self.me.test is not None and stopped in (None, "a callback"):
             test = evaluate(model, self.loss, self.me.test, self.metrics)
-        end: dict[str, Any] = {
-            "step": self.track.step,
-            "best_step": best.get("step", self.track.step),
-            "stopped": stopped,
-            "test": test,
-            **compared,
-            "tau": self._tau(),
-            "left_out": self.left_out,
-            "costs": self.track.costs.of,
-            "traffic": total(self.travelled, self.track.engine.traffic()),
-            "seconds": round(seconds, 3),
-        }
+        end = End(
+            step=self.track.step,
+            best_step=best.get("step", self.track.step),
+            seconds=round(seconds, 3),
+            stopped=stopped,
+            test=test,
+            guard=decision,
+            tau=self._tau(),
+            left_out=self.left_out,
+            costs=self.track.costs.by_user(),
+            traffic=total(self.travelled, self.track.engine.traffic()),
+        )
         self.record.finish(end)
         models = self.track.models()
         state, step = self.track.state, self.track.step
-        return Run(model, self.record, state, step, end["best_step"], test, stopped, models)
+        return Run(model, self.record, state, step, end.best_step, test, stopped, models)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
         return {
-            "configuration": self.record.configuration,
+            "configuration": self.record.configuration.to_plain(),
             "track": self.track.state_dict(),
             "guard": self.guard and self.guard.state_dict(),
             "left_out": self.left_out,
-            "traffic": total(self.travelled, self.track.engine.traffic()),
+            "traffic": _plain(total(self.travelled, self.track.engine.traffic())),
             "losses": self.losses,
-            "costs": self.track.costs.of,
+            "costs": _plain(self.track.costs.by_user()),
         }
 
-    def load_state_dict(self, state: dict[str, Any], configuration: dict[str, Any], path: Path) -> None:
+    def load_state_dict(self, state: dict[str, Any], configuration: Configuration, path: Path) -> None:
         """Take up a state; one of another run is a `CheckpointError`."""
-        for key, value in configuration.items():
-            before = state["configuration"].get(key)
-            if before != value and key not in MAY_DIFFER:
-                raise CheckpointError(
-                    f"the checkpoint {path} is of another run: `{key}` was {before!r} and is now {value!r}; "
-                    "resume with the same settings, or name another folder"
-                )
+        before = Configuration.from_plain(state["configuration"])
+        for key, (then, now) in configuration.differences(before, MAY_DIFFER).items():
+            raise CheckpointError(
+                f"the checkpoint {path} is of another run: `{key}` was {then!r} and is now {now!r}; "
+                "resume with the same settings, or name another folder"
+            )
         try:
             self.track.load_state_dict(state["track"])
             if self.guard is not None:
@@ -210,24 +219,27 @@ class TrainingState:
                 f"the checkpoint {path} is of another model: {error}; resume with the same model, or name another "
                 "folder"
             ) from error
-        self.left_out, self.losses, self.travelled = state["left_out"], state["losses"], state["traffic"]
-        self.track.costs.of.update(state["costs"])
+        self.left_out, self.losses = state["left_out"], state["losses"]
+        self.travelled = {name: Traffic.from_plain(each) for name, each in state["traffic"].items()}
+        self.track.costs.load(state["costs"])
 
-    def _served(self) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    def _served(self) -> tuple[Any, dict[str, Any], GuardDecision | None]:
         """Return the model to serve, what it was the best of, and how collaboration compares with Alone."""
         model, best = copy.deepcopy(self.track.model), self.track.best
         if best:
             model.load_state_dict(best["model"])
         if self.guard is None or not self.guard.shadow.best:
-            return model, best, {}
+            return model, best, None
         alone = copy.deepcopy(self.guard.shadow.model)
         alone.load_state_dict(self.guard.shadow.best["model"])
-        found = self.guard.compare(model, alone)
-        served = "alone" if not best or self.guard.shadow.best["loss"] < best["loss"] else "collaborative"
-        compared = {"served": served, "difference": found.difference, "error": found.error}
-        if served == "alone":
-            return alone, self.guard.shadow.best, compared
-        return model, best, compared
+        compared = self.guard.compare(model, alone)
+        keep_alone = not best or self.guard.shadow.best["loss"] < best["loss"]
+        decision = GuardDecision(
+            served="alone" if keep_alone else "collaborative",
+            difference=compared.difference,
+            error=compared.error,
+        )
+        return (alone, self.guard.shadow.best, decision) if keep_alone else (model, best, decision)
 
     def _lost(self, lost: PeerLost) -> PeerLost:
         """Save the state before this step, and return the error with where it is."""
@@ -255,15 +267,25 @@ class TrainingState:
         )
 
 
-def found_before(configuration: Mapping[str, Any], out: Path | None, resume: bool) -> dict[str, Any]:
-    """Return the choice and the constants that the run left in `out` began with; nothing for other settings."""
+def found_before(configuration: Configuration, out: Path | None, resume: bool) -> Configuration:
+    """Return the configuration with the choice and the constants that the run left in `out` began with.
+
+    They are taken over where everything else is as it was.
+    """
     _check_free(out, resume)
     path = out and out / "record.jsonl"
     if path is None or not path.exists():
-        return {}
+        return configuration
     before = Record.load(path).configuration
-    same = all(before.get(key) == value for key, value in configuration.items() if key not in MAY_DIFFER)
-    return {key: before[key] for key in ("choice", "estimates") if same and key in before}
+    if configuration.differences(before, MAY_DIFFER):
+        return configuration
+    return replace(
+        configuration, choice=before.choice, estimates=before.estimates, not_measured=before.not_measured
+    )
+
+
+def _plain(by_user: Mapping[str, Cost | Traffic]) -> dict[str, dict[str, float]]:
+    return {name: asdict(each) for name, each in by_user.items()}
 
 
 def _check_free(out: Path | None, resume: bool) -> None:

@@ -18,12 +18,13 @@ from coterie.evaluation.metrics import Metric
 from coterie.learners.side_by_side import engine_of, why_one_by_one
 from coterie.learners.spec import Problem, Scheduler
 from coterie.methods.rounds import Method
-from coterie.recording.progress import interruptible, progress_bar
+from coterie.recording.interruption import interruptible
+from coterie.recording.progress import progress_bar
 from coterie.rules import Alone, FormulaRule, Rule
 from coterie.training import setup as preparing
 from coterie.training.many_loop import Begun, Together
 from coterie.training.run import Callback, Run
-from coterie.training.train import configuration_of, entries_of, train
+from coterie.training.train import configuration_of, train, with_choice
 from coterie.users.examples import InMemory
 from coterie.users.sampling import seeded
 from coterie.users.user import Loss, User
@@ -79,7 +80,7 @@ def train_many(
     rows. Batches are those of `train`, so that a run differs from the same run by itself in rounding only. `Alone`,
     `WeightedAveraging` and `BiasCorrection` can take part, and whatever chooses one of them before the first step.
 
-    A run that cannot take part is trained by `train` after the others, and `record.configuration["runs"]` says
+    A run that cannot take part is trained by `train` after the others, and `record.configuration.runs` says
     why. So is one whose gradients turn out not to be finite; where they are user 0's own, its `stopped` says so.
     Ctrl-C ends all runs after the step they are in.
 
@@ -104,9 +105,9 @@ def train_many(
         >>> rules = [coterie.WeightedAveraging(alpha) for alpha in (0.1, 0.9)]
         >>> wanted = [Wanted(me, peers, rule, seed) for rule in rules for seed in (0, 1)]
         >>> runs = train_many(nn.Linear(4, 1), nn.functional.mse_loss, wanted, lr=0.1, steps=500)
-        >>> [run.record.points[-1]["own_loss"] < 1e-3 for run in runs]
+        >>> [run.record.points[-1].own_loss < 1e-3 for run in runs]
         [True, True, True, True]
-        >>> runs[0].record.configuration["runs"]
+        >>> runs[0].record.configuration.runs
         'one program of 4'
     """
     every = max(1, int(steps) // 50) if evaluate_every is None else int(evaluate_every)
@@ -177,8 +178,8 @@ def _begin(wanted: Sequence[Wanted], common: _Common) -> list[Begun]:
         first = next((each.problem.me for each in begun if each.why is None), asked.me)
         if _form(asked.me) != _form(first):
             why = why or "its examples have another shape or dtype than those of the first run"
-        configuration = configuration_of(problem, rule) | engines[key].describe()
-        configuration |= {"guard": "off", "evaluate_every": common.every}
+        configuration = configuration_of(problem, rule).with_engine(engines[key].describe())
+        configuration = replace(configuration, evaluate_every=common.every)
         begun.append(Begun(place, problem, rule, engines[key], configuration, asked.callbacks, why))
     return [_chosen(each, common.progress) for each in begun]
 
@@ -189,7 +190,7 @@ def _chosen(begun: Begun, progress: bool | None) -> Begun:
     if begun.why is not None or chooser is None:
         return begun
     choice = chooser.choose(begun.problem, engine_of(begun.problem), progress)
-    return replace(begun, rule=choice.rule, configuration=begun.configuration | entries_of(choice))
+    return replace(begun, rule=choice.rule, configuration=with_choice(begun.configuration, choice))
 
 
 def _why(rule: Rule | Chooser | Method, problem: Problem, engine: InProcess) -> str | None:
@@ -258,5 +259,6 @@ def _by_itself(asked: Wanted, common: _Common, why: str | None) -> Run:
         )
     except GradientError as error:  # the others must not be lost with it
         run = error.run
-    run.record.configuration["runs"] = f"by itself: {why or 'with the others, a gradient was not finite'}"
+    why = why or "with the others, a gradient was not finite"
+    run.record.configuration = replace(run.record.configuration, runs=f"by itself: {why}")
     return run

@@ -18,8 +18,10 @@ from coterie.learners.program import Listening, Member, Program
 from coterie.learners.spec import Problem
 from coterie.learners.stack import Stack
 from coterie.methods.rounds import Method
+from coterie.recording.configuration import Configuration
 from coterie.recording.progress import Show
 from coterie.recording.record import Record
+from coterie.recording.result import Point
 from coterie.rules import Alone, Rule
 from coterie.training.loop import TrainingState
 from coterie.training.run import Callback, Run, Step
@@ -44,14 +46,14 @@ class Begun:
     problem: Problem
     rule: Rule | Chooser | Method
     engine: InProcess
-    configuration: dict[str, Any]
+    configuration: Configuration
     callbacks: Sequence[Callback]
     why: str | None
 
     def state(self, metrics: Mapping[str, Metric] | None) -> TrainingState:
         """Return the run as it goes, for which somebody else steps the optimizer."""
         p = self.problem
-        costs = costs_of(p.me, self.engine.names, self.configuration["peers"], p.batch_size)
+        costs = costs_of(p.me, self.engine.names, self.configuration.peers, p.batch_size)
         rule = Alone() if isinstance(self.rule, Chooser) or chooser_for(self.rule) else self.rule
         track = track_of(replace(p, scheduler=None), rule, self.engine, costs)
         state = TrainingState(track, p.loss, p.me, metrics, None)
@@ -82,7 +84,8 @@ class Together:
         self.begun = [each for some in alike.values() for each in some]
         self.states = [each.state(metrics) for each in self.begun]
         for state in self.states:
-            state.record.configuration["runs"] = f"one program of {len(begun)}"
+            record, how = state.record, f"one program of {len(begun)}"
+            record.configuration = replace(record.configuration, runs=how)
         x = torch.stack([state.track.x for state in self.states])
         stack = Stack(x, [(some[0].problem, len(some)) for some in alike.values()])
         for state, row in zip(self.states, x, strict=True):
@@ -108,7 +111,7 @@ class Together:
         self._finish(self.running, "Ctrl-C" if stopped else None)
         return self.runs, stopped
 
-    def _evaluate(self) -> dict[int, dict[str, Any]]:
+    def _evaluate(self) -> dict[int, Point]:
         """Record a point of every run that goes on."""
         program, points = self.program, {}
         self._drop_failed()
@@ -131,7 +134,7 @@ class Together:
     def _drop_failed(self) -> None:
         self.running -= {run for run, failed in enumerate(self.program.failed()) if failed}
 
-    def _call(self, points: Mapping[int, dict[str, Any]]) -> None:
+    def _call(self, points: Mapping[int, Point]) -> None:
         """Tell the callbacks of this step, and end the runs for which one returns True."""
         called = [run for run in sorted(self.running) if self.begun[run].callbacks]
         own_loss = self.program.own_loss.tolist() if called else []

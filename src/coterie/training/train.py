@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -25,9 +25,12 @@ from coterie.learners.learner import Track
 from coterie.learners.spec import Problem, Scheduler
 from coterie.methods.clients import Clients
 from coterie.methods.rounds import Method, Rounds
+from coterie.recording.configuration import Configuration, UserSummary
 from coterie.recording.costs import Costs
-from coterie.recording.progress import interruptible, progress_bar, tensorboard
-from coterie.recording.record import describe
+from coterie.recording.describe import describe
+from coterie.recording.interruption import interruptible
+from coterie.recording.progress import progress_bar
+from coterie.recording.tensorboard import tensorboard
 from coterie.rules import Alone, Rule
 from coterie.training import setup as preparing
 from coterie.training.guard import Guard
@@ -116,7 +119,7 @@ def train(
         >>> users = [User(name, inputs, inputs.sum(1, keepdim=True)) for name in ("me", "a", "b")]
         >>> rule = coterie.WeightedAveraging(alpha=0.5)
         >>> run = train(nn.Linear(4, 1), nn.functional.mse_loss, *(users[0], users[1:]), rule, lr=0.1)
-        >>> run.record.points[-1]["own_loss"] < 1e-3
+        >>> run.record.points[-1].own_loss < 1e-3
         True
     """
     began = time.monotonic()
@@ -133,21 +136,17 @@ def train(
     guarded, why = preparing.guarded(guard, rule, me)
     with contextlib.ExitStack() as stack:
         engine = preparing.opened(engine, problem, rule, forward_options, stack)
-        configuration = configuration_of(problem, rule)
-        if folder is not None:
-            configuration["data"] = " ".join(user.fingerprint() for user in (me, *peers))
-        configuration |= engine.describe() | {"guard": why, "evaluate_every": every}
-        found = found_before(configuration, folder, resume)
-        chooser = chooser_for(rule)
-        if chooser is not None:
-            found = found if "choice" in found else entries_of(chooser.choose(problem, engine, progress))
-        followed = chooser.rule_from(found["choice"]) if chooser is not None else cast("Rule | Method", rule)
-        wanted = measure and "estimates" not in found
-        configuration |= found | (_estimates(problem, engine, followed) if wanted else {})
-        costs = costs_of(me, engine.names, configuration["peers"], batch_size)
+        data = "" if folder is None else " ".join(user.fingerprint() for user in (me, *peers))
+        configuration = replace(configuration_of(problem, rule), data=data, guard=why, evaluate_every=every)
+        configuration = found_before(configuration.with_engine(engine.describe()), folder, resume)
+        configuration, followed = _chosen(configuration, problem, rule, engine, progress)
+        if measure and not (configuration.estimates or configuration.not_measured):
+            configuration = _measured(configuration, problem, engine, followed)
+        costs = costs_of(me, engine.names, configuration.peers, batch_size)
         watch = _shadowed(problem, every, costs, forward_options) if guarded else None
         track = track_of(problem, followed, engine, costs)
-        captured, configuration["capture"] = preparing.captured(capture, track, watch)
+        captured, how = preparing.captured(capture, track, watch)
+        configuration = replace(configuration, capture=how)
         training = TrainingState(track, loss, me, metrics, watch, captured=captured)
         stopped: str | None = None
         interrupted = stack.enter_context(interruptible())
@@ -171,44 +170,62 @@ def train(
     return training.finish(stopped, time.monotonic() - began)
 
 
-def configuration_of(problem: Problem, rule: Rule | Chooser | Method) -> dict[str, Any]:
+def configuration_of(problem: Problem, rule: Rule | Chooser | Method) -> Configuration:
     """Return what the record and a resumed run should know of what was asked for."""
     me, groups = problem.me, problem.optimizer.param_groups
     rates = "/".join(dict.fromkeys(f"{group['lr']:g}" for group in groups))
     held_out = {part: len(getattr(me, part) or ()) for part in ("validation", "test")}
-    return {
-        "rule": describe(rule),
-        "optimizer": f"{type(problem.optimizer).__name__}(lr={rates})",
-        "parameter_groups": [{k: str(v) for k, v in group.items() if k != "params"} for group in groups],
-        "scheduler": describe(problem.scheduler),
-        "loss": describe(problem.loss),
-        "model": describe(problem.model),
-        "me": {"name": me.name, "examples": _count(me), **held_out},
-        "peers": {peer.name: _count(peer) for peer in problem.peers},
-        "batch_size": problem.batch_size,
-        "seed": problem.seed,
-        "steps": problem.steps,
-    }
+    return Configuration(
+        rule=describe(rule),
+        alone=isinstance(rule, Alone),
+        optimizer=f"{type(problem.optimizer).__name__}(lr={rates})",
+        parameter_groups=[{k: str(v) for k, v in group.items() if k != "params"} for group in groups],
+        scheduler=describe(problem.scheduler),
+        loss=describe(problem.loss),
+        model=describe(problem.model),
+        me=UserSummary(name=me.name, examples=_count(me), **held_out),
+        peers={peer.name: _count(peer) for peer in problem.peers},
+        batch_size=problem.batch_size,
+        seed=problem.seed,
+        steps=problem.steps,
+    )
 
 
-def entries_of(choice: Choice) -> dict[str, Any]:
-    """Return the account of a choice and the constants measured for it, if any, as entries of a configuration."""
-    measured = {} if choice.estimates is None else {"estimates": choice.estimates.to_plain()}
-    return {"choice": dict(choice.account), **measured}
+def _chosen(
+    configuration: Configuration,
+    problem: Problem,
+    rule: Rule | Chooser | Method,
+    engine: Engine,
+    progress: bool | None,
+) -> tuple[Configuration, Rule | Method]:
+    """Return the rule to follow, chosen now or before, and the configuration with the account of the choice."""
+    chooser = chooser_for(rule)
+    if chooser is None:
+        return configuration, cast("Rule | Method", rule)
+    if not configuration.choice:
+        configuration = with_choice(configuration, chooser.choose(problem, engine, progress))
+    return configuration, chooser.rule_from(configuration.choice)
 
 
-def _estimates(problem: Problem, engine: Engine, rule: Rule | Method) -> dict[str, Any]:
-    """Return the constants at the start, as an entry of a configuration, or why they are not measured."""
+def with_choice(configuration: Configuration, choice: Choice) -> Configuration:
+    """Return a configuration with the account of a choice, and with the constants measured for it, if any."""
+    estimates = configuration.estimates if choice.estimates is None else choice.estimates.to_plain()
+    return replace(configuration, choice=dict(choice.account), estimates=estimates)
+
+
+def _measured(configuration: Configuration, problem: Problem, engine: Engine, rule: Rule | Method) -> Configuration:
+    """Return a configuration with the constants at the start, or with why they are not measured."""
     if isinstance(rule, Alone | Method) or not engine.capabilities.local:
-        return {}  # elsewhere gradients may have a price
+        return configuration  # elsewhere gradients may have a price
     parameters = Parameters(problem.model)
     held = len(engine.names) * parameters.size * parameters.dtype.itemsize
     if held > MOST and not rule.needs_rows:
-        return {"estimates": {"not measured": f"every peer's gradient at once would take {held / 2**30:.1f} GiB"}}
+        why = f"every peer's gradient at once would take {held / 2**30:.1f} GiB"
+        return replace(configuration, not_measured=why)
     try:
-        return {"estimates": before_training(engine, problem).to_plain()}
+        return replace(configuration, estimates=before_training(engine, problem).to_plain())
     except DataError as error:
-        return {"estimates": {"not measured": str(error)}}
+        return replace(configuration, not_measured=str(error))
 
 
 def track_of(problem: Problem, rule: Rule | Method, engine: Engine, costs: Costs) -> Track:

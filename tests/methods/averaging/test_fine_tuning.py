@@ -19,4 +19,4 @@ def test_fine_tuning_is_fedavg_then_the_exact_path_alone(local_steps: int) -> No
     run = PROBLEM.train(method, rounds=9, lr=0.1)
     kept = EYE - pull(A, 4 * local_steps, 0.1)
     assert same_models(run, [O[k] + kept[k] @ (together - O[k]) for k in range(N)])
-    assert run.record.end["costs"]["user 1"]["sent"] == 5 * D
+    assert run.record.end.costs["user 1"].numbers_sent == 5 * D

@@ -56,7 +56,7 @@ def test_l2gd_against_a_plain_loop_of_coins() -> None:
     run = PROBLEM.train(L2GD(3, penalty, p), rounds=2, lr=lr)
     assert same_models(run, x)
     assert 0 < exchanges < 6
-    assert run.record.end["costs"]["user 1"]["sent"] == D * exchanges
+    assert run.record.end.costs["user 1"].numbers_sent == D * exchanges
     assert torch.equal(last_of(run), last_of(PROBLEM.train(L2GD(1, penalty, p), rounds=6, lr=lr)))
 
 

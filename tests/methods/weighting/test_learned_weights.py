@@ -45,11 +45,9 @@ def test_rules_of_this_family_tell_copies_from_strangers(rule: coterie.Rule) -> 
 def test_the_record_has_the_peers_weight_and_each_ones_share(method: Method) -> None:
     run = HELD_OUT.train(method, rounds=3, lr=0.02)
     shares = run.state["weights"][1:] / run.state["weights"][1:].sum()
-    assert run.record.end["tau"] == pytest.approx(
+    assert run.record.end.tau == pytest.approx(
         dict(zip(("user 1", "user 2", "user 3"), shares.tolist(), strict=False))
     )
     assert (
-        run.record.points[-1]["weight"]
-        == run.state["weight"]
-        == pytest.approx(float(run.state["weights"][1:].sum()))
+        run.record.points[-1].weight == run.state["weight"] == pytest.approx(float(run.state["weights"][1:].sum()))
     )

@@ -116,8 +116,8 @@ class Flare:
         mine = self.own.gradients(x, step, {})
         computed = time.perf_counter()
         answers = self._answers(replies.wait() if replies else {}, asked, step, mine.own)
-        self._mine.computing += computed - began
-        self._mine.waiting += time.perf_counter() - computed
+        self._mine.seconds_computing += computed - began
+        self._mine.seconds_waiting += time.perf_counter() - computed
         if not weights:
             return mine
         read = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
@@ -155,9 +155,9 @@ class Flare:
         point = array_of(x)
         buffers = {name: array_of(buffer) for name, buffer in self.own.passes.model.named_buffers()}
         size = point.nbytes + sum(buffer.nbytes for buffer in buffers.values())
-        self._mine.sent += size * len(names)
+        self._mine.bytes_sent += size * len(names)
         for name in names:
-            self._traffic[name].received += size
+            self._traffic[name].bytes_received += size
         request = {
             "x": point,
             "step": step,
@@ -181,9 +181,9 @@ class Flare:
             else:
                 self._standing[name] = _Standing(self.probe_every)
             if isinstance(found, Tensor) and isinstance(answer, dict):
-                self._mine.received += found.nbytes
-                self._traffic[name].sent += found.nbytes
-                self._traffic[name].computing += _seconds(answer.get("seconds"), self.timeout)
+                self._mine.bytes_received += found.nbytes
+                self._traffic[name].bytes_sent += found.nbytes
+                self._traffic[name].seconds_computing += _seconds(answer.get("seconds"), self.timeout)
         return read
 
     def _miss(self, name: str, step: int) -> None:

@@ -1,0 +1,71 @@
+"""The verdict on a run: whether collaboration helped, by how much, and who had weight."""
+
+from __future__ import annotations
+
+from coterie.recording.record import Record
+
+NAMED = 5
+"""How many peers without weight are named; beyond one more, the rest is counted."""
+
+
+def verdict(record: Record) -> str:
+    """Say whether collaboration helped, and name the peers with most weight and with none.
+
+    The guard's comparison on held-out examples decides, else cross-validation, as far as either was made.
+
+    Example:
+        >>> from coterie.recording import Configuration, End, UserSummary
+        >>> me = UserSummary(name="me", examples=12)
+        >>> record = Record(Configuration(rule="Alone()", alone=True, me=me, peers={}, steps=20))
+        >>> record.finish(End(step=20, best_step=20))
+        >>> verdict(record)
+        'trained alone'
+    """
+    return _helped(record) + _who(record)
+
+
+def by_cross_validation(record: Record) -> bool:
+    """Say whether cross-validation is all that tells if collaboration helped."""
+    return record.end.guard is None and "candidates" in record.configuration.choice
+
+
+def _helped(record: Record) -> str:
+    configuration, guard = record.configuration, record.end.guard
+    if guard is not None:
+        which = "trained with peers" if guard.served == "collaborative" else "trained alone"
+        return (
+            f"{_clear(guard.difference, guard.error)}: validation loss {guard.difference:+.3g} ± {guard.error:.2g} "
+            f"against alone ({configuration.me.validation} examples, one standard error, paired); "
+            f"the model {which} is served"
+        )
+    choice = configuration.choice
+    if "candidates" in choice:
+        best = min(choice["candidates"], key=lambda one: float(one["loss"]))
+        clear = f"{_clear(best['difference'], best['error'])}: " if choice["alpha"] else ""
+        return f"{clear}{choice['sentence']}"
+    if configuration.alone:
+        return "trained alone"
+    return f"whether collaboration helped is not known: guard {configuration.guard}"
+
+
+def _clear(difference: float, error: float) -> str:
+    """Say in words what a difference in loss, collaborative less alone, shows beyond two standard errors."""
+    word = "helped" if difference < -2 * error else "hurt" if difference > 2 * error else "made no clear difference"
+    return f"collaboration {word}"
+
+
+def _who(record: Record) -> str:
+    """Name the peers with most weight, where weights differ, and those with none."""
+    tau, names = record.end.tau, list(record.configuration.peers)
+    if not tau:
+        return ""
+    most = sorted(tau, key=lambda name: tau[name], reverse=True)[:3]
+    without = [name for name in names if tau.get(name, 0.0) < 0.001]
+    shares = [tau[name] for name in tau if name not in without]
+    text = ""
+    if max(shares) > 1.01 * min(shares) or len(shares) == 1 < len(names):
+        text = "; most weight among peers: " + ", ".join(f"{name} {tau[name]:.2g}" for name in most if tau[name])
+    if without:
+        more = f" and {len(without) - NAMED} more" if len(without) > NAMED + 1 else ""
+        text += f"; left out: {', '.join(without[: NAMED if more else None])}{more}"
+    return text

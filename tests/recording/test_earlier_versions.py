@@ -1,0 +1,113 @@
+"""Records of earlier versions are read; what cannot be read says so, with the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.errors import CheckpointError, DataError
+from coterie.recording import Cost, GuardCheck, GuardDecision, Record, Traffic, UserSummary, checkpoint
+
+CONFIGURATION: dict[str, Any] = {
+    "rule": "BiasCorrection(alpha=0.5, beta=0.1)",
+    "optimizer": "Adam(lr=0.001)",
+    "parameter_groups": [{"lr": "0.001"}],
+    "scheduler": "None",
+    "loss": "mse_loss",
+    "model": "Linear(in_features=4, out_features=1, bias=True)",
+    "me": {"name": "me", "examples": 20, "validation": 100, "test": 9},
+    "peers": {"a": 20, "b": "a stream"},
+    "batch_size": 32,
+    "seed": 4,
+    "steps": 10,
+    "engine": "in process",
+    "device": "cpu",
+    "average": "one pass",
+    "rows": "by layer",
+    "guard": "held-out: 100 validation examples",
+    "evaluate_every": 5,
+    "estimates": {"not measured": "no peer's gradient can be used"},
+    "capture": "off",
+}
+POINTS: list[dict[str, Any]] = [
+    {"step": 0, "weight": 0.0, "validation_loss": 1.5, "validation_rmse": 1.2},
+    {
+        "step": 10,
+        "weight": 0.5,
+        "own_loss": 0.25,
+        "left_out": 3,
+        "validation_loss": 0.5,
+        "validation_rmse": 0.7,
+        "alone_validation_loss": 0.6,
+        "guard_difference": -0.1,
+        "guard_error": 0.02,
+        "guard_restarts": 1,
+    },
+]
+END: dict[str, Any] = {
+    "step": 10,
+    "best_step": 10,
+    "stopped": None,
+    "test": {"loss": 0.4},
+    "served": "collaborative",
+    "difference": -0.1,
+    "error": 0.02,
+    "tau": {"a": 1.0},
+    "left_out": {"b": {"not finite": 3}},
+    "costs": {"me": {"gradients": 20, "examples": 400, "sent": 50, "received": 60}},
+    "traffic": {"me": {"sent": 200, "received": 240, "waiting": 0.5, "computing": 1.5, "rounding": 0.0}},
+    "seconds": 2.5,
+}
+
+
+def written(path: Path, configuration: dict[str, Any]) -> Path:
+    lines = [{"configuration": configuration, "versions": {"coterie": "0.0.9"}}, *POINTS, {"end": END}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_a_record_with_the_names_of_before_is_read(tmp_path: Path) -> None:
+    record = Record.load(written(tmp_path / "record.jsonl", CONFIGURATION))
+    configuration, (first, last), end = record.configuration, record.points, record.end
+    assert (configuration.rule, configuration.alone, configuration.seed) == (CONFIGURATION["rule"], False, 4)
+    assert configuration.me == UserSummary(name="me", examples=20, validation=100, test=9)
+    assert configuration.peers == {"a": 20, "b": "a stream"}
+    in_process = {"engine": "in process", "device": "cpu", "average": "one pass", "rows": "by layer"}
+    assert configuration.engine == in_process
+    assert configuration.not_measured == "no peer's gradient can be used"
+    assert not configuration.estimates
+    assert (first.own_loss, first.guard, first.validation) == (None, None, {"loss": 1.5, "rmse": 1.2})
+    assert last.guard == GuardCheck(alone_loss=0.6, difference=-0.1, error=0.02, restarts=1)
+    assert [point.to_plain() for point in record.points] == POINTS
+    assert end.guard == GuardDecision(served="collaborative", difference=-0.1, error=0.02)
+    assert end.costs == {"me": Cost(gradients=20, examples=400, numbers_sent=50, numbers_received=60)}
+    assert end.traffic == {
+        "me": Traffic(bytes_sent=200, bytes_received=240, seconds_waiting=0.5, seconds_computing=1.5)
+    }
+    assert end.left_out == {"b": {"not finite": 3}}
+    assert configuration.to_plain() == CONFIGURATION | {"alone": False}
+
+
+def test_that_a_run_was_alone_was_told_by_its_rule(tmp_path: Path) -> None:
+    path = written(tmp_path / "record.jsonl", CONFIGURATION | {"rule": "Alone()"})
+    assert Record.load(path).configuration.alone
+
+
+@pytest.mark.parametrize("missing", ["rule", "me", "peers", "steps"])
+def test_a_record_that_cannot_be_read_names_the_remedy(tmp_path: Path, missing: str) -> None:
+    rest = {name: value for name, value in CONFIGURATION.items() if name != missing}
+    path = written(tmp_path / "record.jsonl", rest)
+    with pytest.raises(
+        DataError, match=rf"`{missing}`.*with the version that wrote it \(coterie 0.0.9\), or train again"
+    ):
+        Record.load(path)
+
+
+def test_a_checkpoint_of_an_earlier_version_names_the_remedy(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 3, {"step": 3})
+    path.write_bytes(path.read_bytes().replace(checkpoint.MAGIC, b"coterie-checkpoint 1 ", 1))
+    with pytest.raises(CheckpointError, match=r"by an earlier version.*resume with that version, or start again"):
+        checkpoint.load(path)
