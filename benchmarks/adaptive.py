@@ -19,7 +19,8 @@ import torch
 
 import coterie
 from coterie.benchmark.models import MODELS
-from coterie.benchmark.sets import SETS, candidates, load, task_of
+from coterie.benchmark.sets import SETS, load
+from coterie.benchmark.tasks import candidates, task_of
 from coterie.choosing import Chooser
 from coterie.evaluation.evaluate import errors
 from coterie.users.sampling import seeded
@@ -36,7 +37,7 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
     torch.set_num_threads(1)
     kind = SETS[name]
     sizes = {"own_examples": kind.own_examples, "most_peers": kind.most_peers}
-    task = task_of(load(name, settings.data), me, condition=condition, **sizes)
+    task = task_of(load(SETS[name], settings.data), me, condition=condition, **sizes)
     task.me.validation = None
     with seeded(0, "model", 0):
         model = MODELS[settings.model](task.n_inputs, task.n_outputs)
@@ -92,7 +93,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(settings.jobs) as aggregator:
         under_way = {}
         for name in settings.sets.split(","):
-            names = candidates(load(name, settings.data), SETS[name].own_examples)[: settings.users]
+            names = candidates(load(SETS[name], settings.data), SETS[name].own_examples)[: settings.users]
             for model in settings.models.split(","):
                 chosen = argparse.Namespace(**(vars(settings) | {"model": model}))
                 for condition in settings.conditions.split(","):

@@ -33,18 +33,26 @@ class RunFacts:
 
     Args:
         own_examples: how many examples user 0 trains on.
-        peers: how many examples each peer has, by name.
+        peers: how many examples each peer has, by name; None where it does not say.
         steps: how many steps the run takes; for a method, how many gradients user 0 computes.
     """
 
     own_examples: int
-    peers: Mapping[str, int]
+    peers: Mapping[str, int | None]
     steps: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many examples each peer has; an error where one does not say."""
+        silent = [name for name, n in self.peers.items() if n is None]
+        if silent:
+            raise KnobError(f"the rule needs the number of examples of {silent[0]!r}, which it does not tell")
+        return {name: n for name, n in self.peers.items() if n is not None}
 
     @property
     def peer_examples(self) -> int:
         """How many examples the peers have together."""
-        return sum(self.peers.values())
+        return sum(self.sizes.values())
 
 
 @dataclass(frozen=True)

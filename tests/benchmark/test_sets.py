@@ -14,9 +14,11 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 
-from coterie.benchmark.sets import SETS, Population, candidates, load, missing
+from coterie.benchmark.population import Population
+from coterie.benchmark.sets import SETS, load
 from coterie.benchmark.sets import mnist as mnist_set
 from coterie.benchmark.sets.shakespeare import ALPHABET, LENGTH, speeches
+from coterie.benchmark.tasks import candidates
 from coterie.errors import DataError, KnobError
 
 REAL = os.environ.get("COTERIE_DATA")
@@ -37,7 +39,7 @@ def written(tmp_path: Path, name: str, file: str, text: str) -> Path:
 def test_vowels_are_read_by_speaker(tmp_path: Path) -> None:
     features = [f"{-1.5 + i / 10:.3f}" for i in range(10)]
     lines = [f"0 7 1 {' '.join(features)}  3", f"1 2 0 {' '.join(reversed(features))} 10"]
-    people = load("vowels", written(tmp_path, "vowels", "vowel-context.data", "\n".join(lines) + "\n"))
+    people = load(SETS["vowels"], written(tmp_path, "vowels", "vowel-context.data", "\n".join(lines) + "\n"))
     assert people.names == ["speaker 2", "speaker 7"]
     assert people.targets.tolist() == [10, 3]
     assert table(people).iloc[1].tolist() == [float(f) for f in features]
@@ -47,7 +49,7 @@ def test_wisdm_is_read_in_spite_of_its_header(tmp_path: Path) -> None:
     header = '@relation activity\n\n@attribute "UNIQUE_ID" numeric\n@attribute "user" \n@attribute "X0" numeric\n'
     header += '@attribute "XPEAK" numeric\n@attribute class\n\n@data\n'
     rows = "1,33,0.04,?,Jogging\n2,8,0.5,2075,Downstairs\n\n3,33,0.1,1.5,Walking\n"
-    people = load("wisdm", written(tmp_path, "wisdm", "WISDM_ar_v1.1_transformed.arff", header + rows))
+    people = load(SETS["wisdm"], written(tmp_path, "wisdm", "WISDM_ar_v1.1_transformed.arff", header + rows))
     assert people.owners.tolist() == ["person 8", "person 33", "person 33"]
     assert people.targets.tolist() == [5, 1, 0]
     assert list(table(people).columns) == ["X0", "XPEAK"]
@@ -63,7 +65,7 @@ def test_heart_disease_knows_three_ways_to_be_missing(tmp_path: Path) -> None:
     }
     for hospital, text in rows.items():
         written(tmp_path, "heart", f"processed.{hospital}.data", text)
-    people = load("heart", tmp_path)
+    people = load(SETS["heart"], tmp_path)
     assert people.owners.tolist() == ["cleveland", "hungarian", "hungarian", "switzerland", "va"]
     assert people.targets.tolist() == [0, 0, 1, 1, 1]
     assert table(people)["chol"].isna().tolist() == [False, False, False, True, False]
@@ -81,7 +83,7 @@ def test_school_exams_are_read_without_the_constant(tmp_path: Path) -> None:
         scores[0, k] = np.arange(n, dtype=np.uint8)[:, None] + 10 * k
     (tmp_path / "school_exam").mkdir()
     savemat(tmp_path / "school_exam" / "school.mat", {"X": inputs, "Y": scores})
-    people = load("school", tmp_path)
+    people = load(SETS["school"], tmp_path)
     assert people.owners.tolist() == ["school 0"] * 3 + ["school 1"] * 2
     assert people.targets.tolist() == [0, 1, 2, 10, 11]
     assert people.n_classes == 0
@@ -105,7 +107,7 @@ def test_mnist_finds_its_writers(tmp_path: Path) -> None:
     labels = [i % 10 for i in range(2 * mnist_set.BATCHES)]
     writers = [9 - i % 3 for i in range(len(labels))]
     images = write_mnist(tmp_path / "mnist_by_writer", labels, writers)
-    people = load("mnist", tmp_path)
+    people = load(SETS["mnist"], tmp_path)
     assert people.names == ["writer 7", "writer 8", "writer 9"]
     mine = [i for i, writer in enumerate(writers) if writer == 8]
     assert people.targets[people.rows("writer 8")].tolist() == [labels[i] for i in mine]
@@ -117,7 +119,7 @@ def test_mnist_finds_its_writers(tmp_path: Path) -> None:
 def test_mnist_refuses_labels_that_belong_to_other_pictures(tmp_path: Path) -> None:
     write_mnist(tmp_path / "mnist_by_writer", [1] * 30, [0] * 30)
     with pytest.raises(DataError, match=r"40 digits.*30 digits.*do not\s+belong together"):
-        load("mnist", tmp_path)
+        load(SETS["mnist"], tmp_path)
 
 
 def test_shakespeare_is_cut_into_examples_that_do_not_overlap(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_shakespeare_is_cut_into_examples_that_do_not_overlap(tmp_path: Path) ->
         archive.writestr("shakespeare/README", "not a play")
     text = "\n".join(said)
     assert speeches(path) == {"macbeth: First Witch": text, "macbeth: Ross": "No"}
-    people = load("shakespeare", tmp_path)
+    people = load(SETS["shakespeare"], tmp_path)
     n = (len(text) - 1) // LENGTH
     assert people.owners.tolist() == ["macbeth: First Witch"] * n
     assert isinstance(people.inputs, torch.Tensor)
@@ -147,16 +149,16 @@ def test_shakespeare_is_cut_into_examples_that_do_not_overlap(tmp_path: Path) ->
 @pytest.mark.parametrize("name", [name for name in SETS if name != "digits"])
 def test_a_missing_file_is_named_with_where_to_get_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
-        load(name, tmp_path)
+        load(SETS[name], tmp_path)
     assert str(tmp_path / SETS[name].folder / SETS[name].files[0]) in str(error.value)
     assert SETS[name].source in str(error.value)
-    assert "--data" in str(missing(name, None))
+    assert "--data" in str(SETS[name].missing(None))
 
 
 def test_digits_need_no_folder_and_unknown_sets_are_refused() -> None:
-    assert missing("digits", None) is None
+    assert SETS["digits"].missing(None) is None
     with pytest.raises(KnobError, match="unknown set 'letters'; the sets are digits, mnist"):
-        load("letters")
+        load(SETS["letters"])
 
 
 @pytest.mark.skipif(REAL is None, reason="COTERIE_DATA names no folder with the real sets")
@@ -172,7 +174,7 @@ def test_digits_need_no_folder_and_unknown_sets_are_refused() -> None:
     ],
 )
 def test_real_sets_have_the_known_sizes(name: str, users: int, examples: int, fewest: int, most: int) -> None:
-    people = load(name, Path(str(REAL)))
+    people = load(SETS[name], Path(str(REAL)))
     counts = [len(people.rows(user)) for user in people.names]
     assert (len(counts), sum(counts), min(counts), max(counts)) == (users, examples, fewest, most)
     assert len(people) == examples

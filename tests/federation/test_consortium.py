@@ -28,7 +28,7 @@ from coterie.data import Preparation, TableTask
 from coterie.federation.holding import of_lead, of_site
 from coterie.federation.settings import lead_settings, site_settings
 from coterie.recording import End
-from coterie.tables import tabular
+from coterie.tables.fit import fit
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
@@ -84,9 +84,9 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     peers = [of_site(kit, site_settings(kit)).user for kit in (folder / "sites" / site for site in SITES)]
     task = TableTask(mine.me, tuple(peers), mine.n_inputs, mine.n_outputs, mine.preparation)
     knobs = settings.training
-    inside = tabular.fit(
+    inside = fit(
         task,
-        coterie.WeightedAveraging(knobs.alpha),
+        coterie.WeightedAveraging(0.5),
         settings.model.name,
         tmp_path / "inside",
         seed=knobs.seed,

@@ -25,6 +25,7 @@ from coterie.federation.holding import collaborator, of_lead, of_site
 from coterie.federation.lead import RUN, SUMMARY, lead, rule_of
 from coterie.federation.project import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
+from coterie.rules.streams import StreamAveraging
 from coterie.users.examples import InMemory
 
 needs_nvflare = pytest.mark.skipif(
@@ -214,7 +215,13 @@ def test_rules_by_name() -> None:
     assert chosen(rule="wga", alpha=0.3) == coterie.WeightedAveraging(0.3)
     assert chosen(rule="bc", alpha=0.3, beta=0.2) == coterie.BiasCorrection(0.3, 0.2)
     assert chosen(rule="alone") == coterie.Alone()
-    with pytest.raises(KnobError, match="must be one of alone, wga, bc, stream"):
+    assert chosen(rule="stream", steps=7) == StreamAveraging(7)
+    assert chosen(rule="bc", knobs={"warm_up": False}) == coterie.BiasCorrection(0.5, 0.01, warm_up=False)
+    with pytest.raises(KnobError, match="'wga' takes no `beta`"):
+        chosen(rule="wga", beta=0.1)
+    with pytest.raises(KnobError, match="needs the number of examples of 'a'"):
+        chosen(rule="pooled")
+    with pytest.raises(KnobError, match="'adaptive' chooses by rows of sites"):
         chosen(rule="adaptive")
 
 

@@ -44,7 +44,8 @@ from coterie.engines.peer import Collaborator, Collaborators  # noqa: E402
 from coterie.errors import GradientError  # noqa: E402
 from coterie.rules import similarity  # noqa: E402
 from coterie.rules.streams import StreamAveraging  # noqa: E402
-from coterie.tables import tabular  # noqa: E402
+from coterie.tables.fit import fit  # noqa: E402
+from coterie.tables.predict import predict  # noqa: E402
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic  # noqa: E402
 
 THINGS: dict[str, Callable[..., Any]] = {
@@ -254,9 +255,9 @@ def table_runs(
     table: Path, rule: Any, model: str, out: Path, task: Mapping[str, Any], **settings: Any
 ) -> tuple[dict[str, Any], pd.DataFrame, tuple[float, float]]:
     """Return the runs on a table, the predictions for it, and the difference to training alone with its error."""
-    fitted = tabular.fit(from_table(table, **task), rule, model, out, progress=False, **settings)
+    fitted = fit(from_table(table, **task), rule, model, out, progress=False, **settings)
     assert fitted is not None
-    return {"run": fitted.run, "alone": fitted.alone}, tabular.predict(out, pd.read_csv(table)), fitted.difference()
+    return {"run": fitted.run, "alone": fitted.alone}, predict(out, pd.read_csv(table)), fitted.difference()
 
 
 # ---------------------------------------------------------------------------------------------------------------

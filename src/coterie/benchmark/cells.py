@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import coterie
-from coterie.benchmark.methods import METHODS, RATES
+from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.methods import contender, names
 from coterie.benchmark.models import MODELS
-from coterie.benchmark.sets import CONDITIONS, SETS, candidates, load
+from coterie.benchmark.sets import SETS, UserSet, load
+from coterie.benchmark.settings import RATES, Contender
+from coterie.benchmark.tasks import candidates
 from coterie.errors import KnobError
 
 
@@ -43,34 +47,52 @@ class Selection:
     """Which cells are asked for.
 
     Args:
-        sets: names in `SETS`.
-        methods: names in `METHODS`; `alone`, which all are compared with, is always among them.
+        sets: names in `SETS`, or sets of one's own.
+        methods: names, or contenders of one's own; `alone`, which all are compared with, is always among them.
         conditions: names in `CONDITIONS`.
-        models: names in `MODELS`, each for the sets that it fits; None takes the first of each set.
+        models: names of models, each for the sets that it fits; None takes the first of each set.
         users: how many users of a set are user 0 in turn.
         seeds: how often each is repeated.
     """
 
-    sets: Sequence[str]
-    methods: Sequence[str]
-    conditions: Sequence[str]
-    models: Sequence[str] | None
-    users: int
-    seeds: int
+    sets: Sequence[str | UserSet]
+    methods: Sequence[str | Contender]
+    conditions: Sequence[str] = tuple(CONDITIONS)
+    models: Sequence[str] | None = None
+    users: int = 3
+    seeds: int = 1
 
     def __post_init__(self) -> None:
-        for what, asked, known in (
-            ("set", self.sets, SETS),
-            ("method", self.methods, METHODS),
-            ("condition", self.conditions, CONDITIONS),
-            ("model", self.models or (), MODELS),
+        known = {model for user_set in self._sets.values() for model in user_set.makers} | set(MODELS)
+        for what, asked, there in (
+            ("condition", self.conditions, list(CONDITIONS)),
+            ("model", self.models or (), sorted(known)),
         ):
             for name in asked:
-                if name not in known:
-                    raise KnobError(f"unknown {what} {name!r}; the {what}s are {', '.join(known)}")
+                if name not in there:
+                    raise KnobError(f"unknown {what} {name!r}; the {what}s are {', '.join(there)}")
         for what, number in (("users", self.users), ("seeds", self.seeds)):
             if number < 1:
                 raise KnobError(f"`{what}` must be at least 1, got {number}")
+        _ = self._contenders
+
+    def user_set(self, name: str) -> UserSet:
+        """Return a set of this selection."""
+        return self._sets[name]
+
+    def contender(self, name: str) -> Contender:
+        """Return a method of this selection."""
+        return self._contenders[name]
+
+    @property
+    def _sets(self) -> dict[str, UserSet]:
+        sets = [SETS[each] if isinstance(each, str) else each for each in self.sets]
+        return {user_set.name: user_set for user_set in sets}
+
+    @property
+    def _contenders(self) -> dict[str, Contender]:
+        each = [contender(one) if isinstance(one, str) else one for one in ("alone", *self.methods)]
+        return {one.name: one for one in each}
 
     def cells(self, data: Path | None) -> Iterator[Cell]:
         """Yield the cells, those of one task together.
@@ -78,17 +100,14 @@ class Selection:
         Args:
             data: the folder of all data.
         """
-        methods = dict.fromkeys(("alone", *self.methods))
-        for name in self.sets:
-            fitting = SETS[name].models
+        for name, user_set in self._sets.items():
+            fitting = list(user_set.makers)
             models = fitting[:1] if self.models is None else [model for model in fitting if model in self.models]
-            users = candidates(load(name, data), SETS[name].own_examples)[: self.users]
-            for model in models:
-                for condition in self.conditions:
-                    for user in users:
-                        for seed in range(self.seeds):
-                            for method in methods:
-                                yield Cell(name, model, condition, user, seed, method)
+            users = candidates(load(user_set, data), user_set.own_examples)[: self.users]
+            for model, condition, user, seed, method in itertools.product(
+                models, self.conditions, users, range(self.seeds), self._contenders
+            ):
+                yield Cell(name, model, condition, user, seed, method)
 
 
 class Store:
@@ -120,25 +139,20 @@ class Store:
     def __contains__(self, cell: Cell) -> bool:
         return self._path(cell).exists()
 
-    def add(self, cell: Cell, found: dict[str, Any]) -> None:
-        """Keep what a cell gave."""
-        write(self._path(cell), asdict(cell) | found)
+    def add(self, cell: Cell, measured: dict[str, Any]) -> None:
+        """Keep what was measured in a cell."""
+        write(self._path(cell), asdict(cell) | measured)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return all that is kept, a row a cell, in an order that does not depend on when it was measured."""
         rows = [json.loads(path.read_text(encoding="utf-8")) for path in self.cells.glob("*.json")]
-        orders = {"set": list(SETS), "model": list(MODELS), "condition": list(CONDITIONS), "method": list(METHODS)}
-        places = {field: {name: i for i, name in enumerate(names)} for field, names in orders.items()}
+        orders = {"set": list(SETS), "model": list(MODELS), "condition": list(CONDITIONS), "method": names()}
+        places = {field: {name: i for i, name in enumerate(order)} for field, order in orders.items()}
 
         def place(row: dict[str, Any]) -> tuple[Any, ...]:
-            first, last = ("set", "model", "condition"), ("user", "seed")
-            # A method that is no longer known comes last.
-            return (
-                *(places[field].get(row[field], len(places[field])) for field in first),
-                *(row[field] for field in last),
-                places["method"].get(row["method"], len(METHODS)),
-                row["method"],
-            )
+            # A name that is not registered comes last.
+            rank = {field: (order.get(row[field], len(order)), row[field]) for field, order in places.items()}
+            return (rank["set"], rank["model"], rank["condition"], row["user"], row["seed"], rank["method"])
 
         return sorted(rows, key=place)
 

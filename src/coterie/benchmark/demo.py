@@ -36,7 +36,7 @@ class Result:
         seed: of the examples, the initial weights and the batches.
         lr: the step size chosen.
         validation_loss: by which it was chosen.
-        test_accuracy: on examples looked at once.
+        test_accuracy: on examples that are used once.
         steps: of the curve.
         curve: the validation loss over the steps.
     """
@@ -81,7 +81,7 @@ def results(me: int, own_examples: int, seeds: int, steps: int) -> Iterator[Resu
             yield Result(method, seed, lr, min(curves[lr][1]), tried[lr].test["accuracy"], *curves[lr])
 
 
-def table(found: Sequence[Result]) -> list[dict[str, Any]]:
+def table(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return a row for each method: mean test accuracy and paired difference to Alone, with standard errors.
 
     Example:
@@ -91,7 +91,7 @@ def table(found: Sequence[Result]) -> list[dict[str, Any]]:
         {'method': 'BC', 'test accuracy': '0.812 ± 0.062', 'difference to Alone': '+0.250 ± 0.000'}
     """
     by_method: dict[str, dict[int, float]] = {}
-    for result in found:
+    for result in results:
         by_method.setdefault(result.method, {})[result.seed] = result.test_accuracy
     rows = []
     for method, accuracies in by_method.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +82,13 @@ class Recurrent(nn.Module):
         return logits.transpose(1, 2)
 
 
-MODELS: Mapping[str, Callable[[int, int], nn.Module]] = {
+MakeModel: TypeAlias = Callable[[int, int], nn.Module]
+"""What makes a model from the numbers of inputs and outputs."""
+
+MODELS: Mapping[str, MakeModel] = {
     "linear": linear,
     "mlp": mlp,
     "cnn": cnn,
     "rnn": lambda n_inputs, n_outputs: Recurrent(n_outputs, Elman(32)),
     "gru": lambda n_inputs, n_outputs: Recurrent(n_outputs, nn.GRUCell(32, 32)),
 }
-"""By name, a function of the numbers of inputs and outputs."""

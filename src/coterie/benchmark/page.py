@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.benchmark.cells import Store, write
-from coterie.benchmark.methods import BUDGET, PLAIN_RATES, RATES
+from coterie.benchmark.settings import BUDGET, PLAIN_RATES, RATES
 from coterie.benchmark.summary import HARMED, PLACE, SIGNIFICANT, overall, summary, table
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def write_results(store: Store, out: Path) -> pd.DataFrame:
     return frame
 
 
-def in_short(found: pd.DataFrame) -> list[dict[str, Any]]:
+def in_short(totals: pd.DataFrame) -> list[dict[str, Any]]:
     """Return a row a method: of how many sets and conditions, in how many better, worse, near the best.
 
     Args:
-        found: from `overall`.
+        totals: from `overall`.
     """
     return [
         {
@@ -56,29 +56,29 @@ def in_short(found: pd.DataFrame) -> list[dict[str, Any]]:
             "wins/ties/losses": f"{row['wins']}/{row['ties']}/{row['losses']}",
             "harmed": row["harmed"],
         }
-        for row in found.to_dict("records")
+        for row in totals.to_dict("records")
     ]
 
 
-def _by_place(found: pd.DataFrame) -> list[dict[str, Any]]:
+def _by_place(means: pd.DataFrame) -> list[dict[str, Any]]:
     """Return a row a set, model and condition: Alone's score, and each method's difference to it.
 
     Args:
-        found: from `summary`.
+        means: from `summary`.
     """
     rows = []
-    methods = [method for method in found["method"].unique() if method != "alone"]
-    for place, part in found.groupby(PLACE, sort=False):
+    methods = [method for method in means["method"].unique() if method != "alone"]
+    for place, part in means.groupby(PLACE, sort=False):
         of = {row["method"]: row for row in part.to_dict("records")}
         row = dict(zip(PLACE, place, strict=True)) | {"alone": _number(of["alone"], "score", ".3f")}
         rows.append(row | {m: _number(of[m], "difference", "+.3f") if m in of else "" for m in methods})
     return rows
 
 
-def _write_page(path: Path, store: Store, found: pd.DataFrame, total: pd.DataFrame) -> Path:
+def _write_page(path: Path, store: Store, means: pd.DataFrame, totals: pd.DataFrame) -> Path:
     from coterie.reporting.page import Section, write_page
 
-    users, seeds = f"up to {found['users'].max()} users", f"{found['seeds'].max()} seeds"
+    users, seeds = f"up to {means['users'].max()} users", f"{means['seeds'].max()} seeds"
     sections = [
         Section(
             "What was measured",
@@ -89,21 +89,21 @@ def _write_page(path: Path, store: Store, found: pd.DataFrame, total: pd.DataFra
                 f"Every method chooses among at most {BUDGET} settings by the loss on the user's validation "
                 f"examples, step sizes included: {', '.join(map(str, RATES))} of Adam, "
                 f"{', '.join(map(str, PLAIN_RATES))} of plain steps. User 0 computes {store.steps} gradients in a "
-                "run. The test examples are looked at once, with the setting chosen.",
+                "run. The test examples are used once, with the chosen setting.",
                 "± is one standard error over users, seeds averaged within each; differences to Alone are paired. "
                 f"Better and worse: by more than {SIGNIFICANT:g} standard errors. Near best: the best method in "
                 "a set and condition, or behind it by at most one standard error of the difference. Harmed: users "
                 f"whose test examples put them below Alone by more than {HARMED:g} standard errors.",
             ],
-            [in_short(total)],
+            [in_short(totals)],
         )
     ]
-    for condition, part in found.groupby("condition", sort=False):
+    for condition, part in means.groupby("condition", sort=False):
         rows = [{k: v for k, v in row.items() if k != "condition"} for row in _by_place(part)]
         figures = _figures(part)
         sections.append(Section(f"Condition: {condition}", [MEANING.get(str(condition), "")], [rows], figures))
     sections.append(
-        Section("Everything", ["Seconds are of CPU time, of all settings tried."], [_everything(found)])
+        Section("Everything", ["Seconds are of CPU time, of all settings tried."], [_everything(means)])
     )
     return write_page(path, "Benchmark on real users", sections)
 
@@ -122,7 +122,7 @@ def _figures(part: pd.DataFrame) -> list[Figure]:
     return drawn
 
 
-def _everything(found: pd.DataFrame) -> list[dict[str, Any]]:
+def _everything(means: pd.DataFrame) -> list[dict[str, Any]]:
     return [
         {
             **{key: row[key] for key in (*PLACE, "method")},
@@ -134,7 +134,7 @@ def _everything(found: pd.DataFrame) -> list[dict[str, Any]]:
             "settings": f"{row['settings']:.0f}",
             "seconds": f"{row['seconds']:.1f}",
         }
-        for row in found.to_dict("records")
+        for row in means.to_dict("records")
     ]
 
 

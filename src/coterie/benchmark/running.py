@@ -1,4 +1,4 @@
-"""Run the cells that are not there yet, in this process or in several."""
+"""Run the benchmark: measure the cells that are not there yet, in this process or in several."""
 
 from __future__ import annotations
 
@@ -9,20 +9,73 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from coterie.benchmark.cells import Cell, Store
-from coterie.benchmark.methods import METHODS
-from coterie.benchmark.models import MODELS
-from coterie.benchmark.sets import SETS, load, task_of
+from coterie.benchmark.cells import Cell, Selection, Store
+from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.methods import DEFAULT
+from coterie.benchmark.page import write_results
+from coterie.benchmark.sets import UserSet, load
+from coterie.benchmark.settings import Contender
+from coterie.benchmark.tasks import task_of
 from coterie.benchmark.tuning import Tuning
 from coterie.errors import KnobError
+from coterie.registry import import_from_environment
 from coterie.users.sampling import seeded
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def run(
-    cells: Sequence[Cell], store: Store, data: Path | None, *, jobs: int = 1
+    out: Path | str,
+    *,
+    sets: Sequence[str | UserSet] = ("digits",),
+    methods: Sequence[str | Contender] = DEFAULT,
+    conditions: Sequence[str] = tuple(CONDITIONS),
+    models: Sequence[str] | None = None,
+    users: int = 3,
+    seeds: int = 1,
+    steps: int = 60,
+    data: Path | str | None = None,
+    jobs: int = 1,
+) -> pd.DataFrame:
+    """Compare methods on the users of data sets; write cells, results and a page, and return a row for each cell.
+
+    What is in `out` already is not measured again. With several processes, sets and methods of one's own must be
+    importable: defined in a module, not in a notebook.
+
+    Args:
+        out: the folder to write.
+        sets: names in `SETS`, or a `UserSet` of one's own.
+        methods: names as for `coterie bench --methods`, or a `Contender` of one's own.
+        conditions: what is done to the data; see `CONDITIONS`.
+        models: each for the sets that it fits; None takes the first of each set.
+        users: how many users of a set are user 0 in turn.
+        seeds: how often each is repeated, with other examples and peers.
+        steps: of each run.
+        data: the folder of all data, with a folder for each set.
+        jobs: how many processes to use; 1 is this one.
+
+    Example:
+        >>> import tempfile, coterie
+        >>> mine = Contender.of("mine", coterie.WeightedAveraging(0.2))
+        >>> with tempfile.TemporaryDirectory() as out:
+        ...     rows = run(out, methods=[mine], conditions=["honest"], users=1, steps=2)
+        >>> rows["method"].tolist()
+        ['alone', 'mine']
+    """
+    selection = Selection(sets, methods, conditions, models, users, seeds)
+    store, folder = Store(Path(out), steps), None if data is None else Path(data)
+    for _ in measure_cells(list(selection.cells(folder)), selection, store, folder, jobs=jobs):
+        pass
+    return write_results(store, Path(out))
+
+
+def measure_cells(
+    cells: Sequence[Cell], selection: Selection, store: Store, data: Path | None, *, jobs: int = 1
 ) -> Generator[list[Cell], None, None]:
     """Measure the cells that are not in the store, and yield those of one task when they are.
 
@@ -30,6 +83,7 @@ def run(
 
     Args:
         cells: the cells asked for, those of one task together.
+        selection: knows their sets and methods.
         store: where they are kept.
         data: the folder of all data.
         jobs: how many processes to use; 1 is this one.
@@ -40,14 +94,14 @@ def run(
     tasks = [list(of_task) for _, of_task in groupby(left, key=lambda cell: replace(cell, method=""))]
     if jobs == 1:
         for of_task in tasks:
-            measure(of_task, store, data)
+            measure_task(of_task, selection, store, data)
             yield of_task
         return
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(jobs, len(tasks) or 1), context, initializer=_prepare_process)
     try:
-        futures = {pool.submit(measure, of_task, store, data): of_task for of_task in tasks}
+        futures = {pool.submit(measure_task, of_task, selection, store, data): of_task for of_task in tasks}
         for future in as_completed(futures):
             future.result()
             yield futures[future]
@@ -60,12 +114,11 @@ def run(
     pool.shutdown()
 
 
-def measure(cells: Sequence[Cell], store: Store, data: Path | None) -> None:
+def measure_task(cells: Sequence[Cell], selection: Selection, store: Store, data: Path | None) -> None:
     """Measure the cells of one task, all settings that can be trained at once together, and keep each."""
-    first = cells[0]
-    user_set = SETS[first.set]
+    first, user_set = cells[0], selection.user_set(cells[0].set)
     task = task_of(
-        load(first.set, data),
+        load(user_set, data),
         first.user,
         own_examples=user_set.own_examples,
         most_peers=user_set.most_peers,
@@ -73,15 +126,17 @@ def measure(cells: Sequence[Cell], store: Store, data: Path | None) -> None:
         seed=first.seed,
     )
     with seeded(first.seed, "model", 0):
-        model = MODELS[first.model](task.n_inputs, task.n_outputs)
+        model = user_set.makers[first.model](task.n_inputs, task.n_outputs)
     tuning = Tuning(task, model, steps=store.steps, batch_size=user_set.batch_size, seed=first.seed)
-    tuning.prepare([way for cell in cells for way in METHODS[cell.method]])
+    settings = {cell: selection.contender(cell.method).settings for cell in cells}
+    tuning.prepare([setting for some in settings.values() for setting in some])
     counts = {"own_examples": len(task.me), "peers": len(task.peers)}
     for cell in cells:
-        store.add(cell, counts | asdict(tuning.outcome(METHODS[cell.method])))
+        store.add(cell, counts | asdict(tuning.outcome(settings[cell])))
 
 
 def _prepare_process() -> None:
-    """Use one thread, and leave Ctrl-C to the first process."""
+    """Use one thread, leave Ctrl-C to the first process, and import what the user's command names."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import_from_environment()

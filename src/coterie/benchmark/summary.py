@@ -41,8 +41,8 @@ def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
         error = costs.std(ddof=1) / np.sqrt(len(costs)) / scale
         differences.append({"difference": row["score"] - other["score"], "difference_error": float(error)})
     frame["wrong_weight"] = frame["wrong_weight"].astype(float)  # nothing where a method has no weights
-    found = frame.drop(columns="errors").assign(test_examples=[len(row["errors"]) for row in rows])
-    return found.join(pd.DataFrame(differences))
+    counted = frame.drop(columns="errors").assign(test_examples=[len(row["errors"]) for row in rows])
+    return counted.join(pd.DataFrame(differences))
 
 
 def by_user(frame: pd.DataFrame) -> pd.DataFrame:
@@ -72,7 +72,7 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     """
     users = by_user(frame)
     groups = users.groupby([*PLACE, "method"], sort=False)
-    found = groups.agg(
+    means = groups.agg(
         metric=("metric", "first"),
         users=("user", "size"),
         seeds=("seeds", "max"),
@@ -88,7 +88,7 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
         settings=("settings", "max"),
         seconds=("seconds", "mean"),
     )
-    return found.reset_index()
+    return means.reset_index()
 
 
 def overall(frame: pd.DataFrame) -> pd.DataFrame:
@@ -103,7 +103,7 @@ def overall(frame: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    found = summary(frame)
+    means = summary(frame)
     users = by_user(frame)
     near = []
     for place, scores in users.groupby(PLACE, sort=False):
@@ -111,8 +111,8 @@ def overall(frame: pd.DataFrame) -> pd.DataFrame:
         behind = (-wide).add(wide[wide.mean().idxmax()], axis=0)
         close = behind.mean() <= behind.sem(ddof=1).fillna(0.0)
         near += [{"place": place, "method": method, "near_best": bool(ok)} for method, ok in close.items()]
-    ratio = found["difference"] / found["difference_error"].where(found["difference_error"] > 0)
-    rows = found.assign(better=ratio > SIGNIFICANT, worse=ratio < -SIGNIFICANT).groupby("method", sort=False)
+    ratio = means["difference"] / means["difference_error"].where(means["difference_error"] > 0)
+    rows = means.assign(better=ratio > SIGNIFICANT, worse=ratio < -SIGNIFICANT).groupby("method", sort=False)
     sums = rows[["wins", "ties", "losses", "harmed", "better", "worse"]].sum()
     sums.insert(0, "places", rows.size())
     sums["near_best"] = pd.DataFrame(near).groupby("method")["near_best"].sum()

@@ -1,4 +1,4 @@
-"""One method on one task: every setting tried, one chosen by validation, the test set looked at once."""
+"""One method on one task: train every setting, choose one by validation, use the test set once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from torch.nn.utils import vector_to_parameters
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
-from coterie.benchmark.methods import RATES, Making, Way
-from coterie.benchmark.sets import SetTask
+from coterie.benchmark.settings import RATES, Fixed, Knobs, Setting
+from coterie.benchmark.tasks import SetTask
 from coterie.choosing import chooser_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import errors, evaluate
 from coterie.learners.spec import Problem
 from coterie.methods import Method
+from coterie.registry import RunFacts
 from coterie.rules import Rule, weights_in
 from coterie.training.many import Wanted, train_many
 from coterie.training.run import Run, Step
@@ -37,15 +38,15 @@ class Trial:
     """One setting, trained.
 
     Args:
-        way: how.
+        setting: how.
         lr: with which step size.
-        model: the model it gave.
+        model: the model that training gave.
         validation_loss: of that model.
         wrong_weight: the weight that peers with wrong labels had in the last step, where there are weights.
         seconds: of CPU time that it took; of a program of many, its share by examples.
     """
 
-    way: Way
+    setting: Setting
     lr: float
     model: nn.Module
     validation_loss: float
@@ -63,7 +64,7 @@ class Outcome:
         errors: what each test example costs: 1 if wrong, or its squared error in those units.
         loss: the mean loss on the test examples.
         validation_loss: by which the setting was chosen.
-        setting: the way and the step size chosen.
+        setting: what was chosen, with its step size.
         settings: how many were trained to choose from.
         wrong_weight: the weight that peers with wrong labels had in the last step of the setting chosen, or None.
         seconds: of CPU time that all settings took, those too that another method had trained before.
@@ -97,57 +98,58 @@ class Tuning:
         self.loss: Loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
         self.me = copy.copy(task.me)
         self.me.test = None  # the trials see neither the test examples nor a result on them
-        self._trials: dict[tuple[Way, float], Trial] = {}
-        self._chosen: dict[Making, tuple[Rule, float]] = {}
+        self._trials: dict[tuple[Setting, float], Trial] = {}
+        self._chosen: dict[Knobs | Fixed, tuple[Rule, float]] = {}
+        self._facts = RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
         self._falling = partial(_falling, steps=steps)
 
-    def outcome(self, ways: Sequence[Way]) -> Outcome:
-        """Return what a method with these ways reaches, at the setting with the least validation loss."""
-        self.prepare(ways)
-        best = self._best(ways)
-        starts = dict.fromkeys(way.start for way in ways if way.start is not None)
-        trials = [self.trial(way, lr) for way in (*ways, *starts) for lr in way.rates]
+    def outcome(self, settings: Sequence[Setting]) -> Outcome:
+        """Return what a method with these settings reaches, at the one with the least validation loss."""
+        self.prepare(settings)
+        best = self._best(settings)
+        starts = dict.fromkeys(setting.start for setting in settings if setting.start is not None)
+        trials = [self.trial(setting, lr) for setting in (*settings, *starts) for lr in setting.lrs]
         test = _held_out(self.task.me.test)
-        found = errors(best.model, test, 1 / self.task.spread)
-        mean = float(found.mean())
+        costs = errors(best.model, test, 1 / self.task.spread)
+        mean = float(costs.mean())
         return Outcome(
             metric="-rmse" if self.regression else "accuracy",
             score=-(mean**0.5) if self.regression else 1 - mean,
-            errors=found.tolist(),
+            errors=costs.tolist(),
             loss=evaluate(best.model, self.loss, test)["loss"],
             validation_loss=best.validation_loss,
-            setting=f"{best.way.name}, lr {best.lr:g}",
+            setting=f"{best.setting.label(self._facts)}, lr {best.lr:g}",
             settings=len(trials),
             wrong_weight=best.wrong_weight,
-            seconds=sum(trial.seconds for trial in trials) + self._chosen.get(best.way.rule, (None, 0.0))[1],
+            seconds=sum(trial.seconds for trial in trials) + self._chosen.get(best.setting.make, (None, 0.0))[1],
         )
 
-    def prepare(self, ways: Sequence[Way]) -> None:
-        """Train all settings of these ways that are not trained yet, as many at once as can be."""
-        first = [way.start or way for way in ways]
-        for some in (first, ways):  # a start is chosen before what starts from it
-            settings = dict.fromkeys((way, lr) for way in some for lr in way.rates)
-            self._train_together([setting for setting in settings if setting not in self._trials])
+    def prepare(self, settings: Sequence[Setting]) -> None:
+        """Train these settings where they are not trained yet, as many at once as can be."""
+        first = [setting.start or setting for setting in settings]
+        for some in (first, settings):  # a start is chosen before what starts from it
+            pairs = dict.fromkeys((setting, lr) for setting in some for lr in setting.lrs)
+            self._train_together([pair for pair in pairs if pair not in self._trials])
 
-    def trial(self, way: Way, lr: float) -> Trial:
+    def trial(self, setting: Setting, lr: float) -> Trial:
         """Return a setting's trial, trained now or before."""
-        if (way, lr) not in self._trials:
-            self._train_together([(way, lr)])
-        return self._trials[way, lr]
+        if (setting, lr) not in self._trials:
+            self._train_together([(setting, lr)])
+        return self._trials[setting, lr]
 
-    def _best(self, ways: Sequence[Way]) -> Trial:
-        trials = [self.trial(way, lr) for way in ways for lr in way.rates]
+    def _best(self, settings: Sequence[Setting]) -> Trial:
+        trials = [self.trial(setting, lr) for setting in settings for lr in setting.lrs]
         return min(trials, key=lambda trial: (math.isnan(trial.validation_loss), trial.validation_loss))
 
-    def _train_together(self, settings: Sequence[tuple[Way, float]]) -> None:
+    def _train_together(self, pairs: Sequence[tuple[Setting, float]]) -> None:
         """Train settings, those that follow a rule without a guard as one program."""
-        rules = {(way, lr): self._rule(way) for way, lr in settings}
-        together: dict[tuple[Way, float], tuple[Wanted, _Tail | None]] = {}
-        for (way, lr), rule in rules.items():
-            if isinstance(rule, Method) or way.options:
-                self._trials[way, lr] = self._train(way, lr, rule)
+        rules = {(setting, lr): self._rule(setting) for setting, lr in pairs}
+        together: dict[tuple[Setting, float], tuple[Wanted, TailAverage | None]] = {}
+        for (setting, lr), rule in rules.items():
+            if isinstance(rule, Method) or setting.options:
+                self._trials[setting, lr] = self._train(setting, lr, rule)
             else:
-                together[way, lr] = self._wanted(way, lr, rule)
+                together[setting, lr] = self._wanted(setting, lr, rule)
         if not together:
             return
         began = time.process_time()
@@ -163,13 +165,13 @@ class Tuning:
         # A run's share of the program's time is that of its examples.
         examples = [sum(cost.examples for cost in run.record.end.costs.values()) for run in runs]
         seconds = [n / sum(examples) * (time.process_time() - began) for n in examples]
-        for ((way, lr), (_, tail)), run, share in zip(together.items(), runs, seconds, strict=True):
-            self._trials[way, lr] = self._trial(way, lr, run, tail.model() if tail else run.model, share)
+        for ((setting, lr), (_, tail)), run, share in zip(together.items(), runs, seconds, strict=True):
+            self._trials[setting, lr] = self._trial(setting, lr, run, tail.model() if tail else run.model, share)
 
-    def _wanted(self, way: Way, lr: float, rule: Rule) -> tuple[Wanted, _Tail | None]:
+    def _wanted(self, setting: Setting, lr: float, rule: Rule) -> tuple[Wanted, TailAverage | None]:
         """Return the run of a setting, and what gathers its tail."""
-        start = self.model if way.start is None else self._best([way.start]).model
-        tail = _Tail(start, self.steps) if way.tail else None
+        start = self.model if setting.start is None else self._best([setting.start]).model
+        tail = TailAverage(start, self.steps) if setting.tail_average else None
         wanted = Wanted(
             self.me,
             self.task.peers,
@@ -177,15 +179,15 @@ class Tuning:
             seed=self.seed,
             lr=lr,
             model=start,
-            optimizer=partial(Adam, weight_decay=way.weight_decay),
-            scheduler=self._falling if way.steps == "decreasing" else None,
+            optimizer=partial(Adam, weight_decay=setting.weight_decay),
+            scheduler=self._falling if setting.lr_schedule == "decreasing" else None,
             callbacks=[tail] if tail else [],
         )
         return wanted, tail
 
-    def _train(self, way: Way, lr: float, rule: Rule | Method) -> Trial:
+    def _train(self, setting: Setting, lr: float, rule: Rule | Method) -> Trial:
         """Train a setting that cannot be trained with others."""
-        wanted, tail = self._wanted(way, lr, cast("Rule", rule))
+        wanted, tail = self._wanted(setting, lr, cast("Rule", rule))
         began = time.process_time()
         # At equal gradients: a round of a method is as many steps as user 0 computes gradients in it.
         steps = max(1, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
@@ -206,26 +208,26 @@ class Tuning:
                 callbacks=wanted.callbacks,
                 progress=False,
                 measure=False,
-                **{"guard": "off", **way.options},
+                **{"guard": "off", **setting.options},
             )
         except GradientError as error:  # too large a step: what was best before counts, and seldom wins
             run = error.run
         model = tail.model() if tail else run.model
-        return self._trial(way, lr, run, model, time.process_time() - began)
+        return self._trial(setting, lr, run, model, time.process_time() - began)
 
-    def _trial(self, way: Way, lr: float, run: Run, model: nn.Module, seconds: float) -> Trial:
+    def _trial(self, setting: Setting, lr: float, run: Run, model: nn.Module, seconds: float) -> Trial:
         if run.stopped == "Ctrl-C":
             raise KeyboardInterrupt
-        found = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
-        return Trial(way, lr, model, found, self._wrong_weight(self._rule(way), run), seconds)
+        loss = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
+        return Trial(setting, lr, model, loss, self._wrong_weight(self._rule(setting), run), seconds)
 
-    def _rule(self, way: Way) -> Rule | Method:
-        """Return the rule of a way; one that has to see the data first does so once, at the smallest step size."""
-        rule = way.rule(self.task, self.steps)
+    def _rule(self, setting: Setting) -> Rule | Method:
+        """Return a setting's rule; one that is chosen from the data is chosen once, at the smallest step size."""
+        rule = setting.make(self._facts)
         chooser = chooser_for(rule)
         if isinstance(rule, Method) or chooser is None:
             return cast("Rule", rule)
-        if way.rule not in self._chosen:
+        if setting.make not in self._chosen:
             began, model = time.process_time(), copy.deepcopy(self.model)
             optimizer = Adam(model.parameters(), lr=min(RATES))
             problem = Problem(
@@ -240,8 +242,8 @@ class Tuning:
             )
             engine = InProcess(model, self.loss, self.me, problem.peers, batch_size=self.batch_size, seed=self.seed)
             choice = chooser.choose(problem, engine, progress=False)
-            self._chosen[way.rule] = choice.rule, time.process_time() - began
-        return self._chosen[way.rule][0]
+            self._chosen[setting.make] = choice.rule, time.process_time() - began
+        return self._chosen[setting.make][0]
 
     def _wrong_weight(self, rule: Rule | Method, run: Run) -> float | None:
         names = [peer.name for peer in self.task.peers]
@@ -255,7 +257,7 @@ class Tuning:
         return float(run.state["weight"] * share)
 
 
-class _Tail:
+class TailAverage:
     """The mean of a model's parameters over the last half of the steps, gathered by a callback."""
 
     def __init__(self, start: nn.Module, steps: int) -> None:
@@ -263,6 +265,7 @@ class _Tail:
         self.mean = torch.zeros(0)
 
     def __call__(self, step: Step) -> None:
+        """Take a step's parameters into the mean."""
         self.count = max(0, step.step - self.first)
         if self.count:
             x = torch.cat([p.detach().flatten() for p in step.model.parameters()])

@@ -1,6 +1,8 @@
 """The command line: one file a command, gathered here."""
 
-from typing import Any
+import os
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -8,12 +10,15 @@ from typer.core import TyperGroup
 from coterie.cli.bench import bench
 from coterie.cli.demo import demo
 from coterie.cli.federate import federate
+from coterie.cli.listing import list_
 from coterie.cli.plan import plan
 from coterie.cli.predict import predict
+from coterie.cli.registered import Command
 from coterie.cli.reproduce import reproduce
 from coterie.cli.train import train
 from coterie.cli.worker import worker
 from coterie.errors import CoterieError
+from coterie.registry import IMPORTS, import_from_environment
 
 
 class Commands(TyperGroup):
@@ -38,10 +43,25 @@ app = typer.Typer(
 
 
 @app.callback()
-def main() -> None:
+def main(
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="FILE.py|MODULE",
+            help="Import your own rules, methods, aggregators, sets, metrics or trackers first; repeat it. "
+            f"{IMPORTS} in the environment does the same.",
+        ),
+    ] = None,
+) -> None:
     """Train your model with your peers' gradients: personalized collaborative learning."""
+    named = [str(Path(name).absolute()) if name.endswith(".py") else name for name in imports or ()]
+    if named:  # in the environment, so that processes started by a command import the same
+        os.environ[IMPORTS] = os.pathsep.join(filter(None, (os.environ.get(IMPORTS), *named)))
+    import_from_environment()
 
 
 for command in (demo, train, worker, predict, plan, reproduce, bench):
-    app.command()(command)
+    app.command(cls=Command)(command)
+app.command("list")(list_)
 app.add_typer(federate)

@@ -20,7 +20,8 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help='Methods, between commas; "all"; alone, pooled, fine-tuned, wga, adaptive, bc if left out.'
+            help='Rules and methods (see `coterie list`), wga-AGGREGATOR, between commas; "all"; alone, pooled, '
+            "fine-tuned, wga, adaptive, bc if left out."
         ),
     ] = "",
     conditions: Annotated[str, typer.Option(help="Conditions, between commas; all if left out.")] = "",
@@ -35,31 +36,28 @@ def bench(
     """Compare the methods on real users: honest peers, wrong peers, users alike, a user like nobody.
 
     Every method chooses its settings by the user's validation examples, out of as many; the test examples are
-    looked at once. Ctrl-C loses nothing that is finished; the same command goes on, and one that asks for more
+    used once. Ctrl-C loses nothing that is finished; the same command goes on, and one that asks for more
     adds to what is there.
 
     Example: coterie bench --data sets --sets digits,vowels --users 5 --seeds 2 --out bench
+
+    Your own rule or set beside them: coterie --import own.py bench --methods own --sets digits,mine --out bench
     """
     import torch
     from rich.console import Console
 
     from coterie import benchmark
-    from coterie.benchmark.methods import DEFAULT, METHODS
-    from coterie.benchmark.sets import CONDITIONS, SETS, missing
+    from coterie.benchmark.conditions import CONDITIONS
+    from coterie.benchmark.methods import DEFAULT
+    from coterie.benchmark.methods import names as all_methods
     from coterie.cli.terminal import bar, rich_table
 
     torch.set_num_threads(1)
     console = Console()
-    chosen = _names(sets) or list(SETS)
-    if not sets:
-        lacking = {name: why for name in SETS if (why := missing(name, data))}
-        for why in lacking.values():
-            typer.echo(f"left out: {why}", err=True)
-        chosen = [name for name in SETS if name not in lacking]
     selection = benchmark.Selection(
-        chosen,
-        list(METHODS) if methods == "all" else _names(methods) or list(DEFAULT),
-        _names(conditions) or list(CONDITIONS),
+        chosen := _names(sets) or _sets_at_hand(data),
+        all_methods() if methods == "all" else _names(methods) or DEFAULT,
+        _names(conditions) or tuple(CONDITIONS),
         _names(models),
         users,
         seeds,
@@ -73,7 +71,7 @@ def bench(
         there = sum(cell in store for cell in cells)
         advance(f"{there} of {len(cells)} were there", there)
         try:
-            for done in benchmark.run(cells, store, data, jobs=jobs or os.cpu_count() or 1):
+            for done in benchmark.measure_cells(cells, selection, store, data, jobs=jobs or os.cpu_count() or 1):
                 first = done[0]
                 advance(f"{first.set}, {first.condition}, {first.user}, seed {first.seed}", len(done))
         except KeyboardInterrupt:
@@ -86,6 +84,16 @@ def bench(
     if stopped:
         console.print("stopped; what is finished is kept, and the same command goes on")
         raise typer.Exit(130)
+
+
+def _sets_at_hand(data: Path | None) -> list[str]:
+    """Return the sets whose files are there, and say what the others lack."""
+    from coterie.benchmark import SETS
+
+    missing = {name: SETS[name].missing(data) for name in SETS}
+    for why in filter(None, missing.values()):
+        typer.echo(f"left out: {why}", err=True)
+    return [name for name, why in missing.items() if not why]
 
 
 def _names(between_commas: str) -> list[str] | None:

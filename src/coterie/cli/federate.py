@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from coterie.cli.registered import Command, knobs_of, rule_name
 from coterie.errors import CoterieError, KnobError
+from coterie.rules import RULES
 
 federate = typer.Typer(
     name="federate", no_args_is_help=True, help="Train with other organisations, over NVFLARE (coterie[flare])."
@@ -19,7 +21,7 @@ federate = typer.Typer(
 Folder = Annotated[Path, typer.Argument(help="User 0's folder.")]
 
 
-@federate.command()
+@federate.command(cls=Command)
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder to write: user 0's, with one for each site in it.")],
     data: Annotated[Path, typer.Option(help="User 0's table, a CSV or Parquet file with one example a row.")],
@@ -38,9 +40,12 @@ def init(
         list[str] | None, typer.Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
     ] = None,
     own_examples: Annotated[int | None, typer.Option(help="Train on at most so many rows of user 0.")] = None,
-    rule: Annotated[str, typer.Option(help="wga, bc, stream or alone.")] = "wga",
-    alpha: Annotated[float, typer.Option(help="The peers' weight, for wga and bc, in [0, 1].")] = 0.5,
-    beta: Annotated[float, typer.Option(help="How fast bc's estimate of the bias follows, in [0, 1].")] = 0.01,
+    rule: Annotated[str, typer.Option(metavar="NAME", parser=rule_name, help="The rule, one of {rules}.")] = "wga",
+    alpha: Annotated[str | None, typer.Option(help="The peers' weight, for wga and bc, in [0, 1].")] = None,
+    beta: Annotated[str | None, typer.Option(help="How fast bc's bias estimate follows, in [0, 1].")] = None,
+    knob: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Any knob of the rule; repeat it.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps to take.")] = 1000,
     lr: Annotated[float, typer.Option(help="Adam's step size.")] = 0.01,
     batch_size: Annotated[int, typer.Option(help="Rows each user draws for a gradient.")] = 32,
@@ -56,12 +61,25 @@ def init(
     Example: coterie federate init trial --data mine.csv --target ill --server ml.example.org --site basel
     """
     from coterie.federation.folders import set_up
+    from coterie.federation.lead import rule_of
     from coterie.federation.project import Consortium
     from coterie.federation.settings import Data, LeadSettings, Model, Training
 
-    training = Training(rule, alpha, beta, steps, lr, batch_size, seed, timeout, misses, probe_every, minimum)
+    training = Training(
+        rule=rule,
+        knobs=knobs_of(RULES.entry(rule), knob or [], alpha=alpha, beta=beta),
+        steps=steps,
+        lr=lr,
+        batch_size=batch_size,
+        seed=seed,
+        timeout=timeout,
+        misses=misses,
+        probe_every=probe_every,
+        minimum=minimum,
+    )
     own = Data(table=str(data.absolute()), target=target, own_examples=own_examples)
     settings = LeadSettings(me, tuple(site), own, Model(model), training)
+    rule_of(settings)  # what cannot be built is told now
     consortium = Consortium(name, server, tuple(site), port, admin_port)
     set_up(folder, consortium, settings, categorical=tuple(categorical or ()), kind=kind, examples=examples)
     typer.echo(f"{folder}/coterie.toml   what user 0 trains")

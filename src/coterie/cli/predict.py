@@ -19,8 +19,8 @@ def predict(
     Writes a CSV with the column `prediction`, and in classification its `probability`.
     """
     from coterie.data import read_table
-    from coterie.tables import tabular
+    from coterie.tables.predict import predict as predictions
 
-    tabular.predict(folder, read_table(file)).to_csv(sys.stdout if out is None else out, index=False)
+    predictions(folder, read_table(file)).to_csv(sys.stdout if out is None else out, index=False)
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

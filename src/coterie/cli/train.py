@@ -5,26 +5,14 @@ from __future__ import annotations
 import functools
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from coterie.cli.registered import knobs_of, metric_name, rule_name
 from coterie.errors import KnobError
-
-if TYPE_CHECKING:
-    from coterie.choosing import Chooser
-    from coterie.data import TableTask
-    from coterie.rules import Rule
-
-
-class RuleName(StrEnum):
-    """The rules that the command line offers."""
-
-    adaptive = "adaptive"
-    alone = "alone"
-    pooled = "pooled"
-    wga = "wga"
-    bc = "bc"
+from coterie.registry import RunFacts
+from coterie.rules import RULES
 
 
 class KindName(StrEnum):
@@ -58,29 +46,37 @@ def train(
     me: Annotated[str, typer.Option(help="Which user is user 0: the one the model is for.")],
     out: Annotated[Path, typer.Option(help="Folder for the model, its preparation, records and checkpoints.")],
     rule: Annotated[
-        RuleName,
+        str,
         typer.Option(
-            help="adaptive: weights found from the data; alone; pooled: everybody's rows alike; wga: averaging "
-            "with --alpha; bc: bias correction with --alpha and --beta."
+            metavar="NAME",
+            parser=rule_name,
+            help="adaptive: weights found from the data; pooled: everybody's rows alike; wga: averaging with "
+            "--alpha; bc: bias correction with --alpha and --beta. All rules, described by `coterie list rules`: "
+            "{rules}.",
         ),
-    ] = RuleName.adaptive,
+    ] = "adaptive",
     alpha: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NUMBER|auto",
-            help="The peers' weight, for wga and bc, in [0, 1]. auto: what the theory advises for the noise "
-            "and bias that a few batches show before the first step; wga then weighs every peer too, unless --tau "
-            "does.",
+            help="The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the theory advises for "
+            "the noise and bias that a few batches show before the first step; wga then weighs every peer too, "
+            "unless --tau does.",
         ),
-    ] = "0.5",
+    ] = None,
     beta: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NUMBER|auto",
-            help="How fast bc's estimate of the bias follows, in [0, 1]. auto: what the theory advises; peers "
-            "whose Hessians differ too much from user 0's are then left out, unless --tau names the peers.",
+            help="How fast bc's estimate of the bias follows, in [0, 1]; 0.01 if left out. auto: what the theory "
+            "advises; peers whose Hessians differ too much from user 0's are then left out, unless --tau names the "
+            "peers.",
         ),
-    ] = "0.01",
+    ] = None,
+    knob: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Any knob of the rule, e.g. aggregator=median; repeat it."),
+    ] = None,
     tau: Annotated[
         list[str] | None, typer.Option(metavar="NAME=WEIGHT", help="A peer's weight among the peers; repeat it.")
     ] = None,
@@ -95,6 +91,14 @@ def train(
         list[str] | None, typer.Option(metavar="NAME", help="A user to take no notice of; repeat it.")
     ] = None,
     own_examples: Annotated[int | None, typer.Option(help="Train on at most so many rows of user 0.")] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            parser=metric_name,
+            help="A metric to report beside the usual one; repeat it. All metrics: {metrics}.",
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps to take.")] = 1000,
     lr: Annotated[float, typer.Option(help="Adam's step size.")] = 0.01,
     batch_size: Annotated[int, typer.Option(help="Rows each user draws for a gradient.")] = 32,
@@ -114,12 +118,14 @@ def train(
 ) -> None:
     """Train a personal model for one user of a table, and report it beside the model trained alone.
 
-    User 0's rows are split into training, validation (which chooses the best model) and test (looked at once,
+    User 0's rows are split into training, validation (which chooses the best model) and test (used once,
     at the end). Ctrl-C saves and stops; --resume goes on.
 
     Example: coterie train --data visits.csv --user-column hospital --target ill --me Geneva --out run
 
     With the theory's knobs: add --rule bc --alpha auto --beta auto
+
+    With a rule of your own: coterie --import own.py train --rule own --knob strength=0.3 …
 
     With a process for each user: torchrun --nproc-per-node 4 -m coterie train --engine torch --rule wga …
     """
@@ -130,18 +136,20 @@ def train(
     from coterie.data import from_table
     from coterie.engines.in_process.engine import InProcess
     from coterie.engines.torch_distributed.engine import TorchDistributed, join
-    from coterie.tables import cluster, tabular
+    from coterie.tables import cluster
+    from coterie.tables.fit import fit
 
     torch.set_num_threads(threads)
     console = Console()
+    entry = RULES.entry(rule)
+    knobs = knobs_of(entry, knob or [], alpha=alpha, beta=beta)
+    knobs |= {"tau": _weights(tau)} if tau else {}
     columns: dict[str, Any] = {"user_column": user_column, "target": target, "me": me}
     columns |= {"kind": kind.value, "categorical": categorical or (), "own_examples": own_examples, "seed": seed}
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
     if engine is EngineName.torch:
-        if rule is RuleName.adaptive:
-            raise KnobError(
-                "`--rule adaptive` needs all rows in one process; choose wga or bc for `--engine torch`"
-            )
+        if hasattr(entry.thing, "choose"):
+            raise KnobError(f"`--rule {rule}` needs all rows in one process; choose wga or bc for `--engine torch`")
         group = join(timeout)
         if group.rank:
             part = functools.partial(cluster.part_of, group, str(data), user_column, me, leave_out or [])
@@ -154,9 +162,11 @@ def train(
     else:
         task, where = from_table(data, leave_out=leave_out or (), **columns), InProcess
         peers = {peer.name: len(peer) for peer in task.peers}
-    chosen = _rule(rule, task, peers, _knob("alpha", alpha), _knob("beta", beta), _weights(tau or []))
+    chosen = entry.build(knobs, RunFacts(len(task.me), peers, steps))
     try:
-        fitted = tabular.fit(task, chosen, model, out, seed=seed, resume=resume, engine=where, **settings)
+        fitted = fit(
+            task, chosen, model, out, metrics=metric or (), seed=seed, resume=resume, engine=where, **settings
+        )
     except KeyboardInterrupt:  # between the two runs, or pressed twice
         fitted = None
     if fitted is None:
@@ -168,37 +178,7 @@ def train(
     console.print(f"To apply it: coterie predict {out} FILE")
 
 
-def _knob(name: str, text: str) -> float | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    try:
-        return float(text)
-    except ValueError as error:
-        raise KnobError(f'`--{name}` must be a number in [0, 1] or "auto", got {text!r}') from error
-
-
-def _rule(
-    name: RuleName,
-    task: TableTask,
-    peers: dict[str, int],
-    alpha: float | Literal["auto"],
-    beta: float | Literal["auto"],
-    tau: dict[str, float] | None,
-) -> Rule | Chooser:
-    from coterie.choosing import AdaptiveAveraging
-    from coterie.rules import Alone, BiasCorrection, WeightedAveraging
-
-    if name is RuleName.adaptive:
-        return AdaptiveAveraging()
-    if name is RuleName.alone:
-        return Alone()
-    if name is RuleName.pooled:
-        total = sum(peers.values())
-        return WeightedAveraging(total / (total + len(task.me)), {peer: n / total for peer, n in peers.items()})
-    return WeightedAveraging(alpha, tau) if name is RuleName.wga else BiasCorrection(alpha, beta, tau)
-
-
-def _weights(pairs: list[str]) -> dict[str, float] | None:
+def _weights(pairs: list[str]) -> dict[str, float]:
     weights = {}
     for pair in pairs:
         name, equals, weight = pair.rpartition("=")
@@ -208,4 +188,4 @@ def _weights(pairs: list[str]) -> dict[str, float] | None:
             equals = ""
         if not equals:
             raise KnobError(f"`--tau` must be NAME=WEIGHT, got {pair!r}")
-    return weights or None
+    return weights

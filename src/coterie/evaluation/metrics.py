@@ -8,12 +8,19 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from coterie.registry import Registry
 from coterie.users.user import Loss
 
 Metric: TypeAlias = Callable[[Any, Tensor], float]
 """What computes one number from a model's outputs on a whole set and the targets."""
 
 
+METRICS: Registry[Metric] = Registry("metric", "coterie.metrics")
+
+register_metric = METRICS.register
+
+
+@register_metric("accuracy")
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Return the share of examples whose largest output is the target's class.
 
@@ -25,6 +32,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
     return float((outputs.argmax(1) == targets).double().mean())
 
 
+@register_metric("binary-accuracy")
 def binary_accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Return the share of examples whose logit has the sign that the 0/1 target asks for.
 
@@ -36,6 +44,7 @@ def binary_accuracy(outputs: Tensor, targets: Tensor) -> float:
     return float(((outputs > 0) == (targets > 0.5)).double().mean())
 
 
+@register_metric("rmse")
 def rmse(outputs: Tensor, targets: Tensor) -> float:
     """Return the root of the mean squared error.
 

@@ -11,6 +11,7 @@ from nvflare.collab import collab
 
 from coterie.errors import PeerLost
 from coterie.federation.lead import lead
+from coterie.registry import import_from_environment
 
 F = TypeVar("F", bound=Callable[..., Any])
 main: Callable[[F], F] = collab.main
@@ -22,6 +23,7 @@ class User0:
     @main
     def run(self) -> None:
         """Train with user 0's settings and data, which lie beside the server's folder."""
+        import_from_environment()  # what user 0 named when it started the server
         lead(Path(collab.workspace.get_root_dir()).parent, CollabSites())
 
 

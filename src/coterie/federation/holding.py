@@ -16,7 +16,7 @@ from coterie.engines.peer import Collaborator
 from coterie.errors import DataError, KnobError
 from coterie.federation.settings import Data, LeadSettings, Model, SiteSettings, site_settings
 from coterie.tables import models
-from coterie.tables.tabular import loss_of
+from coterie.tables.models import loss_of
 from coterie.users.user import Loss, User
 
 LOG = "requests.jsonl"

@@ -5,20 +5,21 @@ from __future__ import annotations
 import fcntl
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from coterie.choosing import Chooser, chooser_for
 from coterie.engines.flare.engine import Flare, Sites
 from coterie.errors import KnobError
 from coterie.federation.holding import of_lead
 from coterie.federation.settings import LeadSettings, lead_settings
-from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
-from coterie.rules.streams import StreamAveraging
-from coterie.tables import tabular
+from coterie.registry import RunFacts
+from coterie.rules import RULES, Rule
+from coterie.tables.fit import fit
 from coterie.training.train import train
 
 RUN = "run"
@@ -54,7 +55,7 @@ def lead(folder: Path, sites: Sites) -> None:
         options: dict[str, Any] = {name: getattr(knobs, name) for name in ("steps", "lr", "batch_size", "seed")}
         options |= {"engine": engine, "resume": True, "progress": False}
         if task is not None:
-            fitted = tabular.fit(task, rule, settings.model.name, out, **options)
+            fitted = fit(task, rule, settings.model.name, out, **options)
             said = "stopped" if fitted is None else f"{fitted.run.summary()}\n{fitted.sentence()}"
         else:
             run = train(held.model, held.loss, held.user, (), rule, out=out, **options)
@@ -64,17 +65,15 @@ def lead(folder: Path, sites: Sites) -> None:
 
 
 def rule_of(settings: LeadSettings) -> Rule:
-    """Return the rule that the settings name."""
-    knobs = settings.training
-    rules: dict[str, Callable[[], Rule]] = {
-        "alone": Alone,
-        "wga": lambda: WeightedAveraging(knobs.alpha),
-        "bc": lambda: BiasCorrection(knobs.alpha, knobs.beta),
-        "stream": lambda: StreamAveraging(knobs.steps),
-    }
-    if knobs.rule not in rules:
-        raise KnobError(f"`rule` must be one of {', '.join(rules)}, got {knobs.rule!r}")
-    return rules[knobs.rule]()
+    """Return the rule that the settings name; what sites hold is theirs to tell, so no knob can depend on it."""
+    training = settings.training
+    knobs = {"alpha": training.alpha, "beta": training.beta} | dict(training.knobs)
+    given = {name: value for name, value in knobs.items() if value is not None}
+    facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(settings.sites), training.steps)
+    rule: Rule | Chooser = RULES.entry(training.rule).build(given, facts)
+    if isinstance(rule, Chooser) or chooser_for(rule):
+        raise KnobError(f"`rule` {training.rule!r} chooses by rows of sites, which stay there; set all its knobs")
+    return rule
 
 
 @contextmanager

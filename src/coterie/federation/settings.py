@@ -54,11 +54,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    """How user 0 trains: the options of `coterie train`, and how long it waits for a site."""
+    """How user 0 trains: the options of `coterie train`, and how long it waits for a site.
+
+    A rule of user 0's own is imported by `coterie --import` when user 0 starts the server; these settings name no
+    code.
+    """
 
     rule: str = "wga"
-    alpha: float = 0.5
-    beta: float = 0.01
+    alpha: float | None = None
+    beta: float | None = None
+    knobs: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 1000
     lr: float = 0.01
     batch_size: int = 32

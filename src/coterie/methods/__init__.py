@@ -48,7 +48,7 @@ _TUNED = [  # three or nine tenths of the rounds together
     {"rounds": FromRun(lambda run: max(1, round(0.3 * run.steps / 5))), "together": _TOGETHER},
     {"rounds": FromRun(lambda run: max(1, round(0.9 * run.steps / 5))), "together": _TOGETHER},
 ]
-_SIZES = {"own_examples": FromRun(lambda run: run.own_examples), "peers": FromRun(lambda run: run.peers)}
+_SIZES = {"own_examples": FromRun(lambda run: run.own_examples), "peers": FromRun(lambda run: run.sizes)}
 
 RULES.register(
     "data-interpolation",

@@ -30,7 +30,7 @@ _HALF = {"alpha": 0.5}
 _ALPHAS = [{"alpha": alpha} for alpha in (0.1, 0.3, 0.6, 0.9)]
 _POOLED = {
     "alpha": FromRun(lambda run: run.peer_examples / (run.peer_examples + run.own_examples)),
-    "tau": FromRun(lambda run: {name: n / run.peer_examples for name, n in run.peers.items()}),
+    "tau": FromRun(lambda run: {name: n / run.peer_examples for name, n in run.sizes.items()}),
 }
 _PAPER_ALPHAS = (  # the paper's N/(N + 1), and half of it
     FromRun(lambda run: len(run.peers) / (len(run.peers) + 1)),

@@ -16,7 +16,7 @@ from coterie.data.table import distinct_targets
 from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
 from coterie.errors import CoterieError, DataError, KnobError
-from coterie.tables import models, tabular
+from coterie.tables import models
 from coterie.users.user import User
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def follow(
     preparation = Preparation.unpacked(agreed["preparation"])
     user = User(name, preparation.inputs(frame), preparation.targets(frame[table["target"]]))
     made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
-    return serve(made.to(here(device)), tabular.loss_of(preparation), user, group=group, **settings)
+    return serve(made.to(here(device)), models.loss_of(preparation), user, group=group, **settings)
 
 
 def here(device: str) -> str:

@@ -1,4 +1,4 @@
-"""The models that the command line offers, and how it finds one's own."""
+"""The models that the command line offers, how it finds one's own, and the loss for a kind of target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from torch import nn
 
+from coterie.data import Preparation
 from coterie.errors import ModelError
+from coterie.users.user import Loss
 
 
 def linear(n_inputs: int, n_outputs: int) -> nn.Module:
@@ -60,3 +62,16 @@ def build(name: str, n_inputs: int, n_outputs: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name} must return a torch.nn.Module, got {type(model).__name__}")
     return model
+
+
+def loss_of(preparation: Preparation) -> Loss:
+    """Return the loss for a target of this kind.
+
+    Example:
+        >>> import pandas as pd
+        >>> rows = pd.DataFrame({"age": [1.0, 2.0], "ill": [0, 1]})
+        >>> loss_of(Preparation.fit(rows[["age"]], rows["ill"], rows["ill"], "classification", ())).__name__
+        'cross_entropy'
+    """
+    f = nn.functional
+    return f.cross_entropy if preparation.kind == "classification" else f.mse_loss

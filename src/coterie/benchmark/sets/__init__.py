@@ -1,8 +1,6 @@
-"""The benchmark's sets: real users' data in its original formats, and tasks made of it under conditions."""
+"""The data sets of real users, one reader each, in their original formats."""
 
-from coterie.benchmark.sets.conditions import CONDITIONS
-from coterie.benchmark.sets.population import Population
-from coterie.benchmark.sets.registry import SETS, UserSet, load, missing
-from coterie.benchmark.sets.tasks import SetTask, candidates, task_of
+from coterie.benchmark.sets import digits, heart, mnist, school, shakespeare, vowels, wisdm  # noqa: F401  # registers
+from coterie.benchmark.sets.registry import SETS, UserSet, load, register_set
 
-__all__ = ["CONDITIONS", "SETS", "Population", "SetTask", "UserSet", "candidates", "load", "missing", "task_of"]
+__all__ = ["SETS", "UserSet", "load", "register_set"]

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coterie.benchmark.sets.population import Population
+from coterie.benchmark.population import Population
+from coterie.benchmark.sets.registry import register_set
 from coterie.data.digits import BOUNDS
 
 
+@register_set("digits", models=("linear", "mlp", "cnn"), own_examples=30, most_peers=13)
 def read(_: Path) -> Population:
     """Return the digits; nothing is read from the folder."""
     from sklearn.datasets import load_digits

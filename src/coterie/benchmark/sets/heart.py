@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from coterie.benchmark.sets.population import Population
+from coterie.benchmark.population import Population
+from coterie.benchmark.sets.registry import register_set
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 FILES = tuple(f"processed.{hospital}.data" for hospital in HOSPITALS)
@@ -16,6 +17,15 @@ COLUMNS = (
 )
 
 
+@register_set(
+    "heart",
+    models=("linear", "mlp"),
+    own_examples=30,
+    most_peers=3,
+    folder="heart_disease",
+    files=FILES,
+    source="the UCI Machine Learning Repository, Heart Disease, its processed files",
+)
 def read(folder: Path) -> Population:
     """Read the four `processed.*.data` files: 13 findings and `num`, above 0 for the ill.
 

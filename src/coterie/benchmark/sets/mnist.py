@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coterie.benchmark.sets.population import Population
+from coterie.benchmark.population import Population
+from coterie.benchmark.sets.registry import register_set
 from coterie.errors import DataError
 
 BATCHES = 20
@@ -22,6 +23,17 @@ FILES = (
 )
 
 
+@register_set(
+    "mnist",
+    models=("mlp", "linear", "cnn"),
+    own_examples=20,
+    most_peers=10,
+    batch_size=16,
+    folder="mnist_by_writer",
+    files=FILES,
+    source="the pictures and labels of github.com/karpathy/convnetjs (demo/mnist) and the training labels of "
+    "github.com/facebookresearch/qmnist",
+)
 def read(folder: Path) -> Population:
     """Read the pictures, one digit a row of 784 bytes, the list of labels, and QMNIST's table of writers.
 

@@ -6,9 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from coterie.benchmark.sets.population import Population
+from coterie.benchmark.population import Population
+from coterie.benchmark.sets.registry import register_set
 
 
+@register_set(
+    "school",
+    models=("linear", "mlp"),
+    own_examples=20,
+    most_peers=19,
+    folder="school_exam",
+    files=("school.mat",),
+    source="github.com/jiayuzhou/MALSAR (data/school.mat)",
+)
 def read(folder: Path) -> Population:
     """Read `school.mat`: a cell a school of 28 columns, the last a constant, and one of scores."""
     import pandas as pd

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 
-from coterie.benchmark.sets.population import Population
+from coterie.benchmark.population import Population
+from coterie.benchmark.sets.registry import register_set
 
 LENGTH = 10
 """Characters in an example; examples do not overlap, so that none is in two parts of a user's data."""
@@ -18,6 +19,16 @@ ALPHABET = "\n !',-.:;?abcdefghijklmnopqrstuvwxyz"
 """The characters told apart: capitals count as small, any other as a blank."""
 
 
+@register_set(
+    "shakespeare",
+    models=("rnn", "gru"),
+    own_examples=80,
+    most_peers=5,
+    batch_size=16,
+    folder="shakespeare",
+    files=("shakespeare.zip",),
+    source="github.com/nltk/nltk_data (packages/corpora/shakespeare.zip)",
+)
 def read(folder: Path) -> Population:
     """Read the plays in `shakespeare.zip`: SPEECH elements of SPEAKERs and LINEs."""
     spoken = speeches(folder / "shakespeare.zip")

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coterie.benchmark.sets.population import Population
+from coterie.benchmark.population import Population
+from coterie.benchmark.sets.registry import register_set
 
 
+@register_set(
+    "vowels",
+    models=("mlp", "linear"),
+    own_examples=33,
+    most_peers=14,
+    folder="vowel_deterding",
+    files=("vowel-context.data",),
+    source="the UCI Machine Learning Repository, Connectionist Bench (Vowel Recognition, Deterding)",
+)
 def read(folder: Path) -> Population:
     """Read `vowel-context.data`: a flag, the speaker, the sex, ten features and the class, between blanks."""
     import pandas as pd

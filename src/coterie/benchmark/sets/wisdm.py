@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coterie.benchmark.sets.population import Population
+from coterie.benchmark.population import Population
+from coterie.benchmark.sets.registry import register_set
 
 ACTIVITIES = ("Walking", "Jogging", "Sitting", "Standing", "Upstairs", "Downstairs")
 
 
+@register_set(
+    "wisdm",
+    models=("linear", "mlp"),
+    own_examples=30,
+    most_peers=19,
+    folder="wisdm_activity",
+    files=("WISDM_ar_v1.1_transformed.arff",),
+    source="the WISDM Lab of Fordham University, Activity Prediction v1.1, transformed",
+)
 def read(folder: Path) -> Population:
     """Read `WISDM_ar_v1.1_transformed.arff`: number, user, 43 features and the activity; `?` is missing.
 

@@ -11,7 +11,7 @@ import torch
 
 import coterie
 from coterie.data import from_table
-from coterie.tables import tabular
+from coterie.tables.fit import fit
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
@@ -24,7 +24,7 @@ def test_difference_and_its_error(tmp_path: Path, kind: str) -> None:
         who=np.resize(["a", "b"], n), y=y if kind == "regression" else y > 0
     )
     task = from_table(frame, user_column="who", target="y", me="a", own_examples=10)
-    fitted = tabular.fit(task, coterie.WeightedAveraging(0.8), "linear", tmp_path, steps=80, lr=0.05)
+    fitted = fit(task, coterie.WeightedAveraging(0.8), "linear", tmp_path, steps=80, lr=0.05)
     assert fitted is not None
     assert task.me.test is not None
     inputs, targets = task.me.test.take(torch.arange(len(task.me.test)))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.benchmark.sets.conditions import CONDITIONS
-from coterie.benchmark.sets.population import Numbers, Population
+from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.population import Numbers, Population
 from coterie.data.preparation import Preparation
 from coterie.data.task import Task
 from coterie.errors import DataError, KnobError

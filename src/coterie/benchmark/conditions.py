@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from coterie.benchmark.sets.population import Numbers, Population
+from coterie.benchmark.population import Numbers, Population
 
 Condition: TypeAlias = Callable[
     [Population, str, Sequence[str], np.random.Generator], tuple[Population, tuple[str, ...]]

@@ -55,10 +55,10 @@ class Population:
 
     @functools.cached_property
     def _rows(self) -> dict[str, Numbers]:
-        found: dict[str, list[int]] = {}
+        rows_of: dict[str, list[int]] = {}
         for row, name in enumerate(self.owners.tolist()):
-            found.setdefault(name, []).append(row)
-        return {name: np.array(rows) for name, rows in found.items()}
+            rows_of.setdefault(name, []).append(row)
+        return {name: np.array(rows) for name, rows in rows_of.items()}
 
     def take(self, rows: Numbers) -> Population:
         """Return the examples at these rows."""

@@ -1,0 +1,121 @@
+"""Settings: what a method of the benchmark may try, and choose from by validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from coterie.methods import Method
+from coterie.registry import Entry, FromRun, RunFacts
+
+RATES = (0.01, 0.03, 0.1)
+"""The step sizes of Adam that a rule is tried at."""
+
+PLAIN_RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""The step sizes of plain gradient steps that a method of `coterie.methods` is tried at."""
+
+BUDGET = 12
+"""How many settings, step sizes included, a method may try and choose from by validation: the same for all."""
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """A registered rule or method with these knobs.
+
+    Example:
+        >>> from coterie.rules import RULES
+        >>> make = Knobs(RULES.entry("wga"), {"alpha": 0.3})
+        >>> make.label(RunFacts(10, {"a": 10}, 60)), make(RunFacts(10, {"a": 10}, 60)).alpha
+        ('alpha 0.3', 0.3)
+    """
+
+    entry: Entry[Any]
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __call__(self, run: RunFacts) -> Any:
+        """Return the rule or method for a run."""
+        return self.entry.build(self.values, run)
+
+    def label(self, run: RunFacts) -> str:
+        """Name the knobs and their values."""
+        values = {k: v.value(run) if isinstance(v, FromRun) else v for k, v in self.values.items()}
+        return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """A rule or method that is the same for every task."""
+
+    thing: Any
+
+    def __call__(self, run: RunFacts) -> Any:
+        """Return the rule or method."""
+        return self.thing
+
+    def label(self, run: RunFacts) -> str:
+        """Name the rule or method with its knobs."""
+        return repr(self.thing)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train; the step size is left open.
+
+    Args:
+        make: makes the rule or method.
+        lr_schedule: step sizes stay as they are, or fall linearly to zero.
+        tail_average: take the mean of the parameters over the last half of the steps.
+        weight_decay: Adam's, on all parameters.
+        start: another setting, whose model at its best step size is the one to start from.
+        lrs: the step sizes that it is tried at.
+        options: further arguments of `coterie.train`, such as `guard="held-out"`; there is no guard without.
+    """
+
+    make: Knobs | Fixed
+    lr_schedule: Literal["constant", "decreasing"] = "constant"
+    tail_average: bool = False
+    weight_decay: float = 0.0
+    start: Setting | None = None
+    lrs: tuple[float, ...] = RATES
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def label(self, run: RunFacts) -> str:
+        """Name the setting in the results."""
+        schedule = "tail averaged" if self.tail_average else f"{self.lr_schedule} steps"
+        return ", ".join(filter(None, [self.make.label(run), "weight decay" if self.weight_decay else schedule]))
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name in the benchmark and the settings that it may choose from.
+
+    Example:
+        >>> import coterie
+        >>> mine = Contender.of("mine", coterie.WeightedAveraging(0.2), coterie.WeightedAveraging(0.4))
+        >>> [setting.lrs for setting in mine.settings]
+        [(0.01, 0.03, 0.1), (0.01, 0.03, 0.1)]
+    """
+
+    name: str
+    settings: tuple[Setting, ...]
+
+    @classmethod
+    def of(cls, name: str, *each: Any) -> Contender:
+        """Return a contender that tries each of these rules or methods at the usual step sizes."""
+        return cls(name, tuple(Setting(Fixed(thing), lrs=usual_rates(thing)) for thing in each))
+
+
+def usual_rates(thing: object) -> tuple[float, ...]:
+    """Return the step sizes for a rule, which Adam follows, or for a method, which takes plain steps."""
+    return PLAIN_RATES if isinstance(thing, Method) else RATES
+
+
+def schedules(make: Knobs, start: Setting | None = None) -> tuple[Setting, ...]:
+    """Return a rule with constant steps, with decreasing ones, with the tail averaged, and with weight decay."""
+    return (
+        Setting(make, start=start),
+        Setting(make, lr_schedule="decreasing", start=start),
+        Setting(make, tail_average=True, start=start),
+        Setting(make, weight_decay=0.1, start=start),
+    )

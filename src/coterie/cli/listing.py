@@ -1,0 +1,38 @@
+"""`coterie list`: what is registered."""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+
+class Kind(StrEnum):
+    """What can be listed."""
+
+    rules = "rules"
+    methods = "methods"
+    aggregators = "aggregators"
+    sets = "sets"
+    metrics = "metrics"
+
+
+def list_(
+    kinds: Annotated[list[Kind] | None, typer.Argument(help="Which kinds; all when none is named.")] = None,
+) -> None:
+    """List the rules, methods, aggregators, data sets and metrics by name, your own among them.
+
+    Example: coterie --import own.py list rules
+    """
+    from coterie.aggregators import AGGREGATORS
+    from coterie.benchmark.sets import SETS
+    from coterie.evaluation import METRICS
+    from coterie.methods import METHODS
+    from coterie.registry import Registry
+    from coterie.rules import RULES
+
+    all_registries: list[Registry[Any]] = [RULES, METHODS, AGGREGATORS, SETS, METRICS]
+    registries = dict(zip(Kind, all_registries, strict=True))
+    for kind in kinds or list(Kind):
+        typer.echo(f"{kind.value}:")
+        for name in registries[kind]:
+            typer.echo(f"  {name:<20} {registries[kind].entry(name).description}")

@@ -1,0 +1,143 @@
+"""Options whose values are registered names or knobs of registered things, read when a command is called."""
+
+from __future__ import annotations
+
+import ast
+import re
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from typer.core import TyperCommand
+
+from coterie.aggregators import AGGREGATORS, Aggregator
+from coterie.errors import KnobError
+from coterie.evaluation import METRICS
+from coterie.registry import Entry, FromRun, Registry
+from coterie.rules import RULES
+
+CONTAINERS: dict[Any, Any] = {tuple: Sequence, list: Sequence, Sequence: Sequence, Mapping: Mapping, dict: Mapping}
+"""What a knob's type is called, and what is written for it."""
+
+
+REGISTRIES: dict[str, Registry[Any]] = {"{rules}": RULES, "{metrics}": METRICS}
+"""What stands for the names of a registry in the help of an option."""
+
+
+class Command(TyperCommand):
+    """A command whose help lists the names that are registered when it is shown, the user's own among them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        for option in self.params:
+            for mark, registry in REGISTRIES.items():
+                if mark in (getattr(option, "help", None) or ""):
+                    option.help = option.help.replace(mark, ", ".join(registry))  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+
+
+def rule_name(name: str) -> str:
+    """Return the name of a rule; one that is not registered is an error."""
+    return RULES.entry(name).name
+
+
+def metric_name(name: str) -> str:
+    """Return the name of a metric; one that is not registered is an error."""
+    return METRICS.entry(name).name
+
+
+def knobs_of(entry: Entry[Any], pairs: Sequence[str], **options: str | None) -> dict[str, Any]:
+    """Return the knobs that the command line gives, by the types that the thing says they have.
+
+    Args:
+        entry: what the knobs are for; a knob that it does not take is refused when it is built.
+        pairs: NAME=VALUE each, of `--knob`.
+        options: knobs with an option of their own; None where it is left out.
+
+    Example:
+        >>> from coterie.rules import RULES
+        >>> knobs_of(RULES.entry("bc"), ["warm_up=false", "start=zero"], alpha="0.3", beta=None)
+        {'alpha': 0.3, 'warm_up': False, 'start': 'zero'}
+    """
+    texts = {f"--{name}": (name, text) for name, text in options.items() if text is not None}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise KnobError(f"`--knob` must be NAME=VALUE, got {pair!r}")
+        texts[f"--knob {name}"] = name, text
+    return {name: _knob(entry, option, name, text) for option, (name, text) in texts.items()}
+
+
+def _knob(entry: Entry[Any], option: str, name: str, text: str) -> Any:
+    if name not in entry.parameters:
+        raise KnobError(
+            f"`{option}` does not fit {entry.name!r}, which takes {', '.join(entry.parameters) or 'no knobs'}"
+        )
+    try:
+        hint = get_type_hints(entry.thing).get(name, Any)
+    except NameError:  # a type that is known to type checkers alone
+        hint = Any
+    kinds = _members(hint)
+    for kind in kinds:
+        try:
+            return _read(kind, text)
+        except ValueError:
+            continue
+    words = dict.fromkeys(word for kind in kinds for word in _words(kind))
+    raise KnobError(f"`{option}` must be {' or '.join(words) or 'set in Python'}, got {text!r}")
+
+
+def _members(hint: Any) -> list[Any]:
+    """Return the members of a union, text last, since any text is one."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return [hint]
+    return sorted((kind for part in get_args(hint) for kind in _members(part)), key=lambda kind: kind is str)
+
+
+def _read(kind: Any, text: str) -> Any:
+    """Return the value of a kind that a text stands for; ValueError where it stands for none."""
+    origin = get_origin(kind)
+    if kind in (int, float, str):
+        return kind(text)
+    if isinstance(kind, type) and issubclass(kind, Aggregator):
+        return _aggregator(text)
+    if kind is Any or origin in CONTAINERS:
+        value = _plain(text)
+        return value if kind is Any or isinstance(value, CONTAINERS[origin]) else _no(text)
+    words: dict[str, Any] = {"true": True, "false": False} if kind is bool else {}
+    words |= {"none": None} if kind is type(None) else {}
+    words |= {str(value): value for value in get_args(kind)} if origin is Literal else {}
+    return words[text] if text in words else _no(text)
+
+
+def _aggregator(text: str) -> FromRun:
+    """Return what makes an aggregator for a run from `name` or `name(knob=value, …)`."""
+    match = re.fullmatch(r"([\w-]+)(?:\((.*)\))?", text)
+    if match is None:
+        raise ValueError(text)
+    entry = AGGREGATORS.entry(match[1])
+    inner = [pair.strip() for pair in re.split(r",(?![^(]*\))", match[2] or "") if pair.strip()]
+    knobs = knobs_of(entry, inner)
+    return FromRun(lambda run: entry.build(knobs, run))
+
+
+def _plain(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _words(kind: Any) -> list[str]:
+    """Say what a kind of value is written as."""
+    if get_origin(kind) is Literal:
+        return [f'"{value}"' for value in get_args(kind)]
+    known = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    known |= {type(None): "none", Aggregator: f"an aggregator ({', '.join(AGGREGATORS)})"}
+    kinds = {tuple: "a list like (1, 2)", Mapping: 'a mapping like {"a": 1}'}
+    word = known.get(kind) or kinds.get(get_origin(kind))
+    return [word] if word else []
+
+
+def _no(text: str) -> Any:
+    raise ValueError(text)

@@ -1,0 +1,91 @@
+"""The summary's numbers against plain formulas and the bootstrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from coterie.benchmark.methods import names
+from coterie.benchmark.summary import by_user, overall, summary, table
+from coterie.reporting.figures import differences
+
+
+def cell_rows(metric: str = "accuracy") -> list[dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    rows = []
+    for condition in ("honest", "stranger"):
+        for user in ("a", "b", "c"):
+            for seed in (0, 1):
+                for method, risk in (("alone", 0.4), ("wga", 0.2 if condition == "honest" else 0.9)):
+                    errors = (
+                        (rng.random(50) < risk).astype(float) if metric == "accuracy" else rng.random(50) * risk
+                    )
+                    score = 1 - errors.mean() if metric == "accuracy" else -np.sqrt(errors.mean())
+                    rows.append(
+                        {
+                            **{"set": "digits", "model": "linear", "condition": condition, "user": user},
+                            **{"seed": seed, "method": method, "metric": metric, "score": float(score)},
+                            **{"errors": errors.tolist(), "wrong_weight": 0.25, "settings": 12, "seconds": 1.0},
+                        }
+                    )
+    return rows
+
+
+def by(frame: pd.DataFrame, *keys: str) -> dict[Any, dict[Any, Any]]:
+    """Return the rows of a frame by these columns."""
+    return {tuple(row[key] for key in keys): row for row in frame.to_dict("records")}
+
+
+def test_differences_and_errors_are_those_of_plain_formulas() -> None:
+    rows = cell_rows()
+    frame = table(rows)
+    found = by(summary(frame), "condition", "method")
+    for condition in ("honest", "stranger"):
+        differences, harmed = [], 0
+        for user in ("a", "b", "c"):
+            per_seed, variances = [], []
+            for seed in (0, 1):
+                own = [r for r in rows if (r["condition"], r["user"], r["seed"]) == (condition, user, seed)]
+                alone, wga = (np.array(r["errors"]) for r in sorted(own, key=lambda r: str(r["method"])))
+                per_seed.append((alone - wga).mean())
+                variances.append((alone - wga).var(ddof=1) / 50)
+            differences.append(np.mean(per_seed))
+            harmed += np.mean(per_seed) < -2 * np.sqrt(np.sum(variances)) / 2
+        row = found[condition, "wga"]
+        assert row["difference"] == pytest.approx(np.mean(differences))
+        assert row["difference_error"] == pytest.approx(np.std(differences, ddof=1) / np.sqrt(3))
+        assert (row["wins"], row["losses"]) == (sum(d > 0 for d in differences), sum(d < 0 for d in differences))
+        assert row["harmed"] == harmed == (0 if condition == "honest" else 3)
+    assert [found["honest", "alone"][key] for key in ("difference", "ties", "harmed")] == [0, 3, 0]
+
+
+def test_the_error_of_an_rmse_difference_agrees_with_the_bootstrap() -> None:
+    rows = cell_rows("-rmse")[:2]
+    alone, wga = (np.array(row["errors"]) for row in rows)
+    found = by(table(rows), "method")["wga",]
+    assert found["difference"] == pytest.approx(np.sqrt(alone.mean()) - np.sqrt(wga.mean()))
+    draws = np.random.default_rng(0).integers(0, 50, (4000, 50))
+    spread = np.std(np.sqrt(alone[draws].mean(1)) - np.sqrt(wga[draws].mean(1)))
+    assert found["difference_error"] == pytest.approx(spread, rel=0.1)
+
+
+def test_overall_counts_where_a_method_is_better_worse_and_near_the_best() -> None:
+    frame = table(cell_rows())
+    found = by(overall(frame), "method")
+    users = by_user(frame)
+    for condition, best in (("honest", "wga"), ("stranger", "alone")):
+        means = users[users["condition"] == condition].groupby("method")["score"].mean()
+        assert means.idxmax() == best
+    counts = ("places", "better", "worse", "near_best")
+    assert [found["wga",][key] for key in counts] == [2, 1, 1, 1]
+    assert [found["alone",][key] for key in counts] == [2, 0, 0, 1]
+    assert [found["wga",][key] for key in ("wins", "ties", "losses")] == [3, 0, 3]
+
+
+def test_a_figure_holds_as_many_methods_as_there_are() -> None:
+    values = {"digits": dict.fromkeys(names(), (0.1, 0.01))}
+    (axes,) = differences(values, "honest", "accuracy").axes
+    assert axes.get_legend_handles_labels()[1] == names()
