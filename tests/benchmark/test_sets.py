@@ -157,7 +157,7 @@ def test_a_missing_file_is_named_with_where_to_get_it(name: str, tmp_path: Path)
 
 def test_digits_need_no_folder_and_unknown_sets_are_refused() -> None:
     assert SETS["digits"].missing(None) is None
-    with pytest.raises(KnobError, match="unknown set 'letters'; the sets are digits, mnist"):
+    with pytest.raises(KnobError, match="unknown set 'letters'; the sets are digits, heart"):
         load(SETS["letters"])
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.registered import Command, knobs_of, rule_name
+from coterie.cli.registered import Command, knobs_of
 from coterie.errors import CoterieError, KnobError
 from coterie.rules import RULES
 
@@ -40,7 +40,7 @@ def init(
         list[str] | None, typer.Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
     ] = None,
     own_examples: Annotated[int | None, typer.Option(help="Train on at most so many rows of user 0.")] = None,
-    rule: Annotated[str, typer.Option(metavar="NAME", parser=rule_name, help="The rule, one of {rules}.")] = "wga",
+    rule: Annotated[str, typer.Option(metavar="NAME", help="The rule, one of {rules}.")] = "wga",
     alpha: Annotated[str | None, typer.Option(help="The peers' weight, for wga and bc, in [0, 1].")] = None,
     beta: Annotated[str | None, typer.Option(help="How fast bc's bias estimate follows, in [0, 1].")] = None,
     knob: Annotated[

@@ -36,16 +36,6 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-def rule_name(name: str) -> str:
-    """Return the name of a rule; one that is not registered is an error."""
-    return RULES.entry(name).name
-
-
-def metric_name(name: str) -> str:
-    """Return the name of a metric; one that is not registered is an error."""
-    return METRICS.entry(name).name
-
-
 def knobs_of(entry: Entry[Any], pairs: Sequence[str], **options: str | None) -> dict[str, Any]:
     """Return the knobs that the command line gives, by the types that the thing says they have.
 
@@ -81,6 +71,8 @@ def _knob(entry: Entry[Any], option: str, name: str, text: str) -> Any:
     for kind in kinds:
         try:
             return _read(kind, text)
+        except KnobError:
+            raise
         except ValueError:
             continue
     words = dict.fromkeys(word for kind in kinds for word in _words(kind))

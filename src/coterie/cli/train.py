@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.cli.registered import knobs_of, metric_name, rule_name
+from coterie.cli.registered import knobs_of
 from coterie.errors import KnobError
 from coterie.registry import RunFacts
 from coterie.rules import RULES
@@ -49,7 +49,6 @@ def train(
         str,
         typer.Option(
             metavar="NAME",
-            parser=rule_name,
             help="adaptive: weights found from the data; pooled: everybody's rows alike; wga: averaging with "
             "--alpha; bc: bias correction with --alpha and --beta. All rules, described by `coterie list rules`: "
             "{rules}.",
@@ -95,7 +94,6 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            parser=metric_name,
             help="A metric to report beside the usual one; repeat it. All metrics: {metrics}.",
         ),
     ] = None,

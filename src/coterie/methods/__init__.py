@@ -53,6 +53,7 @@ _SIZES = {"own_examples": FromRun(lambda run: run.own_examples), "peers": FromRu
 RULES.register(
     "data-interpolation",
     interpolation_of_sizes,
+    description="Minimise a mixture of the own loss and the mean loss over everybody's examples.",
     defaults=_SIZES | {"mixing": 0.5},
     benchmark_settings=[{"mixing": mixing} for mixing in (0.1, 0.3, 0.6, 0.9)],
 )

@@ -50,6 +50,7 @@ def fit(
         engine: where the peers are; Alone is trained in this process.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, …
     """
+    reported = _metrics(task.preparation, metrics)
     torch.manual_seed(seed)
     made = models.build(model, task.n_inputs, task.n_outputs)
     loss = models.loss_of(task.preparation)
@@ -66,7 +67,7 @@ def fit(
                 out=folder,
                 resume=resume,
                 engine=where,
-                metrics=_metrics(task.preparation, metrics),
+                metrics=reported,
                 **settings,
             )
         )
