@@ -85,8 +85,7 @@ def _save(fitted: Fitted, model: str, out: Path) -> None:
     (out / "model.json").write_text(json.dumps(about), encoding="utf-8")
     task.preparation.save(out)
     curves = {
-        run.record.configuration.rule: [run.record.curve("validation_loss")]
-        for run in (fitted.run, fitted.alone)
+        run.record.configuration.rule: [run.record.curve("validation_loss")] for run in (fitted.run, fitted.alone)
     }
     peers = fitted.run.record.configuration.peers
     page = [
