@@ -1,4 +1,4 @@
-"""Users' data: digits by writer, tables with a user column."""
+"""Data sets as users: digits by writer, and tables with a user column."""
 
 from coterie.data.digits import digits_by_writer
 from coterie.data.preparation import Preparation

@@ -1,4 +1,4 @@
-"""Handwritten digits by writer segment, from the copy that scikit-learn carries."""
+"""Handwritten digits by writer segment, from scikit-learn's copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def digits_by_writer(me: int = 0, own_examples: int = 30, seed: int = 0) -> Task
     """Return the 1,797 digits of scikit-learn as 14 users, one a writer segment.
 
     User 0 learns from `own_examples`; of the rest of its segment one half is for validation, the other for
-    test, all three with the classes in equal shares and no example in two. Peers use their whole segment.
+    test; all three are stratified by class and disjoint. Peers use their whole segment.
 
     Args:
         me: the segment that is user 0, from 0 to 13.

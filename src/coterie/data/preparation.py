@@ -1,4 +1,4 @@
-"""From rows of a table to tensors and back, with statistics from user 0's training rows alone."""
+"""From rows of a table to tensors and back, with statistics of user 0's training rows only."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Kind: TypeAlias = Literal["classification", "regression"]
-FAR = 10.0
-"""Prepared numbers are kept within this many of user 0's standard deviations, since a peer's may be far off."""
+MAX_DEVIATIONS = 10.0
+"""Prepared numbers are clamped to this many of user 0's standard deviations: a peer's may lie far outside."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """How rows become inputs, and outputs predictions.
+    """Turn rows into inputs and targets, and outputs into predictions.
 
     Args:
-        numeric: the columns of numbers: missing ones become the median, with a column that says so; all are
-            then centred and scaled.
-        categorical: the columns of categories, one-hot; missing is a category, unknown ones are all zeros.
+        numeric: the columns of numbers: missing ones become the median, with an indicator column; all are then
+            centred and scaled.
+        categorical: the columns of categories, one-hot; "missing" is a category, unknown ones are all zeros.
         transformer: scikit-learn's fitted `ColumnTransformer` over both.
         kind: "classification" or "regression".
-        classes: what the outputs stand for, in classification.
+        classes: the class of each output, in classification.
         centre: the mean of the target, in regression.
         scale: the spread of the target, in regression.
     """
@@ -55,14 +55,14 @@ class Preparation:
         kind: Kind,
         categorical: Sequence[str] = (),
     ) -> Preparation:
-        """Learn the statistics.
+        """Fit the statistics.
 
         Args:
             rows: the features of user 0's training rows.
             targets: their targets.
-            all_targets: everybody's targets, for the list of classes.
+            all_targets: the targets of all users, for the list of classes.
             kind: "classification" or "regression".
-            categorical: columns of numbers to take as categories.
+            categorical: columns of numbers to treat as categories.
         """
         from pandas.api import types
 
@@ -101,7 +101,9 @@ class Preparation:
         if missing:
             raise DataError(f"the table has no column {missing[0]!r}, which the model was trained with")
         tidy = _tidy(rows, self.numeric, self.categorical)
-        return torch.tensor(self.transformer.transform(tidy), dtype=torch.float32).clamp_(-FAR, FAR)
+        return torch.tensor(self.transformer.transform(tidy), dtype=torch.float32).clamp_(
+            -MAX_DEVIATIONS, MAX_DEVIATIONS
+        )
 
     def targets(self, values: pd.Series[Any]) -> Tensor:
         """Return targets as class numbers, or as numbers of shape (rows, 1) in user 0's units."""
@@ -180,7 +182,7 @@ def _transformer(numeric: Sequence[str], categorical: Sequence[str]) -> Any:
 
 
 def _tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]) -> pd.DataFrame:
-    """Return the columns as floats with NaN and as text with "(missing)", whatever they were."""
+    """Return the columns as floats with NaN, or as text with "(missing)"."""
     import pandas as pd
 
     tidy: dict[str, Any] = {}

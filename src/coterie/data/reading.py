@@ -1,4 +1,4 @@
-"""Reading tables: whole, or one user's rows alone."""
+"""Read tables: all rows, or only those of one user."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from coterie.errors import DataError
 if TYPE_CHECKING:
     import pandas as pd
 
-PIECE = 100_000
-"""How many rows of a file are in memory at a time where only one user's are kept."""
+CHUNK_ROWS = 100_000
+"""The number of rows of a file in memory at a time, where only one user's are kept."""
 
 
 def read_table(data: pd.DataFrame | Path | str) -> pd.DataFrame:
@@ -49,7 +49,7 @@ def users_in(path: Path | str, user_column: str) -> list[str]:
 
 
 def read_rows(path: Path | str, user_column: str | None, user: str) -> pd.DataFrame:
-    """Read one user's rows of a table and keep no others; all rows where no column says whose they are."""
+    """Read only one user's rows of a table; all rows where `user_column` is None."""
     import pandas as pd
 
     if user_column is None:
@@ -77,8 +77,8 @@ def _whose(piece: pd.DataFrame, user_column: str) -> pd.Series[str]:
     return piece[user_column].astype(str)
 
 
-def _pieces(path: Path, rows: int | None = PIECE) -> Iterator[pd.DataFrame]:
-    """Read a file some rows at a time; all at once where `rows` is None, and Parquet."""
+def _pieces(path: Path, rows: int | None = CHUNK_ROWS) -> Iterator[pd.DataFrame]:
+    """Read a file some rows at a time; Parquet, and every file where `rows` is None, at once."""
     import pandas as pd
 
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Users from a table with a user column: read, split for user 0, prepared with what user 0 may see."""
+"""Users from a table with a user column: user 0's rows are split, and all rows prepared by its statistics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-MOST_CLASSES = 20
-"""A target of whole numbers with more different values than this is taken for regression."""
+MAX_CLASSES = 20
+"""A target of whole numbers with more distinct values than this means regression."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,20 @@ def from_table(
 ) -> TableTask:
     """Return user 0 and its peers from a table with one row an example.
 
-    User 0's rows are split into training, validation and test. Medians, means, spreads and categories are
-    those of user 0's training rows alone, since a user may see no others; a column that has no value there
-    is left out. Only the list of classes is taken from the whole table.
+    User 0's rows are split into training, validation and test. Medians, means, spreads and categories are those of
+    user 0's training rows only, since a user may see no others; a column without a value there is dropped. Only the
+    list of classes comes from the whole table.
 
     Args:
         data: a DataFrame, or the path of a CSV or Parquet file.
-        user_column: the column that says whose row it is.
+        user_column: the column with the name of each row's user.
         target: the column to predict.
         me: which user is user 0.
         features: the columns to predict from; all others when None.
-        categorical: columns of numbers to take as categories; text always is.
-        kind: "classification" or "regression"; "auto" tells by the target: text, truth values and up to 20
-            different whole numbers are classes.
-        leave_out: users to take no notice of.
+        categorical: columns of numbers to treat as categories; text always is one.
+        kind: "classification" or "regression"; "auto" decides by the target: text, booleans and up to 20 distinct
+            whole numbers are classes.
+        leave_out: users to ignore.
         own_examples: how many rows user 0 trains on, at most; all that are not held out when None.
         validation: the share of user 0's rows held out to choose the best model.
         test: the share held out to report on.
@@ -142,7 +142,7 @@ def _kind_of(target: pd.Series[Any]) -> Kind:
     if types.is_bool_dtype(target) or not types.is_numeric_dtype(target):
         return "classification"
     values = np.unique(target.to_numpy(dtype=float))
-    return "classification" if len(values) <= MOST_CLASSES and np.all(values == values.round()) else "regression"
+    return "classification" if len(values) <= MAX_CLASSES and np.all(values == values.round()) else "regression"
 
 
 def _split(
@@ -154,7 +154,7 @@ def _split(
     own_examples: int | None,
     seed: int,
 ) -> list[pd.DataFrame]:
-    """Return user 0's training, validation and test rows, with the classes in equal shares where they allow it."""
+    """Return user 0's training, validation and test rows, stratified by class where possible."""
     from sklearn.model_selection import train_test_split
 
     for name, share in zip(("validation", "test"), shares, strict=True):

@@ -1,4 +1,4 @@
-"""What user 0 receives in one step, as flat vectors, and the weights that combine them."""
+"""Gradients as flat vectors: what user 0 receives in one step, and the weights that combine them."""
 
 from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters

@@ -1,4 +1,4 @@
-"""What user 0 receives in one step: its own gradient and its peers', checked."""
+"""What user 0 receives in one step: its own gradient and its peers', checked and combined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Gradients:
 
     Args:
         own: g_0, user 0's own gradient, of shape (d,).
-        peers: Σ τ_k g_k, the peers' weighted sum, of shape (d,). What did not answer is g_0 in it.
+        peers: Σ τ_k g_k, the peers' weighted sum, of shape (d,), with g_0 for peers that did not answer.
         rows: the gradients of the peers that answered, of shape (n, d), for rules that need each.
         names: the peers of `rows`, in order.
         answered: the share of the peers' weight that answered; 1 when everyone did.
@@ -44,16 +44,16 @@ class Gradients:
     def average(
         self, tau: Mapping[str, float] | None = None, aggregator: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, float]:
-        """Return the peers' weighted sum, or aggregator, and the share of the weight that answered.
+        """Return the peers' weighted sum, or aggregate, and the share of the weight that answered.
 
         The weight of a peer that did not answer goes back to g_0.
 
         Args:
             tau: the weight of each peer, used with `rows`; equal weights when None.
-            aggregator: takes the place of the weighted sum; see `coterie.aggregators`.
+            aggregator: combines the rows in place of the weighted sum; see `coterie.aggregators`.
         """
         if aggregator is not None:
-            return self._pooled(aggregator)
+            return self._aggregate(aggregator)
         if self.peers is not None:
             return self.peers, self.answered
         if self.rows is None:
@@ -64,7 +64,7 @@ class Gradients:
             weights = [float(tau.get(name, 0.0)) for name in self._row_names()]
         return weighted_sum(self.own, self.rows, weights)
 
-    def _pooled(self, aggregator: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+    def _aggregate(self, aggregator: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
         if self.rows is None:
             raise KnobError("an aggregator needs every peer's gradient: `Gradients(rows=…)`")
         if not len(self.rows):
@@ -81,7 +81,7 @@ class Gradients:
 
 
 def weighted_sum(own: Tensor, rows: Tensor, weights: Sequence[float]) -> tuple[Tensor, float]:
-    """Return Σ τ_k g_k, with g_0 in the place of the weight that is missing to 1, and the weight present.
+    """Return Σ τ_k g_k plus g_0 times the weight that is missing to 1, and the weight present.
 
     Example:
         >>> weighted_sum(torch.tensor([8.0]), torch.tensor([[4.0]]), [0.5])
@@ -91,18 +91,18 @@ def weighted_sum(own: Tensor, rows: Tensor, weights: Sequence[float]) -> tuple[T
 
 
 def add_up(
-    own: Tensor, found: Iterable[tuple[str, Tensor]], weights: Mapping[str, float]
+    own: Tensor, arriving: Iterable[tuple[str, Tensor]], weights: Mapping[str, float]
 ) -> tuple[Tensor, float, dict[str, str]]:
-    """Return Σ τ_k g_k added up in the order of arrival, the weight present, and who was left out and why.
+    """Return Σ τ_k g_k added up in the order of arrival, the weight present, and the peers left out with reasons.
 
-    One gradient is held at a time; the same order gives the same bits, wherever the gradients come from.
+    One gradient is held at a time. The same order gives the same bits on every engine.
 
     Example:
         >>> add_up(torch.zeros(1), [("a", torch.tensor([4.0])), ("b", torch.tensor([8.0]))], {"a": 0.25, "b": 0.75})
         (tensor([7.]), 1.0, {})
     """
     total, answered, left_out = torch.zeros_like(own), 0.0, {}
-    for name, gradient in found:
+    for name, gradient in arriving:
         if is_finite(gradient):
             total.add_(gradient, alpha=weights[name])
             answered += weights[name]
@@ -136,13 +136,13 @@ def present(weights: Iterable[float]) -> float:
 
 
 def by_name(values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwise: Tensor | float = 0.0) -> Tensor:
-    """Return the values of the names wanted, one a row, without the host or the device waiting for the other.
+    """Return the values of the names wanted, one a row, without synchronising host and device.
 
     Args:
         values: one a row, of the users in `names`.
-        names: whose they are.
-        wanted: whose are wanted, in which order.
-        otherwise: what stands for a name that has none: a number, or a value for each name wanted.
+        names: the users of `values`, in order.
+        wanted: the users to return, in order.
+        otherwise: the value of a user who has none: a number, or a value for each name wanted.
 
     Example:
         >>> by_name(torch.tensor([1.0, 2.0]), ("a", "b"), ("b", "c", "a"))
@@ -153,8 +153,8 @@ def by_name(values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwi
     if not isinstance(otherwise, Tensor):
         otherwise = values.new_full((len(wanted), *values.shape[1:]), otherwise)
     place = {name: i for i, name in enumerate(names)}
-    found = [values[place[name]] if name in place else otherwise[i] for i, name in enumerate(wanted)]
-    return torch.stack(found) if found else otherwise
+    picked = [values[place[name]] if name in place else otherwise[i] for i, name in enumerate(wanted)]
+    return torch.stack(picked) if picked else otherwise
 
 
 def is_finite(vector: Tensor) -> bool:
@@ -164,12 +164,12 @@ def is_finite(vector: Tensor) -> bool:
         >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([1.0, float("nan")]))
         (True, False)
     """
-    # A finite sum has finite terms; only where it is not, which overflow may cause too, look at each.
+    # A finite sum has finite terms. Overflow too can make the sum infinite; only then is each term checked.
     return FiniteLater(vector).read()
 
 
 class FiniteLater:
-    """Whether a vector is finite, asked for now and read later, so that a GPU need not be waited for.
+    """Whether a vector is finite: the check starts now and is read later, so that the host need not wait for a GPU.
 
     Example:
         >>> answer = FiniteLater(torch.tensor([1.0, float("nan")]))
@@ -193,7 +193,7 @@ class FiniteLater:
 
 
 def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
-    """Keep the rows that are finite: the rows, their names, and who was left out and why.
+    """Return the finite rows, their names, and the peers left out with reasons.
 
     Example:
         >>> keep_finite(torch.tensor([[1.0], [float("inf")]]), ("a", "b"))
@@ -208,11 +208,11 @@ def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, 
 
 
 def receive(own: Tensor, answers: Mapping[str, Tensor | None]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
-    """Keep the answers that can be used: the rows, their names, and who was left out and why.
+    """Return the usable answers as rows, their names, and the peers left out with reasons.
 
     Args:
         own: g_0, whose shape every answer must have.
-        answers: for each peer asked, its gradient, or None where nothing came.
+        answers: for each peer asked, its gradient, or None where it did not answer.
 
     Example:
         >>> answers = {"a": torch.ones(2), "b": torch.ones(3), "c": None}

@@ -1,4 +1,4 @@
-"""A model's trainable parameters as one flat vector, which is what rules and engines speak of."""
+"""A model's trainable parameters as one flat vector, the form that rules and engines use."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Parameters:
             raise ModelError("the model has no trainable parameter; set `requires_grad` on those to train")
         kinds = {(p.dtype, p.device) for p in self.named.values()}
         if len(kinds) > 1:
-            found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            raise ModelError(f"trainable parameters must share one dtype and device, got {found}; use `model.to`")
+            mixture = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+            raise ModelError(f"trainable parameters must share one dtype and device, got {mixture}; use `model.to`")
         ((self.dtype, self.device),) = kinds
         self.shapes = [p.shape for p in self.named.values()]
         self.lengths = [p.numel() for p in self.named.values()]
@@ -50,9 +50,9 @@ class Parameters:
         return {name: piece.reshape(x.shape[:-1] + shape) for name, piece, shape in pieces}
 
     def share(self, x: Tensor | None = None) -> Tensor:
-        """Let the model's parameters be views of one flat vector, and return it.
+        """Make the model's parameters views of one flat vector, and return it.
 
-        What an optimizer then does to the parameters in place, it does to the vector, and the other way round.
+        A change of the parameters in place, such as an optimizer's, is then a change of the vector, and conversely.
 
         Args:
             x: the vector; a new one of the parameters as they are when None.
@@ -75,6 +75,6 @@ class Parameters:
         return x.numel() == self.size and (first.data_ptr(), last.data_ptr()) == (x.data_ptr(), end)
 
     def set_gradient(self, direction: Tensor) -> None:
-        """Hand a flat direction to the optimizer: the parameters' `.grad` are views of it, which it may change."""
+        """Make the parameters' `.grad` views of a flat direction, which the optimizer may change."""
         for p, view in zip(self.named.values(), self.unflatten(direction).values(), strict=True):
             p.grad = view

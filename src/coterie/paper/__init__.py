@@ -1,4 +1,4 @@
-"""The paper reproduced: every figure with its settings, exact values and sampled runs."""
+"""Reproduction of the paper: every figure with its settings, exact values and sampled runs."""
 
 from coterie.paper.series import Series, Setting
 from coterie.paper.studies import STUDIES, Study

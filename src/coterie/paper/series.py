@@ -1,4 +1,4 @@
-"""One line of a figure: its setting, and what comes of it, exactly and in sampled runs."""
+"""One line of a figure: its setting, its exact values and its sampled runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Series:
         legend: its name in the figure.
         x: where it is recorded, mostly steps.
         exact: the exact values there.
-        stationary: where it would settle after infinitely many steps; None where that has no meaning.
+        stationary: the level after infinitely many steps; None where that has no meaning.
         mean: the mean of the sampled runs; None where nothing is sampled.
         error: the standard error of that mean.
         knobs: the knobs, in words.

@@ -56,7 +56,7 @@ def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_flo
     """Return every method with steps and, for BC, a β that decrease as 1/t, on a problem with a_0 = 1, σ_0 = 10.
 
     The best θ and φ of η_t = θ/(t + 1), β_t = φ/(t + 1) do not depend on the horizon; BC's are therefore
-    found at a hundredth of it, where each costs a hundredth.
+    searched at a hundredth of it, at a hundredth of the cost.
     """
     share = n_peers / (n_peers + 1)
     constants = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=n_peers, bias_floor=bias_floor)
@@ -98,32 +98,18 @@ def drifting_optimum(steps: int) -> list[Setting]:
         rule, knobs = WeightedAveraging(alpha), f"η = {lr:.2g}, α = {alpha:.2g}"
         return Setting("wga_100", "WGA, N = 100", problem(100), rule, lr, knobs=knobs)
 
-    def bc(n_peers: int) -> Callable[[float], Setting]:
-        share = n_peers / (n_peers + 1)
-        return lambda lr: Setting(
-            f"bc_{n_peers}",
-            f"BC, N = {n_peers}",
-            problem(n_peers),
-            BiasCorrection(share, 1 / steps),
-            lr,
-            knobs=f"η = {lr:.2g}, α = {share:.2g}, β = {1 / steps:.2g}",
-        )
+    def corrected(n_peers: int, *, oracle: bool) -> Callable[[float], Setting]:
+        label, legend = (f"{'oracle' if oracle else 'bc'}_{n_peers}", f"BC{', oracle' * oracle}, N = {n_peers}")
+        share, one = n_peers / (n_peers + 1), problem(n_peers)
+        rule = one.oracle(share) if oracle else BiasCorrection(share, 1 / steps)
+        beta = "" if oracle else f", β = {1 / steps:.2g}"
+        return lambda lr: Setting(label, legend, one, rule, lr, knobs=f"η = {lr:.2g}, α = {share:.2g}{beta}")
 
-    def oracle(n_peers: int) -> Callable[[float], Setting]:
-        share = n_peers / (n_peers + 1)
-        return lambda lr: Setting(
-            f"oracle_{n_peers}",
-            f"BC, oracle, N = {n_peers}",
-            problem(n_peers),
-            problem(n_peers).oracle(share),
-            lr,
-            knobs=f"η = {lr:.2g}, α = {share:.2g}",
-        )
-
+    choices = [(n_peers, oracle) for n_peers in (10, 100) for oracle in (False, True)]
     return [
         best(alone, [1e-3], steps),
         best(wga, [1e-3, 1e-3], steps),
-        *(best(method(n_peers), [3e-3], steps) for n_peers in (10, 100) for method in (bc, oracle)),
+        *(best(corrected(n_peers, oracle=oracle), [3e-3], steps) for n_peers, oracle in choices),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Figures, numbers and a page, written as they come."""
+"""Write the figures, the numbers and a page, each as soon as it is ready."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reproduce(names: Sequence[str], out: Path, *, seed: int = 0) -> Iterator[str
         series = study.series(random_key(seed, name))
         figure = study.draw(series)
         figure.savefig(out / f"{name}.png")
-        figure.set_layout_engine("none")  # the layout is found; the next two formats keep it
+        figure.set_layout_engine("none")  # the next two formats keep the layout of the first
         figure.savefig(out / f"{name}.pdf", metadata={"CreationDate": None})
         results[name] = {
             "series": {one.label: one.results() for one in series},

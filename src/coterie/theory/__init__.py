@@ -1,4 +1,4 @@
-"""What the theory says: constants, bounds, the best knobs and the speedup over training alone.
+"""The theory: constants, bounds, the best knobs and the speedup over training alone.
 
 Everything is a formula, vectorised over arrays. `docs/theory.md` leads from the paper's symbols to the names
 here; `docs/errata.md` lists what is printed in the paper and does not hold.

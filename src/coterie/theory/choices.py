@@ -137,7 +137,7 @@ def best_tau(
         min over the simplex of  Σ κτ_k²σ_k² + τ_kζ_k²,   κ = L/(μT(1 − α²m))
 
     Args:
-        problem: L, μ and m; its peers are not looked at.
+        problem: L, μ and m; its peers are not used.
         alpha: α in [0, 1], below 1/√m.
         steps: T.
         peer_noise: σ_k of each peer.

@@ -62,7 +62,7 @@ class Transition:
 
 @dataclass(frozen=True, eq=False)
 class Powers:
-    """The powers of one transition; those found are kept, and its repeated squares.
+    """The powers of one transition; every power that has been computed is kept.
 
     Example:
         >>> walk = Transition(np.eye(1), np.ones(1), np.ones((1, 1)))

@@ -1,4 +1,4 @@
-"""Peers that differ from one another: whom to take, and the knobs that follow."""
+"""Peers that differ from one another: which to use, and the knobs that follow."""
 
 from __future__ import annotations
 
@@ -100,18 +100,18 @@ def best_averaging(peers: Peers, steps: float, tau: ArrayLike | None = None) -> 
 
         W = 2Lσ²(α)/(μT(1 − α²m)²) + α²ζ²/(1 − α²m),
 
-    which is iterated from α = 0; the best pair met is returned.
+    which is iterated from α = 0; the best pair of all iterations is returned.
 
     Args:
         peers: the constants, with `pl`.
         steps: T.
-        tau: τ, where it is given and α alone is to be found.
+        tau: τ; when given, only α is chosen.
 
     Example:
         >>> bias = {"bias_floor": [0, 0, 3], "bias_growth": [0, 90, 0]}
         >>> peers = Peers(smoothness=1, pl=1, initial_gap=1, noise=1, peer_noise=[1, 1, 1], **bias)
-        >>> found = best_averaging(peers, steps=1000)
-        >>> print(f"{found.alpha:.2f}", found.tau.round(2).tolist())
+        >>> best = best_averaging(peers, steps=1000)
+        >>> print(f"{best.alpha:.2f}", best.tau.round(2).tolist())
         0.50 [1.0, 0.0, 0.0]
 
     Reference: Appendix C.2, “Choice of the weights”, with m_k for each peer.
@@ -119,18 +119,18 @@ def best_averaging(peers: Peers, steps: float, tau: ArrayLike | None = None) -> 
     steps = float(check_steps(steps))
     price = peers.smoothness / (peers.pl * steps)
     growth, floor = np.asarray(peers.bias_growth), np.asarray(peers.bias_floor)
-    met: list[Averaging] = []
+    tried: list[Averaging] = []
     left, worth = 1.0, 2 * price * peers.noise**2
     for _ in range(50 if tau is None and growth.any() else 1):
         bias = np.sqrt(floor**2 + growth * worth)
-        found = water_filling(peers.peer_noise, bias, price / left) if tau is None else np.asarray(tau, float)
-        problem = peers.constants(found)
+        weights = water_filling(peers.peer_noise, bias, price / left) if tau is None else np.asarray(tau, float)
+        problem = peers.constants(weights)
         alpha = float(best_alpha(problem, steps))
-        met.append(Averaging(alpha, found, float(averaging_cost(problem, alpha, steps))))
+        tried.append(Averaging(alpha, weights, float(averaging_cost(problem, alpha, steps))))
         left = max(1 - alpha**2 * float(problem.bias_growth), 1e-9)
         following = 2 * price * problem.variance(alpha) / left**2 + alpha**2 * problem.bias_floor**2 / left
-        worth = (worth + float(following)) / 2  # halfway, lest it swing
-    return min(met, key=lambda one: one.cost)
+        worth = (worth + float(following)) / 2  # halfway, so that the iteration does not oscillate
+    return min(tried, key=lambda one: one.cost)
 
 
 class CorrectedPeers(NamedTuple):
@@ -151,16 +151,17 @@ def best_corrected_peers(
 ) -> CorrectedPeers:
     """Return the peers for bias correction: those of smallest δ_k, as many as give the least bound.
 
-    More peers mean less noise, and a bias that drifts faster the more their Hessians differ from user 0's. So the
-    peers are taken in the order of δ_k, with equal weights, and the bound says where to stop. All are compared at
-    one α, the largest of least noise; otherwise the bound would prefer few peers for the small α they allow.
+    More peers mean less noise, but their bias drifts faster the more their Hessians differ from user 0's. So peers
+    are added in the order of δ_k, with equal weights, and the number with the least bound is chosen. All numbers
+    are compared at one α, the largest of the least-noise ones; otherwise the bound would prefer few peers for the
+    small α they allow.
 
     Args:
         peers: the constants.
         steps: T.
-        alpha: α, where it is given; the one of least noise when None.
-        lr: η, where it is given; the best when None. One too large for the bound counts as the largest it allows.
-        tau: τ, where it is given and no peers are to be chosen.
+        alpha: α; the one of least noise when None.
+        lr: η; the best when None. One that is too large for the bound is lowered to the largest it allows.
+        tau: τ; when given, no peers are chosen.
         initial_error: E_0; s when None.
 
     Example:
@@ -170,7 +171,7 @@ def best_corrected_peers(
         >>> best_corrected_peers(peers, steps=10_000).tau.tolist()
         [0.5, 0.0, 0.5]
 
-    Reference: Theorem 3, corrected; the paper asks for a mechanism that finds peers of small δ and has none.
+    Reference: Theorem 3, corrected; the paper asks for a mechanism that selects peers of small δ and gives none.
     """
     n = len(np.asarray(peers.peer_noise))
     ranks = np.argsort(np.argsort(np.asarray(peers.hessian_gap), kind="stable"))

@@ -108,7 +108,7 @@ class QuadraticEngine:
         return {}
 
     def close(self) -> None:
-        """Do nothing: everybody is here."""
+        """Do nothing: all users are in this process."""
 
     def optimum(self, step: int) -> FloatArray:
         """Return where user 0's optimum stands at a step."""

@@ -1,4 +1,4 @@
-"""Who takes part: a user has a name, examples, and batches that are a function of (seed, user, step)."""
+"""Users: a name, examples, and batches that are a function of (seed, user, step)."""
 
 from coterie.users.user import Loss, User
 

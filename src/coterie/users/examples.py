@@ -1,4 +1,4 @@
-"""Examples: held in memory, read from a data set, or drawn afresh from a stream."""
+"""Examples: held in memory, read from a data set, or drawn from a stream."""
 
 from __future__ import annotations
 
@@ -67,33 +67,33 @@ class FromDataset:
         return inputs, targets
 
     def to(self, device: torch.device) -> FromDataset:
-        """Return the same examples, to be read onto another device."""
+        """Return the same examples, with batches on another device."""
         return FromDataset(self.dataset, device)
 
 
 Draw: TypeAlias = Callable[[int, int, int], tuple[Array, Array]]
-"""Fresh inputs and targets from (size, seed, step); the same for the same three numbers."""
+"""A function from (size, seed, step) to inputs and targets, the same for the same three numbers."""
 
-ENDLESS = sys.maxsize
-"""How many examples a stream counts as having: no batch takes all of them."""
+STREAM_LENGTH = sys.maxsize
+"""The length of a stream: larger than any batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class FromStream:
-    """Examples drawn afresh for every batch, none of them twice."""
+    """Examples that are drawn for one batch and not kept."""
 
     draw: Draw
     device: torch.device
 
     def __len__(self) -> int:
-        return ENDLESS
+        return STREAM_LENGTH
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Say that a stream cannot be taken from by index."""
+        """Refuse: a stream has no indices."""
         raise DataError("a stream has no examples to take by index; hold some out as a set of their own")
 
     def fresh(self, size: int, seed: int, step: int, whose: str) -> tuple[Tensor, Tensor]:
-        """Return a batch of fresh examples."""
+        """Return a batch of new examples."""
         inputs, targets = self.draw(size, seed, step)
         return (
             _as_tensor(inputs, "inputs", whose).to(self.device),
@@ -101,7 +101,7 @@ class FromStream:
         )
 
     def to(self, device: torch.device) -> FromStream:
-        """Return the same stream, to be drawn onto another device."""
+        """Return the same stream, with batches on another device."""
         return FromStream(self.draw, device)
 
 

@@ -1,4 +1,4 @@
-"""What is random, as a function of (seed, user, step): nothing is carried from one step to the next."""
+"""Random draws as a function of (seed, user, step): no generator state is carried from step to step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_key(seed: int, name: str) -> int:
 
 
 def uniform(seed: int, name: str, step: int) -> float:
-    """Return a number in [0, 1) for one purpose at one step: a coin that everybody tosses alike.
+    """Return a number in [0, 1) for one purpose at one step; all users draw the same one.
 
     Example:
         >>> uniform(0, "coin", 3) == uniform(0, "coin", 3) != uniform(0, "coin", 4)
@@ -37,14 +37,13 @@ def uniform(seed: int, name: str, step: int) -> float:
 def draw(streams: Sequence[int], sizes: Sequence[int], batch: int, steps: Sequence[int]) -> Tensor:
     """Draw the indices of one batch for each step and user at once, of shape (steps, users, batch).
 
-    A counter-based generator (SplitMix64 of stream, step and position), so that nothing is carried from one
-    step to the next.
+    The generator is counter-based (SplitMix64 of stream, step and position), so it has no state.
 
     Args:
         streams: each user's key, from `random_key`.
         sizes: each user's number of examples, at least `batch`.
-        batch: how many to draw.
-        steps: the steps they are for.
+        batch: the number of examples in a batch.
+        steps: the steps to draw for.
 
     Example:
         >>> draw([random_key(0, "a")], [5], 5, steps=[3])
@@ -71,7 +70,7 @@ def _mix(z: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np
 
 @contextlib.contextmanager
 def seeded(seed: int, name: str, step: int, device: torch.device | None = None) -> Iterator[None]:
-    """Let torch's, NumPy's and Python's generators draw from (seed, user, step) inside, and restore them after."""
+    """Seed the generators of torch, NumPy and Python by (seed, user, step) inside, and restore them afterwards."""
     key = random_key(seed, f"{name}/{step}")
     on_gpu = device is not None and device.type == "cuda"
     before, numpy_before = random.getstate(), np.random.get_state()  # transforms use it

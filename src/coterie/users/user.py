@@ -23,7 +23,7 @@ class User:
     """One user: a name and its examples; for user 0 also those held out for validation and test.
 
     Args:
-        name: how weights, records and tables call this user; part of what its batches are drawn from.
+        name: the name in weights, records and tables; batches are drawn from it, the seed and the step.
         inputs: the training inputs, one example a row: a tensor, an array or nested lists.
         targets: the training targets, as many as inputs.
         validation: (inputs, targets) held out to choose the best model, or a `Dataset`.
@@ -87,14 +87,14 @@ class User:
         validation: tuple[Array, Array] | Dataset[Any] | None = None,
         test: tuple[Array, Array] | Dataset[Any] | None = None,
     ) -> User:
-        """Return a user who draws fresh examples for every batch.
+        """Return a user who draws new examples for every batch.
 
         Args:
-            name: as ever.
-            draw: a function of (size, seed, step) that returns inputs and targets, and the same ones whenever it is
-                called with the same numbers; `seed` is already the user's own.
-            validation: as ever.
-            test: as ever.
+            name: as in `User`.
+            draw: a function of (size, seed, step) that returns inputs and targets, always the same ones for the
+                same three numbers; `seed` is already the user's own.
+            validation: as in `User`.
+            test: as in `User`.
 
         Example:
             >>> import numpy as np
@@ -111,7 +111,7 @@ class User:
 
     @property
     def is_stream(self) -> bool:
-        """Whether examples are drawn afresh for every batch."""
+        """Whether new examples are drawn for every batch."""
         return isinstance(self.examples, FromStream)
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class User:
         return f"User({self.name!r}, {'a stream' if self.is_stream else f'{len(self)} examples'})"
 
     def batch(self, size: int, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Return a batch that depends on (seed, user, step) alone; all examples when `size` exceeds them.
+        """Return a batch that depends only on (seed, user, step); all examples when `size` exceeds their number.
 
         One example is drawn from each of `size` equal slices of the examples: every example has the same
         chance, batches of different steps are independent, and none is drawn twice when `size` divides them.
@@ -145,7 +145,7 @@ class User:
         return user
 
     def fingerprint(self) -> str:
-        """Return a digest of the training examples, by which a resumed run knows its data again.
+        """Return a digest of the training examples, by which a resumed run recognises its data.
 
         Examples that are read from a `Dataset` are only counted.
 
