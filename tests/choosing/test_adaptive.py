@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import coterie
 from coterie import AdaptiveAveraging, User
 from coterie.choosing.adaptive import PLANS, plan_for
-from coterie.choosing.cross_fitting import blind, cross_validate, split, whom
+from coterie.choosing.cross_fitting import cross_validate, fit_weights, split, training_masks
 from coterie.engines import Capabilities
 from coterie.errors import KnobError
 from coterie.gradients.parameters import Parameters
@@ -185,7 +185,7 @@ def test_folds_are_even_in_size_and_in_targets() -> None:
     numbers = User("me", torch.zeros(20, 1), torch.linspace(0, 1, 20)[:, None])
     means = [numbers.examples.take((split(numbers, 4, 0) == q).nonzero().flatten())[1].mean() for q in range(4)]
     assert max(means) - min(means) < 0.2
-    assert blind(fold).sum(1).tolist() == [22, 22, 22]
+    assert training_masks(fold).sum(1).tolist() == [22, 22, 22]
 
 
 def test_whom_returns_equal_weights_when_nobody_counts() -> None:
@@ -195,7 +195,7 @@ def test_whom_returns_equal_weights_when_nobody_counts() -> None:
     model = nn.Linear(D, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     posed = Problem(model, mse_loss, me, tuple(strangers), optimizer, steps=40, batch_size=100)
-    found = whom(posed, split(me, 5, 0))
+    found = fit_weights(posed, split(me, 5, 0))
     assert found.kappa[-1, 0] > 0.95
     assert found.tau.sum() == pytest.approx(1)
 

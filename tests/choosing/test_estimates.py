@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie import theory
-from coterie.choosing.gradient_squares import SKETCH, look, squares
+from coterie.choosing.gradient_squares import SKETCH, sample_gradients, squares
 from coterie.choosing.measuring import Sampling, before_training, measure
 from coterie.engines import Capabilities
 from coterie.errors import DataError, KnobError
@@ -88,7 +88,7 @@ def test_squares_are_unbiased() -> None:
     )
     found = []
     for seed in range(300):
-        seen = look(problem.engine(seed), torch.full((D,), 3.0, dtype=torch.float64), 4, 0.25)
+        seen = sample_gradients(problem.engine(seed), torch.full((D,), 3.0, dtype=torch.float64), 4, 0.25)
         found.append(float(squares(seen, np.ones(2), np.full(2, np.inf))["bias"][0]))
     error = np.std(found) / math.sqrt(len(found))
     assert abs(np.mean(found) - 0.25 * D) < 3.5 * error

@@ -1,4 +1,4 @@
-"""Adaptive averaging: whom to listen to, and how much, found from user 0's own examples.
+"""Adaptive averaging: whom to listen to, and how much, chosen from user 0's own examples.
 
 The weights that suit a user depend on constants nobody knows, and gradients at a point that was fitted to the own
 examples say too little about them. So user 0's examples are split into folds, and models are trained that are
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from coterie.choosing.chooser import Choice
-from coterie.choosing.cross_fitting import Array, cross_validate, split, whom
+from coterie.choosing.cross_fitting import Array, cross_validate, fit_weights, split
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.engine import InProcess
@@ -37,7 +37,7 @@ class Plan:
     Args:
         folds: into how many parts user 0's examples are split.
         alphas: the candidates for α beside 0.
-        equal: whether equal weights are candidates beside the weights found.
+        equal: whether equal weights are candidates beside the fitted weights.
     """
 
     folds: int
@@ -67,7 +67,7 @@ PLANS = (
 
 @dataclass(frozen=True)
 class AdaptiveAveraging:
-    """Average with weights found from the data: no knob has to be set.
+    """Average with weights chosen from the data: no knob has to be set.
 
     Before the first step, `coterie.train` lets this rule choose α and τ, and then trains once by
 
@@ -79,7 +79,7 @@ class AdaptiveAveraging:
         H = running mean over steps and q of (G_q − 1h_qᵀ)(G_q − 1h_qᵀ)ᵀ,   κ = argmin over the simplex of κᵀHκ
 
     is the combination of gradients that comes nearest to the true one; all models step by it, and τ is its part on
-    the peers, averaged over the last third of the run. *How much*: α from a short grid, with τ found and with equal
+    the peers, averaged over the last third of the run. *How much*: α from a short grid, with this τ and with equal
     weights, by cross-validation of user 0's own loss. α = 0, `Alone`, is always a candidate. Where user 0 has a
     stream of fresh samples (`User.stream`), there is no overfitting to guard against: `StreamAveraging` serves.
 
@@ -144,8 +144,8 @@ class AdaptiveAveraging:
                 "sentence": f"peers weigh nothing: {why}, nothing to choose by",
             }
         folds = split(usable.me, plan.folds, problem.seed)
-        found = whom(usable, folds, progress)
-        candidates = _candidates(plan, found.tau)
+        fitted = fit_weights(usable, folds, progress)
+        candidates = _candidates(plan, fitted.tau)
         losses = cross_validate(usable, folds, np.array([c.weights for c in candidates]), progress)
         account = _account(candidates, losses if problem.me.validation is not None else losses[-1:])
         best = min(range(len(candidates)), key=lambda c: (account[c]["loss"], c))
@@ -156,9 +156,9 @@ class AdaptiveAveraging:
             "alpha": candidates[best].alpha,
             "tau": {name: weight for name, weight in tau.items() if weight > 0 and candidates[best].alpha},
             "candidates": account,
-            "steps": found.steps,
-            "own_weight": found.kappa[:, 0].tolist(),
-            "weights": dict(zip(names, found.kappa[:, 1:].T.tolist(), strict=True)),
+            "steps": fitted.steps,
+            "own_weight": fitted.kappa[:, 0].tolist(),
+            "weights": dict(zip(names, fitted.kappa[:, 1:].T.tolist(), strict=True)),
         }
         return choice | {"sentence": _sentence(choice, account[best])}
 
@@ -176,7 +176,7 @@ class Candidate:
     Args:
         alpha: the peers' weight.
         tau: the weight of each peer among the peers.
-        whose: what τ is: `"equal"` or `"found"`.
+        whose: what τ is: `"equal"` or `"fitted"`.
     """
 
     alpha: float
@@ -220,9 +220,9 @@ def _usable(problem: Problem) -> tuple[Problem, dict[str, str]]:
 
 
 def _candidates(plan: Plan, tau: Array) -> list[Candidate]:
-    """Return Alone, then every α with equal weights and with the weights found."""
+    """Return Alone, then every α with equal weights and with the fitted weights."""
     equal = np.full(len(tau), 1 / len(tau))
-    kinds = [("equal", equal)] * plan.equal + [("found", tau)]
+    kinds = [("equal", equal)] * plan.equal + [("fitted", tau)]
     grid = [Candidate(alpha, weights, whose) for alpha in plan.alphas for whose, weights in kinds]
     return [Candidate(0.0, equal, "equal"), *grid]
 
@@ -232,7 +232,7 @@ def _account(candidates: Sequence[Candidate], losses: Array) -> list[dict[str, A
 
     Args:
         candidates: Alone first.
-        losses: of shape (looks, candidates, examples); a candidate counts at the look where it is best.
+        losses: of shape (evaluations, candidates, examples); a candidate counts where it is best.
     """
     best = losses.mean(2).argmin(0)
     each = losses[best, np.arange(len(candidates))]

@@ -1,7 +1,7 @@
-"""Whom to listen to, by cross-fitting, and how much, by cross-validation, from user 0's own examples alone.
+"""Cross-fitting and cross-validation on user 0's own examples: the weights of the peers, and how much they help.
 
-User 0's examples are split into folds, and one model is trained blind to each. Unlike the examples that a model was
-fitted to, those it has not seen give an unbiased gradient and an honest loss at its parameters.
+User 0's examples are split into folds, and for each fold a model is trained without it. The gradient and the loss
+on examples that a model was fitted to are biased; those on the fold that it has not seen are not.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from coterie.users.user import User
 
 Array: TypeAlias = NDArray[np.float64]
 
-EVERY = 5
-"""Steps from one Gram matrix to the next; after each the weights are found anew."""
-REMEMBERED = 50
+GRAM_EVERY = 5
+"""Steps from one Gram matrix to the next; after each the weights are fitted again."""
+GRAM_MEMORY = 50
 """How many Gram matrices the running mean goes back over; before that it is the mean of all."""
 SHRINKAGE = 0.1
 """How far the Gram matrix is drawn towards its diagonal. The noise of h is in all its entries; left on the diagonal
 alone, a part of it makes peers that differ by less than the own examples can show share the weight."""
-SMALL = 0.25
+MIN_SHARE = 0.25
 """Peers with less than this share of an equal weight get none. A network that can fit everything fits wrong labels
 too, however small their weight: only zero keeps them out."""
-LOOKS = 10
-"""How many times the held-out losses of a run are looked at."""
+EVALUATIONS = 10
+"""How many times the held-out losses of a run are evaluated."""
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """Whom to listen to.
+class FittedWeights:
+    """The weights of user 0 and its peers, fitted to gradients on unseen examples.
 
     Args:
         tau: the weight of each peer among the peers, of shape (N,); equal where only the own gradient counted.
-        steps: the steps at which `kappa` was found.
+        steps: the steps at which `kappa` was fitted.
         kappa: the weights of the own gradient and of each peer's over time, of shape (times, 1 + N).
     """
 
@@ -69,72 +69,75 @@ def split(me: User, folds: int, seed: int) -> Tensor:
     dealt = np.arange(len(me)) % folds
     if np.issubdtype(targets.dtype, np.floating):  # numbers have one order only: shuffle each round
         dealt = np.concatenate([random.permutation(folds) for _ in range(-(-len(me) // folds))])[: len(me)]
-    found = np.empty(len(me), dtype=np.int64)
-    found[np.lexsort((random.random(len(me)), targets))] = dealt
-    return torch.from_numpy(found)
+    fold = np.empty(len(me), dtype=np.int64)
+    fold[np.lexsort((random.random(len(me)), targets))] = dealt
+    return torch.from_numpy(fold)
 
 
-def whom(problem: Problem, folds: Tensor, progress: bool | None = False) -> Found:
-    """Find the weights whose combination of gradients comes nearest to the one on unseen examples.
+def fit_weights(problem: Problem, folds: Tensor, progress: bool | None = False) -> FittedWeights:
+    """Fit the weights whose combination of gradients is nearest to the gradient on unseen examples.
 
         H = running mean over steps and runs of (G − 1hᵀ)(G − 1hᵀ)ᵀ,   κ = argmin over the simplex of κᵀHκ
 
-    G has the own gradient and the peers' as rows, h is the gradient on the fold that the run is blind to; its noise
-    adds the same to every κ. H is drawn towards its diagonal by `SHRINKAGE` first. All runs step by κ, and τ is the
-    peers' part of κ, averaged over the last third.
+    G has the own gradient and the peers' as rows, h is the gradient on the fold that the run does not see; its
+    noise adds the same to every κ. H is drawn towards its diagonal by `SHRINKAGE` first. All runs step by κ, and τ
+    is the peers' part of κ, averaged over the last third.
 
     Args:
         problem: what to train.
         folds: the fold of each own example, from `split`.
         progress: show a progress bar; None: when standard error is a terminal.
     """
-    seen = blind(folds)
+    seen = training_masks(folds)
     runs = side_by_side(problem, seen)
     gram, times = np.zeros((1 + len(problem.peers),) * 2), 0
     kappa, steps, weights = [], [], torch.empty(0)
-    with progress_bar(progress, "whom", problem.steps) as show:
+    with progress_bar(progress, "fitting weights", problem.steps) as show:
         for step in range(problem.steps):
-            if step % EVERY == 0:
+            if step % GRAM_EVERY == 0:
                 fresh = runs.grams().mean(0).numpy()
                 if np.isfinite(fresh).all():
                     times += 1
-                    gram += (fresh - gram) * max(1 / times, 1 / REMEMBERED)
+                    gram += (fresh - gram) * max(1 / times, 1 / GRAM_MEMORY)
                 kappa.append(simplex_minimum((1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram))))
                 steps.append(step)
                 weights = torch.from_numpy(kappa[-1]).expand(len(seen), -1)
             runs.advance(weights)
             show(step + 1, math.nan, 1 - kappa[-1][0], None)
-    return Found(_late(np.array(kappa)), steps, np.array(kappa))
+    return FittedWeights(_late(np.array(kappa)), steps, np.array(kappa))
 
 
 def cross_validate(problem: Problem, folds: Tensor, weights: Array, progress: bool | None = False) -> Array:
-    """Return the held-out loss of each own example under each candidate, of shape (looks, candidates, examples).
+    """Return the held-out loss of each own example under each candidate.
 
     Args:
         problem: what to train.
         folds: the fold of each own example, from `split`.
         weights: of shape (candidates, 1 + N): of the own gradient and of each peer's.
         progress: show a progress bar; None: when standard error is a terminal.
+
+    Returns:
+        Losses of shape (evaluations, candidates, examples).
     """
-    seen = blind(folds)
+    seen = training_masks(folds)
     runs = side_by_side(problem, seen.repeat(len(weights), 1))
     each = torch.from_numpy(weights).repeat_interleave(len(seen), 0)
-    looks = sorted({-(-problem.steps * look // LOOKS) for look in range(1, LOOKS + 1)})
-    found: list[Array] = []
-    with progress_bar(progress, "how much", problem.steps) as show:
+    evaluated = sorted({-(-problem.steps * k // EVALUATIONS) for k in range(1, EVALUATIONS + 1)})
+    losses: list[Array] = []
+    with progress_bar(progress, "cross-validating", problem.steps) as show:
         for step in range(1, problem.steps + 1):
             runs.advance(each)
-            if step in looks:
-                found.append(_by_candidate(runs, seen, len(weights)))
-            show(step, float(found[-1].mean(1).min()) if found else math.nan, math.nan, None)
-    return np.stack(found)
+            if step in evaluated:
+                losses.append(_by_candidate(runs, seen, len(weights)))
+            show(step, float(losses[-1].mean(1).min()) if losses else math.nan, math.nan, None)
+    return np.stack(losses)
 
 
-def blind(folds: Tensor) -> Tensor:
+def training_masks(folds: Tensor) -> Tensor:
     """Return which examples each run sees: one run for each fold, which sees all but that.
 
     Example:
-        >>> blind(torch.tensor([0, 1, 0])).tolist()
+        >>> training_masks(torch.tensor([0, 1, 0])).tolist()
         [[False, True, False], [True, False, True]]
     """
     return folds != torch.arange(int(folds.max()) + 1)[:, None]
@@ -147,7 +150,7 @@ def _late(kappa: Array) -> Array:
     if not len(late):
         return np.full(kappa.shape[1] - 1, 1 / (kappa.shape[1] - 1))
     tau = (late / late.sum(1, keepdims=True)).mean(0)
-    tau[tau < SMALL / len(tau)] = 0.0
+    tau[tau < MIN_SHARE / len(tau)] = 0.0
     return np.asarray(tau / tau.sum())
 
 

@@ -24,7 +24,7 @@ SKETCH = 2**15
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class SampledGradients:
     """Gradients of a few batches, each at the same two points.
 
     Args:
@@ -46,13 +46,13 @@ class Seen:
         """How many batches."""
         return len(self.losses[0])
 
-    def without(self, batch: int) -> Seen:
+    def without(self, batch: int) -> SampledGradients:
         """Return the same without one batch."""
         rows, losses = np.delete(self.rows, batch, axis=1), np.delete(self.losses, batch, axis=1)
-        return Seen(rows, losses, self.distance, self.names, self.left_out)
+        return SampledGradients(rows, losses, self.distance, self.names, self.left_out)
 
 
-def look(engine: Engine, x: Tensor, batches: int, reach: float) -> Seen:
+def sample_gradients(engine: Engine, x: Tensor, batches: int, reach: float) -> SampledGradients:
     """Ask everybody for gradients at x and downhill of it.
 
     Args:
@@ -70,22 +70,22 @@ def look(engine: Engine, x: Tensor, batches: int, reach: float) -> Seen:
     step = (-reach * float(first.own_loss) / first.own.square().sum()) * first.own
     equal = dict.fromkeys(engine.names, 1 / max(1, len(engine.names)))
     shorten = _sketch(x)
-    found: list[dict[str | None, Tensor]] = []
+    answers: list[dict[str | None, Tensor]] = []
     losses, left_out = [], dict[str, str]()
     for point in (x, x + step):
         for batch in range(batches):
             g = engine.gradients(point, batch, equal, rows=True)
             _check_finite(g.own, float(g.own_loss))
             rows = shorten(torch.cat([g.own[None], *([g.rows] if g.rows is not None else [])]))
-            found.append(dict(zip((None, *g.names), rows, strict=True)))
+            answers.append(dict(zip((None, *g.names), rows, strict=True)))
             losses.append(float(g.own_loss))
             left_out |= g.left_out
-    names = tuple(name for name in engine.names if all(name in one for one in found))
+    names = tuple(name for name in engine.names if all(name in one for one in answers))
     if not names:
         raise DataError("no peer's gradient can be used")
-    stacked = torch.stack([one[name] for one in found for name in (None, *names)])
+    stacked = torch.stack([one[name] for one in answers for name in (None, *names)])
     rows_of_all = stacked.reshape(2, batches, 1 + len(names), -1).numpy()
-    return Seen(rows_of_all, np.array(losses).reshape(2, batches), float(step.norm()), names, left_out)
+    return SampledGradients(rows_of_all, np.array(losses).reshape(2, batches), float(step.norm()), names, left_out)
 
 
 def _sketch(like: Tensor) -> Callable[[Tensor], Tensor]:
@@ -98,15 +98,15 @@ def _sketch(like: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda rows: rows.new_zeros(len(rows), SKETCH).index_add_(1, place, rows * sign).double().cpu()
 
 
-def squares(seen: Seen, size: Array, of: Array) -> dict[str, Array]:
+def squares(sampled: SampledGradients, size: Array, of: Array) -> dict[str, Array]:
     """Return squares of what is measured, by what it is: of one example's noise, of the bias, of the curvature, ….
 
     Args:
-        seen: the gradients.
+        sampled: the gradients.
         size: examples in a batch, by user.
         of: examples that there are, by user; infinite for fresh samples.
     """
-    rows, losses, distance = seen.rows, seen.losses, seen.distance
+    rows, losses, distance = sampled.rows, sampled.losses, sampled.distance
     each, data = _variances(rows[0], size, of)
     _, change_data = _variances(rows[1] - rows[0], size, of)
     gradient = [_square(at[:, 0]) - data[0] for at in rows]
@@ -139,8 +139,8 @@ def _variances(rows: Array, size: Array, of: Array) -> tuple[Array, Array]:
     has is taken to vary as the others do in the mean.
     """
     known = size < of
-    seen = rows.var(axis=0, ddof=1).sum(-1)
-    each = np.divide(seen * size, 1 - size / of, out=np.zeros_like(seen), where=known)
+    variance = rows.var(axis=0, ddof=1).sum(-1)
+    each = np.divide(variance * size, 1 - size / of, out=np.zeros_like(variance), where=known)
     each[~known] = each[known].mean() if known.any() else 0.0
     return each, each / of
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from coterie.choosing.gradient_squares import Seen, look, squares
+from coterie.choosing.gradient_squares import SampledGradients, sample_gradients, squares
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError
@@ -80,23 +80,23 @@ def measure(
         >>> from coterie.theory.quadratic import NoisyQuadratic, Quadratic
         >>> alike, stranger = Quadratic(2, 1, noise=0.1), Quadratic(5, 1, noise=0.2)
         >>> problem = NoisyQuadratic(Quadratic(2, [1] * 50, noise=0.1), [alike, stranger], x0=4)
-        >>> found = measure(problem.engine(), torch.full((50,), 4.0))
-        >>> print(f"L = {found.smoothness.value:.2f}, σ = {found.noise.value:.1f}, μ = {found.pl:.2f}")
+        >>> measured = measure(problem.engine(), torch.full((50,), 4.0))
+        >>> print(f"L = {measured.smoothness.value:.2f}, σ = {measured.noise.value:.1f}, μ = {measured.pl:.2f}")
         L = 2.00, σ = 0.7, μ = 2.00
-        >>> [round(peer.hessian_gap.value, 2) for peer in found.peers.values()]
+        >>> [round(peer.hessian_gap.value, 2) for peer in measured.peers.values()]
         [0.0, 3.0]
     """
     if batches < 3:
         raise DataError(f"`batches` must be at least 3, got {batches}: with fewer nothing is known of the errors")
-    seen = look(engine, x, batches, REACH)
-    users = [own or Sampling(), *((peers or {}).get(name, Sampling()) for name in seen.names)]
+    sampled = sample_gradients(engine, x, batches, REACH)
+    users = [own or Sampling(), *((peers or {}).get(name, Sampling()) for name in sampled.names)]
     size, of, in_run = np.array([[user.size, user.of, user.in_run or user.size] for user in users]).T
-    found = squares(seen, size, of)
-    parts = [squares(seen.without(batch), size, of) for batch in range(batches)]
-    errors = {name: np.sqrt((batches - 1) * np.var([one[name] for one in parts], axis=0)) for name in found}
-    for squared in (found, errors):
+    measured = squares(sampled, size, of)
+    parts = [squares(sampled.without(batch), size, of) for batch in range(batches)]
+    errors = {name: np.sqrt((batches - 1) * np.var([one[name] for one in parts], axis=0)) for name in measured}
+    for squared in (measured, errors):
         squared["noise"] = squared["each"] / in_run
-    return _estimates(seen, found, errors, in_run / of)
+    return _estimates(sampled, measured, errors, in_run / of)
 
 
 def before_training(engine: Engine, problem: Problem) -> Estimates:
@@ -122,35 +122,37 @@ def before_training(engine: Engine, problem: Problem) -> Estimates:
         return measure(here.with_batch_size(size), x, own=sampling(problem.me.name), peers=peers)
 
 
-def _estimates(seen: Seen, found: Mapping[str, Array], errors: Mapping[str, Array], share: Array) -> Estimates:
-    grows = found["growth"] > 2 * errors["growth"]
-    growth = np.where(grows, found["growth"], 0.0)
-    floor, floor_error = (np.where(grows, one["floor"], one["bias"]) for one in (found, errors))
-    smoothness = _root(found["smoothness"], errors["smoothness"])
+def _estimates(
+    sampled: SampledGradients, measured: Mapping[str, Array], errors: Mapping[str, Array], share: Array
+) -> Estimates:
+    grows = measured["growth"] > 2 * errors["growth"]
+    growth = np.where(grows, measured["growth"], 0.0)
+    floor, floor_error = (np.where(grows, one["floor"], one["bias"]) for one in (measured, errors))
+    smoothness = _root(measured["smoothness"], errors["smoothness"])
     if not smoothness.value > 0:
         raise DataError("user 0's gradient is the same at both points: no curvature to measure by")
-    noise = [_root(*pair) for pair in zip(found["noise"], errors["noise"], strict=True)]
-    pl = float(found["pl"])
+    noise = [_root(*pair) for pair in zip(measured["noise"], errors["noise"], strict=True)]
+    pl = float(measured["pl"])
     peers = {
         name: PeerEstimates(
             noise=noise[1 + k],
             bias_floor=_root(floor[k], floor_error[k]),
             bias_growth=Measured(float(growth[k]), float(errors["growth"][k])),
-            hessian_gap=_root(found["gap"][k], errors["gap"][k]),
+            hessian_gap=_root(measured["gap"][k], errors["gap"][k]),
             share=float(share[1 + k]),
         )
-        for k, name in enumerate(seen.names)
+        for k, name in enumerate(sampled.names)
     }
     return Estimates(
-        loss=float(found["loss"]),
-        gradient=_root(found["gradient"], errors["gradient"]),
+        loss=float(measured["loss"]),
+        gradient=_root(measured["gradient"], errors["gradient"]),
         noise=noise[0],
         smoothness=smoothness,
         pl=min(pl, smoothness.value) if pl > 0 else smoothness.value,
         peers=peers,
-        left_out=seen.left_out,
+        left_out=sampled.left_out,
         share=float(share[0]),
-        batches=seen.batches,
+        batches=sampled.batches,
     )
 
 

@@ -28,7 +28,7 @@ class UserSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What a run was asked to do, and what was found out before its first step; all of it plain data.
+    """What a run was asked to do, and what was chosen and measured before its first step, as plain data.
 
     Args:
         rule: the rule, chooser or method, as `describe` writes it.

@@ -127,16 +127,16 @@ def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: 
         >>> differences({"digits": {"wga": (0.05, 0.01)}}, "honest", "accuracy").axes[0].get_xlabel()
         'difference to Alone, accuracy, ± 2 standard errors'
     """
-    methods = list(dict.fromkeys(method for found in values.values() for method in found))
+    methods = list(dict.fromkeys(method for of_set in values.values() for method in of_set))
     height = len(values) * (len(methods) + 1.5)
     figure = Figure(figsize=(7.6, 1.3 + 0.13 * height), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     label_axes(axes, title, f"difference to Alone, {unit}, ± 2 standard errors", "")
     axes.axvline(0, color="#444444", linewidth=0.8)
     for i, method in enumerate(methods):
-        found = [(row, one[method]) for row, one in enumerate(values.values()) if method in one]
-        places = [row + 0.8 * (i + 0.5) / len(methods) - 0.4 for row, _ in found]
-        middle, error = np.array([pair for _, pair in found]).T
+        drawn = [(row, one[method]) for row, one in enumerate(values.values()) if method in one]
+        places = [row + 0.8 * (i + 0.5) / len(methods) - 0.4 for row, _ in drawn]
+        middle, error = np.array([pair for _, pair in drawn]).T
         colour, mark = COLOURS[i % len(COLOURS)], MARKS[i // len(COLOURS) % len(MARKS)]
         axes.errorbar(middle, places, xerr=2 * np.nan_to_num(error), fmt=mark, ms=4, color=colour, label=method)
     axes.set_yticks(range(len(values)), list(values))
