@@ -10,33 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.linear_users import TRUTH, D, alike, user
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import coterie
 from coterie import AdaptiveAveraging, User
 from coterie.choosing.adaptive import PLANS, plan_for
-from coterie.choosing.cross_fitting import cross_validate, fit_weights, split, training_masks
 from coterie.engines import Capabilities
 from coterie.errors import KnobError
 from coterie.gradients.parameters import Parameters
-from coterie.learners.spec import Problem
 from coterie.recording.traffic import Traffic
 
-D = 6
-TRUTH = torch.tensor([1.0, -2.0, 0.5, 0.0, 1.5, -1.0])
 SETTINGS: dict[str, Any] = {"lr": 0.1, "steps": 60, "batch_size": 100, "progress": False}
-
-
-def user(name: str, n: int, truth: Tensor, noise: float = 1.0, **held_out: Any) -> User:
-    """Return a user whose targets are linear in the inputs, with noise."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    inputs = torch.randn(n, D, generator=generator)
-    return User(name, inputs, (inputs @ truth + noise * torch.randn(n, generator=generator))[:, None], **held_out)
-
-
-def alike(count: int, n: int = 60, noise: float = 1.0) -> list[User]:
-    return [user(f"alike {k}", n, TRUTH, noise) for k in range(count)]
 
 
 def adaptive(me: User, peers: Sequence[User], rule: AdaptiveAveraging | None = None, **changed: Any) -> coterie.Run:
@@ -147,23 +133,6 @@ def test_a_choice_is_the_training_that_follows() -> None:
     assert found["sentence"] in run.summary()
 
 
-def test_cross_validation_is_training_without_the_fold() -> None:
-    me, peers = user("me", 12, TRUTH), alike(2)
-    torch.manual_seed(0)
-    model = nn.Linear(D, 1)
-    settings = SETTINGS | {"lr": 0.05, "steps": 20}
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    posed = Problem(model, mse_loss, me, tuple(peers), optimizer, steps=20, batch_size=100)
-    fold = split(me, 3, seed=0)
-    losses = cross_validate(posed, fold, np.array([[0.4, 0.3, 0.3]]))
-    inputs, targets = me.examples.take(torch.arange(12))
-    for q in range(3):
-        part = User("me", inputs[fold != q], targets[fold != q])
-        run = coterie.train(model, mse_loss, part, peers, coterie.WeightedAveraging(0.6), **settings)
-        expected = (run.model(inputs[fold == q]) - targets[fold == q]).square().flatten().detach()
-        np.testing.assert_allclose(losses[-1, 0, (fold == q).numpy()], expected, rtol=1e-4)
-
-
 def test_with_a_validation_set_candidates_count_at_their_best() -> None:
     """What `train` then serves is the best model by validation: to overfit later does no harm."""
     nothing = torch.zeros(D)
@@ -172,32 +141,6 @@ def test_with_a_validation_set_candidates_count_at_their_best() -> None:
     at_best, at_end = (choice(adaptive(each, alike(2), steps=100))["candidates"] for each in (with_set, without))
     assert all(b["loss"] <= e["loss"] for b, e in zip(at_best, at_end, strict=True))
     assert at_best[0]["loss"] < at_end[0]["loss"]
-
-
-def test_folds_are_even_in_size_and_in_targets() -> None:
-    me = User("me", torch.zeros(33, 1), torch.arange(33) % 11)
-    fold = split(me, 3, seed=1)
-    assert fold.bincount().tolist() == [11, 11, 11]
-    for label in range(11):
-        assert fold[torch.arange(33) % 11 == label].sort().values.tolist() == [0, 1, 2]
-    assert not torch.equal(fold, split(me, 3, seed=2))
-    assert torch.equal(fold, split(me, 3, seed=1))
-    numbers = User("me", torch.zeros(20, 1), torch.linspace(0, 1, 20)[:, None])
-    means = [numbers.examples.take((split(numbers, 4, 0) == q).nonzero().flatten())[1].mean() for q in range(4)]
-    assert max(means) - min(means) < 0.2
-    assert training_masks(fold).sum(1).tolist() == [22, 22, 22]
-
-
-def test_whom_returns_equal_weights_when_nobody_counts() -> None:
-    """Own examples without noise need no peers: κ is all on the own gradient."""
-    me = user("me", 60, TRUTH, noise=0.0)
-    strangers = [user(f"stranger {k}", 60, -TRUTH * (k + 1), noise=0.0) for k in range(3)]
-    model = nn.Linear(D, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    posed = Problem(model, mse_loss, me, tuple(strangers), optimizer, steps=40, batch_size=100)
-    found = fit_weights(posed, split(me, 5, 0))
-    assert found.kappa[-1, 0] > 0.95
-    assert found.tau.sum() == pytest.approx(1)
 
 
 def test_the_same_seed_gives_the_same_choice_and_bits() -> None:

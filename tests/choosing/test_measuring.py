@@ -1,0 +1,183 @@
+"""Measured constants against problems whose constants are known."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.planted import PLANTED, D, measured, within
+from tests.support.regressions import TRUTH, regression
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import coterie
+from coterie import theory
+from coterie.choosing.measuring import Sampling, before_training, measure
+from coterie.engines import Capabilities
+from coterie.errors import DataError
+from coterie.learners.spec import Problem
+from coterie.recording.traffic import Traffic
+from coterie.theory.quadratic import NoisyQuadratic, Quadratic
+
+
+def test_constants_of_planted_quadratics() -> None:
+    root = math.sqrt(D)
+    for seed in range(5):
+        found = measured(PLANTED, seed)
+        copy, shifted, curved = found.peers.values()
+        assert found.smoothness.value == pytest.approx(2.0, rel=1e-6)
+        assert found.pl == pytest.approx(2.0, rel=0.05)
+        assert found.loss == pytest.approx(0.5 * 2.0 * 9 * D)
+        assert within(found.gradient, 2.0 * 3.0 * root)
+        for one, truth in ((found.noise, 1.0), (copy.noise, 0.5), (shifted.noise, 1.0), (curved.noise, 2.0)):
+            assert one.value == pytest.approx(truth * root, rel=0.25)  # √(2/(3·60)) = 11 % each
+            assert one.error < 0.25 * one.value
+        assert within(copy.bias_floor, 0.0)
+        assert copy.bias_floor.value < 0.5 * root
+        assert shifted.bias_floor.value == pytest.approx(2.0 * root, rel=0.2)
+        assert [round(p.hessian_gap.value, 6) for p in (copy, shifted, curved)] == [0.0, 0.0, 3.0]
+        # ∇f_3 − ∇f_0 = 3x = 1.5∇f_0: all growth, no floor
+        assert curved.bias_growth.value == pytest.approx(2.25, rel=0.1)
+        assert curved.bias_floor.value < 1.5 * root
+        assert (copy.bias_growth.value, shifted.bias_growth.value) == pytest.approx((0.0, 0.0), abs=1e-9)
+
+
+def test_errors_are_those_of_repetition() -> None:
+    runs = [measured(PLANTED, seed) for seed in range(60)]
+    for seen in ([r.noise for r in runs], [r.peers["2"].bias_floor for r in runs], [r.gradient for r in runs]):
+        values, stated = np.array(seen).T
+        assert np.sqrt(np.mean(stated**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
+
+
+@pytest.mark.parametrize(("s", "r"), [(1000.0, 1.0), (1.0, 1e-3), (0.02, 50.0)])
+def test_estimates_scale_as_their_dimensions(s: float, r: float) -> None:
+    """f → s·f multiplies gradients by s; x → r·x divides them by r."""
+
+    def scaled(user: Quadratic) -> Quadratic:
+        curvature, optimum, noise = (np.asarray(v) for v in (user.curvature, user.optimum, user.noise))
+        return Quadratic(s / r**2 * curvature, r * optimum, s / r * noise)
+
+    other = NoisyQuadratic(scaled(PLANTED.own), [scaled(p) for p in PLANTED.peers], x0=r * np.asarray(PLANTED.x0))
+    one, two = measured(PLANTED), measured(other)
+    assert two.loss == pytest.approx(s * one.loss)
+    assert two.smoothness.value == pytest.approx(s / r**2 * one.smoothness.value)
+    assert two.pl == pytest.approx(s / r**2 * one.pl)
+    assert two.noise == pytest.approx([s / r * v for v in one.noise])
+    for name, peer in one.peers.items():
+        assert two.peers[name].bias_floor == pytest.approx([s / r * v for v in peer.bias_floor], abs=1e-5 * s / r)
+        assert two.peers[name].bias_growth.value == pytest.approx(peer.bias_growth.value)
+        assert two.peers[name].hessian_gap.value == pytest.approx(
+            s / r**2 * peer.hessian_gap.value, abs=1e-6 * s / r**2
+        )
+    mine, theirs = (theory.best_averaging(e.constants(1000), 1000) for e in (one, two))
+    assert theirs.alpha == pytest.approx(mine.alpha)
+    assert theirs.tau == pytest.approx(mine.tau, abs=1e-6)
+
+
+def setting(users: list[coterie.User], batch_size: int, model: nn.Module | None = None, **more: Any) -> Any:
+    model = model or nn.Linear(20, 1, bias=False).double()
+    problem = Problem(
+        *(model, mse_loss, users[0], tuple(users[1:]), torch.optim.SGD(model.parameters(), lr=0.05)),
+        batch_size=batch_size,
+        **more,
+    )
+    return coterie.InProcess(model, mse_loss, users[0], users[1:], batch_size=batch_size), problem
+
+
+def test_noise_is_not_taken_for_bias() -> None:
+    """Identical users with tiny batches, and with all of few examples: ζ is that of the users, not of the draw."""
+    parts = {2: list[float](), 64: list[float]()}
+    for batch_size, found in parts.items():
+        for seed in range(40):
+            users = [regression(f"u{k}", 24 if k == 0 else 48, TRUTH, 10 * seed + k) for k in range(3)]
+            engine, problem = setting(users, batch_size)
+            with torch.no_grad():
+                problem.model.weight.zero_()
+            got = before_training(engine, problem)
+            noise = got.noise.value**2 + got.peers["u1"].noise.value ** 2
+            found += [peer.bias_floor.value**2 / noise for peer in got.peers.values()]
+    # At size 2 one batch has 24 times the noise of all 48 examples: ζ² is a small part of it.
+    assert np.mean(parts[2]) < 0.1
+    # At 64 every batch is all there is, and the difference of two samples of 24 and 48 would be all "bias": 1.
+    assert np.mean(parts[64]) < 0.6
+
+
+def test_noise_of_examples_is_the_same_from_any_batch() -> None:
+    users = [regression(f"u{k}", 40, TRUTH, k) for k in range(3)]
+    x = torch.zeros(20, dtype=torch.float64)
+    inputs, targets = users[0].batch(40, seed=0, step=0)
+    each = -2 * targets * inputs
+    variance = float(each.var(0).sum())
+    for size in (5, 10, 20):
+        engine, _ = setting(users, size)
+        drawn = Sampling(size, 40, in_run=size)
+        found = [
+            measure(
+                coterie.InProcess(engine.passes.model, mse_loss, users[0], users[1:], batch_size=size, seed=seed),
+                x,
+                own=drawn,
+                peers={"u1": drawn, "u2": drawn},
+            ).noise.value
+            ** 2
+            for seed in range(25)
+        ]
+        assert np.mean(found) * size == pytest.approx(variance, rel=0.15)
+
+
+def test_examples_seen_again_are_not_fresh() -> None:
+    users = [regression("me", 30, TRUTH, 0), regression("a", 3000, TRUTH, 1)]
+    engine, problem = setting(users, 32)
+    found = before_training(engine, problem)
+    assert (found.share, found.peers["a"].share) == (1.0, 32 / 3000)
+    short, long = found.constants(1), found.constants(1000)
+    assert short.noise == found.noise.value
+    assert long.noise == pytest.approx(found.noise.value * math.sqrt(1000))
+    assert long.peer_noise[0] == pytest.approx(found.peers["a"].noise.value * math.sqrt(1000 * 32 / 3000))  # type: ignore[index]
+
+
+def test_peers_that_cannot_be_measured_are_left_out() -> None:
+    users = [regression("me", 20, TRUTH, 0), regression("a", 20, TRUTH, 1)]
+    broken = coterie.User("broken", torch.full((5, 20), torch.inf, dtype=torch.float64), torch.zeros(5, 1).double())
+    found = before_training(*setting([*users, broken], 8))
+    assert list(found.peers) == ["a"]
+    assert found.left_out == {"broken": "not finite"}
+    with pytest.raises(DataError, match="no peer's gradient can be used"):
+        before_training(*setting([users[0], broken], 8))
+    with pytest.raises(DataError, match="at least 3, got 2"):
+        measure(PLANTED.engine(), torch.zeros(D), batches=2)
+    quiet = NoisyQuadratic(Quadratic(1, [0.0], noise=0), [Quadratic(1, 0, noise=0)])
+    with pytest.raises(DataError, match="gradient is zero at the start"):
+        measure(quiet.engine(), torch.zeros(1))
+
+
+class Watched:
+    """Counts what an engine is asked for."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.asked = engine, list[tuple[int, int, bool]]()
+        self.names = engine.names
+
+    def gradients(self, x: Tensor, step: int, weights: Any, rows: bool = False) -> coterie.Gradients:
+        self.asked.append((step, len(weights), rows))
+        g: coterie.Gradients = self.engine.gradients(x, step, weights, rows)
+        return g
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def traffic(self) -> dict[str, Traffic]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_measuring_takes_eight_passes_and_one_own_gradient() -> None:
+    watched = Watched(PLANTED.engine())
+    measure(watched, torch.ones(D))
+    assert watched.asked == [(4, 0, False), *((t, 3, True) for t in range(4)), *((t, 3, True) for t in range(4))]

@@ -1,0 +1,44 @@
+"""The summary of a run, from records that were made for it."""
+
+from __future__ import annotations
+
+from tests.support.records import configuration
+
+from coterie.recording import End, GuardCheck, GuardDecision, Point, Record, Traffic
+from coterie.reporting.summary import summary
+
+
+def test_a_run_that_was_stopped_with_nothing_held_out() -> None:
+    record = Record(configuration(alone=True, optimizer="Adam(lr=0.1)", not_measured="no gradient can be used"))
+    record.add(Point(step=10, own_loss=0.5))
+    record.finish(End(step=12, best_step=12, stopped="Ctrl-C", left_out={"a": {"not finite": 2, "no answer": 1}}))
+    assert summary(record, weight=0.25) == [
+        "Alone(), 1 peers, 12 steps of Adam(lr=0.1)",
+        "stopped by Ctrl-C at step 12 of 20",
+        "nothing held out for validation: the model is the last one",
+        "weight on peers in the last step: 0.25",
+        "constants not measured: no gradient can be used",
+        "trained alone",
+        "left out: a in 3 steps",
+    ]
+
+
+def test_the_numbers_are_those_of_the_model_served() -> None:
+    check = GuardCheck(alone_loss=0.4, difference=0.1, error=0.01, restarts=0)
+    record = Record(configuration())
+    record.add(Point(step=20, validation={"loss": 0.5, "accuracy": 0.8}, guard=check))
+    for served, said in (("collaborative", "loss 0.5, accuracy 0.8"), ("alone", "loss 0.4")):
+        guard = GuardDecision(served=served, difference=0.1, error=0.01)  # type: ignore[arg-type]  # one of the two
+        record.finish(End(step=20, best_step=20, guard=guard, test={"loss": 0.6}))
+        lines = summary(record)
+        assert lines[1:3] == [f"best at step 20 by validation loss: {said}", "test: loss 0.6 (5 examples)"]
+
+
+def test_bytes_and_seconds_are_told_where_something_travelled() -> None:
+    record = Record(configuration(alone=True))
+    mine = Traffic(bytes_sent=2_000_000, bytes_received=3_500_000, seconds_waiting=1.25, seconds_computing=0.5)
+    record.finish(End(step=20, best_step=20, traffic={"me": mine, "a": Traffic(rounding=0.004)}))
+    assert summary(record)[-1] == (
+        "sent 2 MB and received 3.5 MB; computed for 0.5 s, waited for the peers for 1.25 s; rounded on the way by "
+        "0.004 at most"
+    )

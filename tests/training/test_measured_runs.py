@@ -1,0 +1,51 @@
+"""Measuring before the first step changes no bit of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.support.regressions import users_with_validation
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import coterie
+
+
+@pytest.mark.parametrize("between", [[], [nn.BatchNorm1d(6)], [nn.Dropout(0.4)]])
+def test_a_measured_run_has_the_bits_of_one_that_is_not(
+    between: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = users_with_validation()
+
+    def trained() -> coterie.Run:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(20, 6), *between, nn.Linear(6, 1)).double()
+        return coterie.train(
+            model, mse_loss, users[0], users[1:], coterie.BiasCorrection(0.6, 0.1), lr=0.01, steps=12
+        )
+
+    run = trained()
+    assert set(run.record.configuration.estimates["peers"]) == {"u1", "u2", "u3"}
+    monkeypatch.setattr("coterie.training.train._measured", lambda configuration, *_: configuration)
+    plain = trained()
+    assert not plain.record.configuration.estimates
+    assert run.record.points == plain.record.points
+    for key, value in plain.model.state_dict().items():
+        assert torch.equal(run.model.state_dict()[key], value)
+
+
+def test_alone_and_huge_models_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = users_with_validation()
+
+    def trained(rule: Any) -> coterie.Run:
+        return coterie.train(nn.Linear(20, 1).double(), mse_loss, users[0], users[1:], rule, steps=2)
+
+    assert not trained(coterie.Alone()).record.configuration.estimates
+    monkeypatch.setattr("coterie.training.train.MOST", 3 * 21 * 8 - 1)
+    run = trained(coterie.WeightedAveraging(0.5))
+    assert "would take 0.0 GiB" in run.record.configuration.not_measured
+    assert "constants not measured: every peer's gradient" in run.summary()
+    found = trained(coterie.WeightedAveraging("auto")).record.configuration  # who asks for it gets it
+    assert found.estimates["peers"]
