@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.support.populations import everything, make, parts, people, rows_of
+from tests.support.examples import everything
+from tests.support.populations import make, parts, people, rows_of
 
 from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.tasks import candidates, task_of

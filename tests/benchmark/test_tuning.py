@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tests.support.populations import everything, make, parts, people, rows_of
+from tests.support.examples import everything
+from tests.support.populations import make, parts, people, rows_of
 from torch.optim.lr_scheduler import LinearLR
 
 from coterie.benchmark.methods import contender, names

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from tests.support.examples import everything
 
 from coterie.benchmark.population import Population
 from coterie.benchmark.tasks import SetTask, task_of
@@ -28,10 +29,6 @@ def parts(task: SetTask) -> dict[str, Examples]:
     assert task.me.validation is not None
     assert task.me.test is not None
     return {"own": task.me.examples, "validation": task.me.validation, "test": task.me.test}
-
-
-def everything(examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:
-    return examples.take(torch.arange(len(examples)))
 
 
 def rows_of(examples: Examples) -> list[int]:

@@ -8,18 +8,13 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from tests.support.examples import everything
 from torch import Tensor
 
 import coterie
 from coterie.errors import DataError
-from coterie.users.examples import Examples
 
 BOUNDS = (0, 130, 256, 386, 516, 646, 776, 915, 1029, 1157, 1287, 1415, 1545, 1667, 1797)
-
-
-def everything(examples: Examples | None) -> tuple[Tensor, Tensor]:
-    assert examples is not None
-    return examples.take(torch.arange(len(examples)))
 
 
 def parts(task: coterie.data.Task) -> list[tuple[Tensor, Tensor]]:
@@ -51,16 +46,16 @@ def test_every_segment_is_a_user(me: int) -> None:
 @pytest.mark.parametrize("me", range(14))
 def test_the_three_parts_are_disjoint_and_stratified(me: int) -> None:
     task = coterie.data.digits_by_writer(me=me, own_examples=30, seed=me)
-    found = parts(task)
+    pieces = parts(task)
     size = BOUNDS[me + 1] - BOUNDS[me]
-    assert [len(inputs) for inputs, _ in found] == [30, (size - 30) // 2, size - 30 - (size - 30) // 2]
-    rows = [set(as_rows(inputs)) for inputs, _ in found]
+    assert [len(inputs) for inputs, _ in pieces] == [30, (size - 30) // 2, size - 30 - (size - 30) // 2]
+    rows = [set(as_rows(inputs)) for inputs, _ in pieces]
     everyone = {row for peer in task.peers for row in as_rows(everything(peer.examples)[0])}
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert not rows[a] & rows[b]
     assert all(not part & everyone for part in rows)
-    whole = np.bincount(torch.cat([targets for _, targets in found]), minlength=10) / size
-    for inputs, targets in found:
+    whole = np.bincount(torch.cat([targets for _, targets in pieces]), minlength=10) / size
+    for inputs, targets in pieces:
         counts = np.bincount(targets, minlength=10)
         assert counts.min() >= 1
         assert np.abs(counts - whole * len(inputs)).max() < 2
@@ -105,7 +100,7 @@ def test_what_is_refused(arguments: dict[str, int], message: str) -> None:
 def test_ten_lines_of_python() -> None:
     """The example of the front page learns: far better than chance, and at least as well as alone."""
     task = coterie.data.digits_by_writer(me=3, own_examples=30)
-    found = {}
+    pieces = {}
     for rule in (coterie.Alone(), coterie.WeightedAveraging(alpha=0.5)):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
@@ -119,5 +114,5 @@ def test_ten_lines_of_python() -> None:
             steps=150,
             seed=0,
         )
-        found[type(rule).__name__] = run.test["accuracy"]
-    assert found["WeightedAveraging"] > max(0.9, found["Alone"] - 0.001)
+        pieces[type(rule).__name__] = run.test["accuracy"]
+    assert pieces["WeightedAveraging"] > max(0.9, pieces["Alone"] - 0.001)
