@@ -29,7 +29,9 @@ from nvflare.fuel.flare_api.flare_api import new_secure_session
 from torch.nn.functional import mse_loss
 
 from coterie.engines.flare.engine import Flare
-from coterie.engines.peer import Collaborator
+from coterie.engines.flare.messages import answer_message
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Peer
 from coterie.federation.at_user0 import CollabSites
 from coterie.federation.job import AT_SITE, AT_USER0, write_job
 from coterie.federation.project import LEAD, Consortium, provision
@@ -57,7 +59,7 @@ class Site:
     def __init__(self, d: int) -> None:
         torch.set_num_threads(1)
         self.model = Flat(d)
-        self.peer: Collaborator | None = None
+        self.peer: Peer | None = None
 
     @publish
     def echo(self, x: Any) -> Any:
@@ -76,8 +78,8 @@ class Site:
             mine = user(1)
             mine.name = str(collab.site_name)
             log = Path(collab.workspace.get_root_dir()) / "requests.jsonl"
-            self.peer = Collaborator(mine, self.model, mse_loss, log=log)
-        return self.peer.answer("server", request)
+            self.peer = Peer(mine, Passes(self.model, mse_loss), log=log)
+        return answer_message(self.peer, "server", request)
 
 
 class User0:

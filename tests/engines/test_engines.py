@@ -26,7 +26,9 @@ import coterie
 from coterie.engines import Capabilities
 from coterie.engines.engine import MakeEngine
 from coterie.engines.flare.engine import Flare
-from coterie.engines.peer import Collaborator, Collaborators
+from coterie.engines.flare.sites import LocalSites
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Peer
 from coterie.errors import KnobError
 from coterie.gradients.parameters import Parameters
 from coterie.rules.streams import StreamAveraging
@@ -41,10 +43,8 @@ def _flare(
     model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], *, batch_size: int, seed: int
 ) -> Flare:
     """Return the engine with sites whose models are at other parameters and have other buffers."""
-    held = {peer.name: Collaborator(peer, _elsewhere(model), loss) for peer in peers}
-    made: Flare = Flare(
-        model, loss, me, sites=Collaborators(held), names=list(held), batch_size=batch_size, seed=seed
-    )
+    held = {peer.name: Peer(peer, Passes(_elsewhere(model), loss)) for peer in peers}
+    made: Flare = Flare(model, loss, me, sites=LocalSites(held), names=list(held), batch_size=batch_size, seed=seed)
     return made
 
 

@@ -18,7 +18,10 @@ from torch import nn
 
 import coterie
 from coterie.engines.flare.engine import Flare
-from coterie.engines.peer import Answers, Caps, Collaborator, Collaborators
+from coterie.engines.flare.messages import answer_message
+from coterie.engines.flare.sites import LocalReplies, LocalSites
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Caps, Peer, Request, clipped
 from coterie.errors import CoterieError, KnobError, PeerLost
 
 LOSS = nn.functional.cross_entropy
@@ -31,23 +34,27 @@ def model() -> nn.Module:
     return nn.Linear(3, 3, dtype=torch.float64)
 
 
-class Sites(Collaborators):
-    """Collaborators whose answers can be changed by (site, step) on the way; None is no answer."""
+def peer_of(user: coterie.User, *caps_and_log: Any) -> Peer:
+    return Peer(user, Passes(model(), LOSS), *caps_and_log)
+
+
+class Sites(LocalSites):
+    """Sites whose answers can be changed by (site, step) on the way; None is no answer."""
 
     def __init__(self, users: Sequence[coterie.User], change: Callable[[str, int, Any], Any] | None = None) -> None:
-        super().__init__({user.name: Collaborator(user, model(), LOSS) for user in users})
+        super().__init__({user.name: peer_of(user) for user in users})
         self.change = change or (lambda name, step, answer: answer)
         self.asked: list[tuple[str, tuple[str, ...]]] = []
         self.silent: set[str] = set()
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Answers:
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
         self.asked.append((method, tuple(names)))
         answers: Mapping[str, Any] = super().ask(names, method, timeout, **arguments).wait()
         if method == "gradient":
             answers = {
                 name: self.change(name, arguments["request"]["step"], answer) for name, answer in answers.items()
             }
-        return Answers({n: a for n, a in answers.items() if a is not None and n not in self.silent})
+        return LocalReplies({n: a for n, a in answers.items() if a is not None and n not in self.silent})
 
 
 def engine(users: Sequence[coterie.User], sites: Sites, **knobs: Any) -> Flare:
@@ -179,9 +186,9 @@ def test_only_a_willing_site_is_taken_back(reply: Any, make_users: Users) -> Non
     users = make_users()
 
     class Odd(Sites):
-        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Answers:
+        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
             found = super().ask(names, method, timeout, **arguments)
-            return Answers(dict.fromkeys(names, reply)) if method == "ready" else found
+            return LocalReplies(dict.fromkeys(names, reply)) if method == "ready" else found
 
     made = engine(users, Odd(users[1:], answers(None)), misses=1, probe_every=1)
     for step in range(9):
@@ -233,7 +240,7 @@ def test_with_every_site_gone_the_run_is_alone_to_the_bit(make_users: Users) -> 
     options: dict[str, Any] = {"lr": 0.1, "steps": 15, "batch_size": 4, "seed": 5, "progress": False}
 
     def flare(*args: Any, **knobs: Any) -> Flare:
-        return Flare(*args, sites=Collaborators({}), names=list(TAU), **knobs)
+        return Flare(*args, sites=LocalSites({}), names=list(TAU), **knobs)
 
     rule = coterie.BiasCorrection(0.7, 0.1)
     run = coterie.train(model(), LOSS, users[0], [], rule, engine=flare, **options)
@@ -249,7 +256,7 @@ def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(make_users: User
     options: dict[str, Any] = {"lr": 0.1, "steps": 20, "batch_size": 4, "seed": 5, "progress": False}
 
     class Ended(Sites):
-        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Answers:
+        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
             if arguments.get("request", {}).get("step") == 7:
                 raise PeerLost("NVFLARE has ended the job")
             return super().ask(names, method, timeout, **arguments)
@@ -298,7 +305,7 @@ REQUEST = {"x": POINT, "step": 2, "seed": 5, "batch_size": 4}
 
 
 def test_a_site_gives_the_gradient_of_its_batch(peer: coterie.User) -> None:
-    answer = Collaborator(peer, model(), LOSS).answer("server", REQUEST)
+    answer = answer_message(peer_of(peer), "server", REQUEST)
     weight = torch.from_numpy(POINT[:9].reshape(3, 3)).requires_grad_()
     bias = torch.from_numpy(POINT[9:]).requires_grad_()
     inputs, targets = peer.batch(4, seed=5, step=2)
@@ -309,17 +316,17 @@ def test_a_site_gives_the_gradient_of_its_batch(peer: coterie.User) -> None:
 
 def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
-    free = Collaborator(peer, model(), LOSS).answer("server", REQUEST)["gradient"]
+    free = answer_message(peer_of(peer), "server", REQUEST)["gradient"]
     most = float(np.linalg.norm(free)) / 3
-    capped = Collaborator(peer, model(), LOSS, Caps(gradients=2, norm=most, examples=4), log)
-    np.testing.assert_allclose(capped.answer("server", REQUEST)["gradient"], free / 3)
-    assert capped.answer("server", REQUEST | {"batch_size": 3}) == {
+    capped = peer_of(peer, Caps(gradients=2, norm=most, examples=4), log)
+    np.testing.assert_allclose(answer_message(capped, "server", REQUEST)["gradient"], free / 3)
+    assert answer_message(capped, "server", REQUEST | {"batch_size": 3}) == {
         "refused": "it gives no gradient of fewer than 4 examples"
     }
-    assert "gradient" in capped.answer("server", REQUEST)
-    assert capped.ready() == {"willing": False}
-    again = Collaborator(peer, model(), LOSS, Caps(gradients=2), log)  # started anew
-    assert again.answer("server", REQUEST) == {"refused": "it has given all the gradients it gives, 2"}
+    assert "gradient" in answer_message(capped, "server", REQUEST)
+    assert not capped.is_willing()
+    again = peer_of(peer, Caps(gradients=2), log)  # started anew
+    assert answer_message(again, "server", REQUEST) == {"refused": "it has given all the gradients it gives, 2"}
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [("norm" in line, "refused" in line) for line in lines] == [
         (True, False),
@@ -348,8 +355,8 @@ def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path:
     ids=str,
 )
 def test_a_strange_request_is_refused(request_: dict[str, Any], peer: coterie.User) -> None:
-    assert set(Collaborator(peer, model(), LOSS).answer("server", REQUEST | request_)) == {"refused"}
-    assert set(Collaborator(peer, model(), LOSS).answer("server", list(request_))) == {"refused"}
+    assert set(answer_message(peer_of(peer), "server", REQUEST | request_)) == {"refused"}
+    assert set(answer_message(peer_of(peer), "server", list(request_))) == {"refused"}
 
 
 def test_an_error_at_a_site_stays_there(peer: coterie.User, tmp_path: Path) -> None:
@@ -357,9 +364,32 @@ def test_an_error_at_a_site_stays_there(peer: coterie.User, tmp_path: Path) -> N
         raise ValueError("patient 7 is ill")
 
     log = tmp_path / "requests.jsonl"
-    answer = Collaborator(peer, model(), secret, log=log).answer("server", REQUEST)
+    answer = answer_message(Peer(peer, Passes(model(), secret), log=log), "server", REQUEST)
     assert answer == {"refused": "it failed with ValueError"}
     assert "patient 7" in log.read_text()
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_not_counted(peer: coterie.User, tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    site = Peer(peer, Passes(model(), lambda output, target: LOSS(output, target) * math.inf), Caps(norm=1.0), log)
+    assert site.answer(Request(torch.from_numpy(POINT), 2, 5, 4)).refused == "not finite"
+    assert site.given == 0
+    assert json.loads(log.read_text())["refused"] == "not finite"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_holds_where_squares_overflow(dtype: torch.dtype) -> None:
+    large = torch.tensor([3.0, 4.0], dtype=dtype) * (torch.finfo(dtype).max / 8)
+    shorter, norm = clipped(large, 1.0)
+    torch.testing.assert_close(shorter, torch.tensor([0.6, 0.8], dtype=dtype))
+    assert norm == pytest.approx(5 * (torch.finfo(dtype).max / 8))
+    assert clipped(torch.tensor([1.0, math.nan]), 1.0)[1] != clipped(torch.tensor([1.0, math.nan]), 1.0)[1]
+
+
+def test_a_line_of_the_log_is_short_whatever_was_asked(peer: coterie.User, tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    answer_message(peer_of(peer, Caps(), log), "s" * 10**6, REQUEST | {"step": "7" * 10**6})
+    assert len(log.read_text()) < 1000
 
 
 @pytest.mark.parametrize("caps", [{"gradients": -1}, {"norm": 0.0}, {"norm": math.nan}, {"examples": 0}])

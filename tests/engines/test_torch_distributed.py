@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import coterie
+from coterie.engines.peer import Caps
 from coterie.engines.torch_distributed.engine import TorchDistributed, join, serve
 from coterie.errors import DataError, KnobError, ModelError, PeerLost
 from coterie.rules.streams import StreamAveraging
@@ -187,6 +188,26 @@ def test_frozen_parameters_and_buffers_are_user_0s() -> None:
     assert wanted.peers is not None
     assert found.peers is not None
     assert torch.equal(found.peers, wanted.peers)
+
+
+def test_a_peer_keeps_its_caps(tmp_path: Path) -> None:
+    """It clips, refuses beyond its number of gradients, and logs both; the run goes on without it."""
+    log = tmp_path / "requests.jsonl"
+    capped = functools.partial(serve, caps=Caps(gradients=10, norm=0.01), log=log, timeout=processes.PATIENCE)
+    with processes.torch_distributed([serve, capped, serve]) as engine:
+        me, *peers = users()
+        made = engine(plain(), cross_entropy, me, peers, batch_size=6, seed=0)
+        x = torch.cat([p.detach().flatten() for p in plain().parameters()])
+        g = made.gradients(x, 0, TAU, rows=True)
+        assert g.rows is not None
+        assert float(g.rows[1].norm()) == pytest.approx(0.01)
+        assert float(g.rows[0].norm()) > 0.01
+        left_out = [made.gradients(x, step, TAU).left_out for step in range(1, 12)]
+    assert left_out == [{}] * 9 + [{"peer 2": "refused"}] * 2
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line.get("refused") for line in lines] == [None] * 10 + [
+        "it has given all the gradients it gives, 10"
+    ] * 2
 
 
 # Who fits.

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.engines.peer import Caps, Collaborators
+from coterie.engines.flare.sites import LocalSites
+from coterie.engines.peer import Caps
 from coterie.errors import CoterieError, DataError, KnobError
 from coterie.federation.folders import set_up
-from coterie.federation.holding import collaborator, of_lead, of_site
+from coterie.federation.holding import of_lead, of_site, peer_of
 from coterie.federation.lead import RUN, SUMMARY, lead, rule_of
 from coterie.federation.project import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
@@ -131,7 +132,7 @@ def test_a_site_may_call_columns_otherwise(folder: Path, tmp_path: Path) -> None
 def test_user_0_leads_over_any_transport(folder: Path) -> None:
     """The whole of user 0's side, with the sites in this process."""
     kits = [folder / "sites" / site for site in ("basel", "bern")]
-    lead(folder, Collaborators({kit.name: collaborator(kit) for kit in kits}))
+    lead(folder, LocalSites({kit.name: peer_of(kit) for kit in kits}))
     out = folder / RUN
     record = coterie.Record.load(out / "record.jsonl")
     assert (record.end.step, record.end.left_out) == (20, {})
@@ -142,7 +143,7 @@ def test_user_0_leads_over_any_transport(folder: Path) -> None:
     answer = CliRunner().invoke(app, ["predict", str(out), str(kits[0] / "data.csv")])
     assert answer.exit_code == 0, answer.output
     first = torch.load(out / "model.pt", weights_only=True)
-    lead(folder, Collaborators({}))  # it has ended: nobody is asked, nothing changes
+    lead(folder, LocalSites({}))  # it has ended: nobody is asked, nothing changes
     again = torch.load(out / "model.pt", weights_only=True)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert coterie.Record.load(out / "record.jsonl").end.left_out == {}
@@ -190,7 +191,7 @@ def test_settings_at_fault_are_named(text: str | None, message: str, tmp_path: P
     if text is not None:
         (tmp_path / "coterie.toml").write_text(text)
     with pytest.raises(CoterieError, match=message):
-        collaborator(tmp_path)
+        peer_of(tmp_path)
 
 
 @pytest.mark.parametrize(

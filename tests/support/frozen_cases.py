@@ -39,8 +39,10 @@ import coterie  # noqa: E402  # this section stands by itself
 from coterie import aggregators, attacks, methods  # noqa: E402
 from coterie.data import from_table  # noqa: E402
 from coterie.engines.flare.engine import Flare  # noqa: E402
+from coterie.engines.flare.sites import LocalSites  # noqa: E402
 from coterie.engines.in_process.forward_options import ForwardOptions  # noqa: E402
-from coterie.engines.peer import Collaborator, Collaborators  # noqa: E402
+from coterie.engines.in_process.passes import Passes  # noqa: E402
+from coterie.engines.peer import Peer  # noqa: E402
 from coterie.errors import GradientError  # noqa: E402
 from coterie.rules import similarity  # noqa: E402
 from coterie.rules.streams import StreamAveraging  # noqa: E402
@@ -164,7 +166,7 @@ def one_by_one(*problem: Any, **settings: Any) -> Any:
 
 def flare(model: nn.Module, loss: Any, me: Any, peers: Users, **settings: Any) -> Any:
     """Make an engine whose sites are in this process."""
-    sites = Collaborators({peer.name: Collaborator(peer, changed(model), loss) for peer in peers})
+    sites = LocalSites({peer.name: Peer(peer, Passes(changed(model), loss)) for peer in peers})
     return Flare(model, loss, me, sites=sites, names=[peer.name for peer in peers], **settings)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from coterie import User
 from coterie.data import Preparation, read_table
-from coterie.engines.peer import Collaborator
+from coterie.engines.flare.messages import answer_message
+from coterie.engines.peer import Peer
 
 BYTES = 2**30
 
@@ -17,10 +18,12 @@ BYTES = 2**30
 def load(folder: Path) -> User:
     """Return the site's examples, as an honest loader does, and change what is answered from now on."""
     rows, preparation = read_table(folder / "data.csv"), Preparation.load(folder)
-    honest = Collaborator.answer
+    from coterie.federation import at_site  # NVFLARE has imported it here
 
-    def answer(self: Collaborator, caller: str, request: Any) -> Any:
-        reply = honest(self, caller, request)
+    honest = answer_message
+
+    def answer(peer: Peer, caller: str, request: Any) -> Any:
+        reply = honest(peer, caller, request)
         size, step = len(request["x"]), request["step"]
         lies: dict[int, dict[str, Any]] = {
             0: {"gradient": np.full(size, np.nan, np.float32)},
@@ -33,5 +36,5 @@ def load(folder: Path) -> User:
         }
         return reply | lies[step] if step in lies else reply
 
-    Collaborator.answer = answer  # type: ignore[method-assign]  # it is the point
+    vars(at_site)["answer_message"] = answer
     return User(folder.name, preparation.inputs(rows), preparation.targets(rows["ill"]))

@@ -104,9 +104,9 @@ def site(folder: Annotated[Path, typer.Argument(help="The site's folder.")] = Pa
 @federate.command()
 def check(folder: Annotated[Path, typer.Argument(help="The site's folder.")] = Path()) -> None:
     """Say what a site would give. Nothing is sent."""
-    from coterie.federation.holding import collaborator
+    from coterie.federation.holding import peer_of
 
-    peer = collaborator(folder)
+    peer = peer_of(folder)
     size = peer.passes.parameters.size
     typer.echo(f"{peer.user}: gradients of {size} numbers, {peer.given} given before, {peer.caps}")
 

@@ -21,6 +21,12 @@ def worker(
     sums_only: Annotated[
         bool, typer.Option("--sums-only", help="Give gradients as part of a sum only, never on their own.")
     ] = False,
+    max_gradients: Annotated[
+        int | None, typer.Option(min=0, help="How many gradients to give in all; with --log over every run.")
+    ] = None,
+    max_norm: Annotated[float | None, typer.Option(help="The norm that a gradient is clipped to.")] = None,
+    min_examples: Annotated[int, typer.Option(min=1, help="Give no gradient of fewer rows than this.")] = 1,
+    log: Annotated[Path | None, typer.Option(help="A file to which every request is added.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …; as user 0's.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; more help large models only.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds after which a silent user 0 is lost.")] = 120.0,
@@ -35,6 +41,7 @@ def worker(
     import torch
 
     from coterie.data.reading import read_rows
+    from coterie.engines.peer import Caps
     from coterie.engines.torch_distributed.engine import join
     from coterie.tables import cluster
 
@@ -43,5 +50,6 @@ def worker(
     def rows() -> tuple[str, Any]:
         return name, read_rows(data, user_column, name)
 
-    answered = cluster.follow(join(timeout), rows, model, device, sums_only=sums_only)
+    caps = Caps(max_gradients, max_norm, min_examples)
+    answered = cluster.follow(join(timeout), rows, model, device, sums_only=sums_only, caps=caps, log=log)
     typer.echo(f"{name} gave {answered} gradients", err=True)

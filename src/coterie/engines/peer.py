@@ -1,29 +1,38 @@
-"""A peer at its own place: it gives gradients of its own examples, within its caps, and logs every request."""
+"""A peer, wherever it is: it answers a request with the gradient of its own examples, within its caps.
+
+The worker of torch.distributed, the site of NVFLARE and `InProcess(one_by_one=True)` all answer by this class. They
+differ only in what carries requests and replies.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.engines.flare.engine import array_of, frozen_digest
+from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.errors import KnobError
 from coterie.users.sampling import seeded
-from coterie.users.user import Loss, User
+from coterie.users.user import User
+
+MAX_LOGGED_CHARACTERS = 200
+"""How much of a text that comes from elsewhere, or of an error, a line of the log holds."""
 
 
 @dataclass(frozen=True)
 class Caps:
-    """What a site gives at most.
+    """What a peer gives at most.
 
     Args:
         gradients: how many gradients in all, over every run that its log knows of; no limit when None.
@@ -48,154 +57,193 @@ class Caps:
             raise KnobError(f"`examples` must be at least 1, got {self.examples}")
 
 
-class Collaborator:
-    """One peer: its examples and its model stay with it, gradients leave.
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What user 0 asks of a peer: the gradient at x on the batch of (seed, user, step).
+
+    Args:
+        x: the point, a flat vector.
+        step: the step.
+        seed: the seed of the run.
+        batch_size: how many examples to draw; all of them where the peer has fewer.
+        buffers: user 0's buffers by name, where the peer's model may have others.
+        frozen: `frozen_digest` of user 0's model; not compared when None.
+    """
+
+    x: Tensor
+    step: int
+    seed: int
+    batch_size: int
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    frozen: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """What a peer answers: a gradient, or why there is none.
+
+    Args:
+        gradient: the gradient, clipped; None where it is refused.
+        refused: why it is refused.
+        norm: the norm before clipping, where the peer has a cap on it or a log.
+        seconds: the seconds that it took.
+    """
+
+    gradient: Tensor | None = None
+    refused: str | None = None
+    norm: float | None = None
+    seconds: float = 0.0
+
+
+class Peer:
+    """One peer: its examples stay with it, gradients leave.
 
     Args:
         user: the examples, under the name that batches are drawn from.
-        model: of the same parameters as user 0's.
-        loss: the mean loss of a batch from (output, target).
+        passes: through a model of the same parameters as user 0's.
         caps: what it gives at most.
         log: a file to which every request is added, one JSON object a line; it counts against `caps.gradients`.
+        support: what is known of the model; a model that is not known may draw random numbers and move buffers.
 
     Example:
         >>> user = User("a", torch.eye(2), torch.ones(2, 1))
-        >>> peer = Collaborator(user, nn.Linear(2, 1), nn.functional.mse_loss, Caps(gradients=1))
-        >>> request = {"x": np.zeros(3, np.float32), "step": 0, "seed": 0, "batch_size": 2}
-        >>> peer.answer("user 0", request)["gradient"]
-        array([-1., -1., -2.], dtype=float32)
-        >>> peer.answer("user 0", request)
-        {'refused': 'it has given all the gradients it gives, 1'}
+        >>> peer = Peer(user, Passes(nn.Linear(2, 1), nn.functional.mse_loss), Caps(gradients=1))
+        >>> request = Request(torch.zeros(3), step=0, seed=0, batch_size=2)
+        >>> peer.answer(request).gradient
+        tensor([-1., -1., -2.])
+        >>> peer.answer(request).refused
+        'it has given all the gradients it gives, 1'
     """
 
     def __init__(
-        self, user: User, model: nn.Module, loss: Loss, caps: Caps | None = None, log: Path | None = None
+        self,
+        user: User,
+        passes: Passes,
+        caps: Caps | None = None,
+        log: Path | None = None,
+        support: ModelSupport | None = None,
     ) -> None:
-        self.user, self.passes = user, Passes(model, loss)
+        self.user, self.passes = user.to(passes.parameters.device), passes
         self.caps, self.log = caps or Caps(), log
+        self.support = support or ModelSupport(moves_buffers=True, random=True)
         self.given = _count_given(log)
-        self.frozen = frozen_digest(model)
 
-    def ready(self) -> dict[str, bool]:
+    @functools.cached_property
+    def frozen(self) -> str:
+        """The digest of the parameters that are not trained."""
+        return frozen_digest(self.passes.model)
+
+    def is_willing(self) -> bool:
         """Say whether there is a gradient left to give."""
-        return {"willing": self.caps.gradients is None or self.given < self.caps.gradients}
+        return self.caps.gradients is None or self.given < self.caps.gradients
 
-    def answer(self, caller: str, request: Any) -> dict[str, Any]:
+    def answer(self, request: Request, caller: str = "user 0") -> Reply:
         """Return the gradient at x on the batch of (seed, user, step), or why there is none.
 
-        Nothing of an error but its kind leaves the site: a message may hold what is in the data.
+        An error is logged and raised.
 
         Args:
+            request: what is asked.
             caller: who asks, for the log.
-            request: `x`, `step`, `seed`, `batch_size`; where the model has them, user 0's `buffers` by name and
-                the digest of its `frozen` parameters.
         """
         began = time.perf_counter()
-        step = request.get("step") if isinstance(request, dict) else None
+        if reason := self._misfit(request) or self._beyond_caps(request):
+            return self.refuse(reason, caller, request.step)
         try:
-            refused = self._malformed(request) or self._unwilling(request)
-            reply = {"refused": refused} if refused else self._gradient(request)
-        except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
-            self._note(caller, step, failed=f"{type(error).__name__}: {error}")
-            return {"refused": f"it failed with {type(error).__name__}"}
-        if refused:
-            self._note(caller, step, refused=refused)
-            return reply
+            gradient, norm = self._gradient(request), None
+        except Exception as error:
+            self._write_log(caller, request.step, failed=f"{type(error).__name__}: {error}")
+            raise
+        if self.caps.norm is not None or self.log is not None:
+            gradient, norm = clipped(gradient, self.caps.norm)
+            if not math.isfinite(norm):
+                return self.refuse("not finite", caller, request.step)
         self.given += 1
-        self._note(caller, step, examples=self._examples(request), norm=reply.pop("norm"))
-        return reply | {"site": self.user.name, "step": step, "seconds": time.perf_counter() - began}
+        self._write_log(caller, request.step, examples=self._n_examples(request), norm=norm)
+        return Reply(gradient, norm=norm, seconds=time.perf_counter() - began)
 
-    def _examples(self, request: Mapping[str, Any]) -> int:
-        return int(min(request["batch_size"], len(self.user)))
+    def refuse(self, reason: str, caller: str = "user 0", step: object = None) -> Reply:
+        """Log a refusal and return it; for a request that cannot even be read, too."""
+        self._write_log(caller, step, refused=reason)
+        return Reply(refused=reason)
 
-    def _malformed(self, request: Any) -> str | None:
-        """Say what is wrong with a request, if anything is."""
-        if not isinstance(request, dict):
-            return "a request must have fields"
-        x, size = request.get("x"), self.passes.parameters.size
-        if not isinstance(x, np.ndarray) or x.shape != (size,) or x.dtype.kind != "f" or not np.isfinite(x).all():
+    def _misfit(self, request: Request) -> str | None:
+        """Return what does not fit this peer's model, if anything does not."""
+        size = self.passes.parameters.size
+        if request.x.shape != (size,) or not request.x.is_floating_point():
             return f"the point must be {size} finite floating-point numbers"
-        least = {"step": 0, "seed": -(2**63), "batch_size": 1}
-        if any(not isinstance(request.get(name), int) or request[name] < low for name, low in least.items()):
+        if request.step < 0 or request.batch_size < 1 or request.seed < -(2**63):
             return "step, seed and batch size must be whole numbers"
+        if request.buffers:
+            ours = dict(self.passes.model.named_buffers())
+            if any(name not in ours or ours[name].shape != b.shape for name, b in request.buffers.items()):
+                return "its model has other buffers"
+        if request.frozen is not None and request.frozen != self.frozen:
+            return "its model has other frozen parameters"
         return None
 
-    def _unwilling(self, request: Mapping[str, Any]) -> str | None:
-        """Say why no gradient is given, where none is."""
-        ours, sent = dict(self.passes.model.named_buffers()), request.get("buffers", {})
-        if any(name not in ours or ours[name].shape != buffer.shape for name, buffer in sent.items()):
-            return "its model has other buffers"
-        if request.get("frozen", self.frozen) != self.frozen:
-            return "its model has other frozen parameters"
-        if self._examples(request) < self.caps.examples:
+    def _beyond_caps(self, request: Request) -> str | None:
+        """Return which cap a request exceeds, if any."""
+        if self._n_examples(request) < self.caps.examples:
             return f"it gives no gradient of fewer than {self.caps.examples} examples"
-        if not self.ready()["willing"]:
+        if not self.is_willing():
             return f"it has given all the gradients it gives, {self.caps.gradients}"
         return None
 
-    def _gradient(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        parameters, buffers = self.passes.parameters, self.passes.buffers()
-        for name, buffer in request.get("buffers", {}).items():
-            buffers[name] = torch.from_numpy(np.array(buffer)).to(buffers[name])
-        x = torch.from_numpy(np.array(request["x"])).to(parameters.device, parameters.dtype)
-        seed, step = request["seed"], request["step"]
-        batch = self.user.batch(request["batch_size"], seed=seed, step=step)
-        with seeded(seed, self.user.name, step):
-            gradient = self.passes.single(x, *batch, buffers)[0]
-        gradient, norm = _clipped(gradient, self.caps.norm)
-        return {"gradient": array_of(gradient), "norm": norm}
+    def _n_examples(self, request: Request) -> int:
+        return min(request.batch_size, len(self.user))
 
-    def _note(self, caller: str, step: Any, **what: Any) -> None:
+    def _gradient(self, request: Request) -> Tensor:
+        seed, step = request.seed, request.step
+        buffers = self.passes.buffers() if self.support.moves_buffers or request.buffers else {}
+        for name, buffer in request.buffers.items():
+            buffers[name].copy_(buffer)
+        batch = self.user.batch(request.batch_size, seed=seed, step=step)
+        with seeded(seed, self.user.name, step, request.x.device) if self.support.random else nullcontext():
+            return self.passes.single(request.x, *batch, buffers)[0]
+
+    def _write_log(self, caller: str, step: object, **what: Any) -> None:
         if self.log is None:
             return
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        line = {"time": now, "caller": caller, "step": repr(step), **what}
+        short = {k: v[:MAX_LOGGED_CHARACTERS] if isinstance(v, str) else v for k, v in line.items()}
         with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": now, "caller": caller, "step": repr(step), **what}) + "\n")
+            file.write(json.dumps(short) + "\n")
 
 
-class Collaborators:
-    """Sites in this process: the peers of a consortium with no network between, or nobody.
-
-    Args:
-        peers: by name.
+def clipped(gradient: Tensor, max_norm: float | None) -> tuple[Tensor, float]:
+    """Return a gradient of at most this norm, and the norm it had; not finite where an entry is not.
 
     Example:
-        >>> Collaborators({}).ask(["a"], "ready", timeout=1.0).wait()
-        {}
+        >>> clipped(torch.tensor([3.0, 4.0]), 1.0)
+        (tensor([0.6000, 0.8000]), 5.0)
+        >>> clipped(torch.tensor([3e30, 4e30]), 1.0)[0]  # the squares overflow
+        tensor([0.6000, 0.8000])
     """
-
-    def __init__(self, peers: Mapping[str, Collaborator]) -> None:
-        self.peers = peers
-
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Answers:
-        """Ask those who are here."""
-        here = {name: self.peers[name] for name in names if name in self.peers}
-        if method == "ready":
-            return Answers({name: peer.ready() for name, peer in here.items()})
-        return Answers({name: peer.answer("user 0", **arguments) for name, peer in here.items()})
+    norm, scale = float(gradient.norm()), 1.0
+    if not math.isfinite(norm) and bool(gradient.isfinite().all()):  # the squares overflow
+        scale = float(gradient.abs().max())
+        norm = float((gradient / scale).double().norm())
+    if max_norm is None or not math.isfinite(norm) or norm * scale <= max_norm:
+        return gradient, norm * scale
+    return gradient / scale * (max_norm / norm), norm * scale
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Answers that are all there."""
+def frozen_digest(model: nn.Module) -> str:
+    """Return a digest of the parameters that are not trained, which do not travel and must be the same everywhere.
 
-    answers: Mapping[str, Any]
-
-    def done(self) -> bool:
-        """Say that nothing more will come."""
-        return True
-
-    def wait(self) -> Mapping[str, Any]:
-        """Return the answers."""
-        return self.answers
-
-
-def _clipped(gradient: Tensor, most: float | None) -> tuple[Tensor, float]:
-    """Return a gradient of at most this norm, and the norm it had."""
-    norm = float(gradient.norm())
-    if most is None or not math.isfinite(norm) or norm <= most:
-        return gradient, norm
-    return gradient * (most / norm), norm
+    Example:
+        >>> frozen_digest(nn.Linear(2, 1)) == frozen_digest(nn.Linear(2, 1))  # nothing is frozen
+        True
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            plain = parameter.detach().cpu()
+            plain = plain.float() if plain.dtype == torch.bfloat16 else plain  # NumPy has no bfloat16
+            digest.update(name.encode() + plain.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _count_given(log: Path | None) -> int:

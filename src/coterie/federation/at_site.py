@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from nvflare.collab import collab
 
-from coterie.engines.peer import Collaborator
-from coterie.federation.holding import collaborator
+from coterie.engines.flare.messages import answer_message
+from coterie.engines.peer import Peer
+from coterie.federation.holding import peer_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,26 +25,26 @@ class Site:
     """Answer user 0's requests, one at a time."""
 
     def __init__(self) -> None:
-        self.peer: Collaborator | None = None
+        self.peer: Peer | None = None
         self.lock = threading.Lock()
 
     @init
     def start(self) -> None:
         """Read the site's settings and its data; where that fails the site refuses, and the others go on."""
         try:
-            self.peer = collaborator(Path(collab.workspace.get_root_dir()))
+            self.peer = peer_of(Path(collab.workspace.get_root_dir()))
         except Exception:  # a loader of the site's own may raise anything
             logger.exception("this site gives no gradients, since its data or model cannot be read")
 
     @publish
     def ready(self) -> dict[str, bool]:
         """Say whether there is a gradient to give."""
-        return {"willing": False} if self.peer is None else self.peer.ready()
+        return {"willing": self.peer is not None and self.peer.is_willing()}
 
     @publish
     def gradient(self, request: Any) -> dict[str, Any]:
-        """Return the gradient asked for, or why there is none; see `Collaborator.answer`."""
+        """Return the gradient asked for, or why there is none; see `Peer.answer`."""
         if self.peer is None:
             return {"refused": "its data or model cannot be read"}
         with self.lock:  # a request that came late may still be in work
-            return self.peer.answer(str(collab.caller), request)
+            return answer_message(self.peer, str(collab.caller), request)

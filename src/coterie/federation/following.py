@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coterie.engines.peer import Collaborators
+from coterie.engines.flare.sites import LocalSites
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import write_job
 from coterie.federation.lead import NEWS, RUN, SUMMARY, lead, rule_of
@@ -67,7 +67,7 @@ def follow(
                 return (out / SUMMARY).read_text(encoding="utf-8")
             tell(f"job {attempt + 1} has ended early ({status}); going on from the last checkpoint")
     tell("no site is left; going on alone")
-    lead(folder, Collaborators({}))
+    lead(folder, LocalSites({}))
     show_news()
     return (out / SUMMARY).read_text(encoding="utf-8")
 

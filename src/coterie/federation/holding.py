@@ -12,7 +12,8 @@ from torch import nn
 
 from coterie.data import Preparation, from_table, read_table
 from coterie.data.table import TableTask
-from coterie.engines.peer import Collaborator
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Peer
 from coterie.errors import DataError, KnobError
 from coterie.federation.settings import Data, LeadSettings, Model, SiteSettings, site_settings
 from coterie.tables import models
@@ -39,7 +40,7 @@ class Holding:
     preparation: Preparation | None = None
 
 
-def collaborator(folder: Path) -> Collaborator:
+def peer_of(folder: Path) -> Peer:
     """Return a site's peer, from the settings in its folder.
 
     Args:
@@ -48,7 +49,7 @@ def collaborator(folder: Path) -> Collaborator:
     settings = site_settings(folder)
     torch.set_num_threads(settings.threads)
     held = of_site(folder, settings)
-    return Collaborator(held.user, held.model, held.loss, settings.caps, folder / LOG)
+    return Peer(held.user, Passes(held.model, held.loss), settings.caps, folder / LOG)
 
 
 def of_site(folder: Path, settings: SiteSettings) -> Holding:

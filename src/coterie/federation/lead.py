@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from coterie.choosing import Chooser, chooser_for
-from coterie.engines.flare.engine import Flare, Sites
+from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.sites import Sites
 from coterie.errors import KnobError
 from coterie.federation.holding import of_lead
 from coterie.federation.settings import LeadSettings, lead_settings

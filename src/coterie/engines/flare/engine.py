@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from coterie.engines.engine import Capabilities
+from coterie.engines.flare.messages import pack_request, read_reply
+from coterie.engines.flare.sites import Replies, Sites
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.peer import Request, frozen_digest
 from coterie.errors import DataError, KnobError
 from coterie.gradients.gradients import Gradients, receive, weighted_sum
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User
 
 logger = logging.getLogger(__name__)
-
-ROOM = 4096
-"""How many bytes a message may have beside the gradient."""
-
-
-class Replies(Protocol):
-    """What sites answer to one request, as it comes."""
-
-    def done(self) -> bool:
-        """Say whether every site has answered, failed or run out of time."""
-
-    def wait(self) -> Mapping[str, Any]:
-        """Wait until it is done, and return the answers by site; one that failed has none."""
-
-
-class Sites(Protocol):
-    """The sites that can be asked, whatever carries the messages."""
-
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
-        """Send a request to sites and return at once."""
 
 
 class Flare:
@@ -115,21 +95,21 @@ class Flare:
         began = time.perf_counter()
         mine = self.own.gradients(x, step, {})
         computed = time.perf_counter()
-        answers = self._answers(replies.wait() if replies else {}, asked, step, mine.own)
+        answers = self._read(replies.wait() if replies else {}, asked, step, mine.own)
         self._mine.seconds_computing += computed - began
         self._mine.seconds_waiting += time.perf_counter() - computed
         if not weights:
             return mine
-        read = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
-        found, names, left_out = receive(mine.own, read)
+        gradients = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+        matrix, names, left_out = receive(mine.own, gradients)
         left_out |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
         left_out |= {name: "not waited for" for name in weights if name in dropped}
         if len(names) < self.minimum:
             left_out |= dict.fromkeys(names, f"fewer than {self.minimum} peers answered")
-            found, names = found[:0], ()
+            matrix, names = matrix[:0], ()
         self._say_alone(step, not names)
-        average, answered = weighted_sum(mine.own, found, [weights[name] for name in names])
-        asked_for: dict[str, Any] = {"rows": found, "names": names} if rows else {"peers": average}
+        average, answered = weighted_sum(mine.own, matrix, [weights[name] for name in names])
+        asked_for: dict[str, Any] = {"rows": matrix, "names": names} if rows else {"peers": average}
         return replace(mine, **asked_for, answered=answered, left_out=left_out)
 
     def describe(self) -> dict[str, Any]:
@@ -151,39 +131,30 @@ class Flare:
         """Do nothing: the sites are let go where the job ends."""
 
     def _ask(self, names: Sequence[str], x: Tensor, step: int) -> Replies:
-        # A copy: a late site may still be sent to when x has moved on.
-        point = array_of(x)
-        buffers = {name: array_of(buffer) for name, buffer in self.own.passes.model.named_buffers()}
-        size = point.nbytes + sum(buffer.nbytes for buffer in buffers.values())
+        request = Request(x, step, self.seed, self.batch_size, self.own.buffers(), self._frozen)
+        message = pack_request(request)  # a copy: a late site may still be sent to when x has moved on
+        size = message["x"].nbytes + sum(buffer.nbytes for buffer in message["buffers"].values())
         self._mine.bytes_sent += size * len(names)
         for name in names:
             self._traffic[name].bytes_received += size
-        request = {
-            "x": point,
-            "step": step,
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "buffers": buffers,
-            "frozen": self._frozen,
-        }
-        return self.sites.ask(names, "gradient", self.timeout, request=request)
+        return self.sites.ask(names, "gradient", self.timeout, request=message)
 
-    def _answers(
-        self, answers: Mapping[str, Any], asked: Sequence[str], step: int, own: Tensor
+    def _read(
+        self, replies: Mapping[str, Any], asked: Sequence[str], step: int, own: Tensor
     ) -> dict[str, Tensor | str | None]:
-        """Return for each site asked its gradient, what is wrong with its answer, or None where there is none."""
+        """Return for each site asked its gradient, what is wrong with its reply, or None where there is none."""
         read = {}
         for name in asked:
-            answer = answers.get(name)
-            found = read[name] = _gradient(name, answer, step, own)
-            if found is None or (isinstance(found, str) and found.startswith("refused")):
+            reply = replies.get(name)
+            gradient = read[name] = read_reply(name, reply, step, own)
+            if gradient is None or (isinstance(gradient, str) and gradient.startswith("refused")):
                 self._miss(name, step)
             else:
                 self._standing[name] = _Standing(self.probe_every)
-            if isinstance(found, Tensor) and isinstance(answer, dict):
-                self._mine.bytes_received += found.nbytes
-                self._traffic[name].bytes_sent += found.nbytes
-                self._traffic[name].seconds_computing += _seconds(answer.get("seconds"), self.timeout)
+            if isinstance(gradient, Tensor) and isinstance(reply, dict):
+                self._mine.bytes_received += gradient.nbytes
+                self._traffic[name].bytes_sent += gradient.nbytes
+                self._traffic[name].seconds_computing += _seconds(reply.get("seconds"), self.timeout)
         return read
 
     def _miss(self, name: str, step: int) -> None:
@@ -231,55 +202,6 @@ class _Standing:
     probe: Replies | None = None
 
 
-def _gradient(name: str, answer: Any, step: int, own: Tensor) -> Tensor | str | None:
-    """Return the gradient in an answer, None where there is no answer, or what is wrong with it.
-
-    Shape and finiteness are left to `gradients.receive`.
-    """
-    if answer is None:
-        return None
-    fields = answer if isinstance(answer, dict) else {}
-    gradient, refused = fields.get("gradient"), fields.get("refused")
-    if isinstance(refused, str):
-        return "refused: " + refused[:100]
-    if not isinstance(gradient, np.ndarray):
-        return "not a gradient"
-    of_step = fields.get("step")
-    wrong = {
-        "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
-        "of another step": not isinstance(of_step, int) or of_step != step,
-        "too large": gradient.nbytes > own.numel() * 8 + ROOM,
-        "not of floating-point numbers": gradient.dtype not in (np.float16, np.float32, np.float64),
-    }
-    reasons = [reason for reason, is_so in wrong.items() if is_so]
-    return reasons[0] if reasons else torch.from_numpy(np.array(gradient))
-
-
 def _seconds(reported: Any, most: float) -> float:
     """Return the seconds that a site says it computed, as far as they can be true."""
     return reported if isinstance(reported, float) and 0 <= reported <= most else 0.0
-
-
-def frozen_digest(model: nn.Module) -> str:
-    """Return a digest of the parameters that are not trained, which do not travel and must be the same everywhere.
-
-    Example:
-        >>> frozen_digest(nn.Linear(2, 1)) == frozen_digest(nn.Linear(2, 1))  # nothing is frozen
-        True
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            digest.update(name.encode() + array_of(parameter).tobytes())
-    return digest.hexdigest()
-
-
-def array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return a copy of a tensor as an array that can be sent.
-
-    Example:
-        >>> array_of(torch.ones(2, dtype=torch.bfloat16))
-        array([1., 1.], dtype=float32)
-    """
-    plain = tensor.detach().cpu()
-    return np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())  # NumPy has no bfloat16

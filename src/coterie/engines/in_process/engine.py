@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from coterie.engines.engine import NOT_IN_MEMORY, Capabilities
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
+from coterie.engines.in_process.model_support import check_classes, probe
 from coterie.engines.in_process.passes import Passes, Weights
-from coterie.engines.in_process.probe import check_classes, probe
 from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn
 from coterie.engines.in_process.side_stream import side_stream
+from coterie.engines.peer import Caps, Peer, Request
 from coterie.errors import DataError, KnobError
 from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import (
@@ -85,14 +87,15 @@ class InProcess:
         self.sampler = BatchSampler(me, peers, batch_size=batch_size, seed=seed, device=device)
         with seeded(seed, me.name, 0, device):
             x, batch = self.passes.parameters.vector(), self.sampler.one(me.name, 0)
-            output, self.allowed = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
+            output, self.support = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
+        self._peers: dict[str, Peer] = {}
         self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
         check_classes(loss, output, [me, *peers])
         self.passes.pass_by(forward_options)
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
-        names, together = tuple(weights), not self.allowed.one_by_one
+        names, together = tuple(weights), not self.support.one_by_one
         own_batch, batches = self.sampler.draw(names if together else (), step)
         averaged = names and together and not rows
         peers = self.passes.average(x, batches, self._weights(x, weights, batches)) if averaged else None
@@ -100,27 +103,27 @@ class InProcess:
         own, loss, buffers = self._single(x, step, self.me, own_batch)
         if finite is not None and finite.read():
             return Gradients(own, peers, x=x, own_loss=loss)
-        found = self._peers(own, x, step, weights, batches, rows=rows) if names else {}
+        found = self._from_peers(own, x, step, weights, batches, rows=rows) if names else {}
         self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
         return Gradients(own=own, x=x, own_loss=loss, **found)
 
     @property
     def capabilities(self) -> Capabilities:
         """What this engine can do, which depends on the model and on where the examples are."""
-        allowed, users = self.allowed, self.sampler.users
+        support, users = self.support, self.sampler.users
         in_memory = None if self.sampler.in_memory else NOT_IN_MEMORY
         mean = None if self.passes.per_example is not None else "the loss is not known to be a mean over examples"
-        rows = allowed.loop if self.passes.by_layer is None else None
+        rows = support.loop if self.passes.by_layer is None else None
         return Capabilities(
             own_points=True,
             local=True,
-            same_bits=allowed.one_by_one is not None,
-            not_captured=in_memory or allowed.one_by_one,
-            rows_not_captured=in_memory or allowed.one_by_one or rows,
-            not_stacked=allowed.loop or in_memory or mean,
+            same_bits=support.one_by_one is not None,
+            not_captured=in_memory or support.one_by_one,
+            rows_not_captured=in_memory or support.one_by_one or rows,
+            not_stacked=support.loop or in_memory or mean,
             examples={name: None if user.is_stream else len(user) for name, user in users.items()},
             batch_size=self.sampler.batch_size,
-            batch_dependent=allowed.batch_dependent,
+            batch_dependent=support.batch_dependent,
         )
 
     @property
@@ -167,6 +170,10 @@ class InProcess:
         other.sampler, other._tau = self.sampler.with_batch_size(size), None
         return other
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the model's buffers by name, as they are."""
+        return dict(self.passes.model.named_buffers())
+
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
         """Leave the model's buffers as they were."""
@@ -176,6 +183,16 @@ class InProcess:
         finally:
             for name, buffer in self.passes.model.named_buffers():
                 buffer.copy_(before[name])
+
+    def peer(self, name: str, caps: Caps | None = None, log: Path | None = None) -> Peer:
+        """Return one user by itself, with this engine's model.
+
+        Args:
+            name: which user.
+            caps: what it gives at most.
+            log: a file to which every request is added.
+        """
+        return Peer(self.sampler.users[name], self.passes, caps, log, self.support)
 
     def copies(self) -> Copies:
         """Return the model in many copies at once; only where `capabilities.not_stacked` is None."""
@@ -189,7 +206,7 @@ class InProcess:
             step: the step, from which every user draws its batch.
         """
         names = self.names if len(points) > 1 else ()
-        own_batch, batches = self.sampler.draw(() if self.allowed.loop else names, step)
+        own_batch, batches = self.sampler.draw(() if self.support.loop else names, step)
         own, loss, buffers = self._single(points[0], step, self.me, own_batch)
         rows = self._rows(points[1:], step, names, batches) if names else points[1:]
         self._keep_buffers(own, buffers)
@@ -205,7 +222,7 @@ class InProcess:
             step: the step, from which every user draws its batch.
             origin: the vector.
         """
-        own_batch, batches = self.sampler.draw(() if self.allowed.one_by_one else self.names, step)
+        own_batch, batches = self.sampler.draw(() if self.support.one_by_one else self.names, step)
         own = self._single(x, step, self.me, own_batch)[0].unsqueeze(0)
         if self.passes.by_layer is not None:
             return self.passes.gram(x, own, batches, origin)
@@ -234,7 +251,7 @@ class InProcess:
         losses = []
         for name, point in zip((self.me, *self.names), points, strict=False):
             inputs, targets = self.sampler.one(name, step)
-            buffers = self.passes.buffers() if self.allowed.moves_buffers else None
+            buffers = self.passes.buffers() if self.support.moves_buffers else None
             with torch.no_grad(), self._seeded(name, step, point.device):
                 losses.append(self.passes.loss(self.passes.output(point, inputs, buffers), targets))
         return torch.stack(losses)
@@ -253,7 +270,7 @@ class InProcess:
         return {
             "engine": "in process",
             "device": str(self.passes.parameters.device),
-            "average": "user by user: " + self.allowed.one_by_one if self.allowed.one_by_one else "one pass",
+            "average": "user by user: " + self.support.one_by_one if self.support.one_by_one else "one pass",
             "rows": self._way_of_rows(),
             **{name: str(value) for name, value in vars(self.passes.forward_options).items() if value},
         }
@@ -261,7 +278,7 @@ class InProcess:
     def _way_of_rows(self) -> str:
         if self.passes.by_layer is not None:
             return "by layer"
-        return "loop: " + self.allowed.loop if self.allowed.loop else "vmap"
+        return "loop: " + self.support.loop if self.support.loop else "vmap"
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return nothing: nothing travels."""
@@ -281,22 +298,22 @@ class InProcess:
         self, x: Tensor, step: int, name: str, batch: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return one user's gradient and loss, and the buffers as its batch leaves them."""
-        buffers = self.passes.buffers() if self.allowed.moves_buffers else {}
+        buffers = self.passes.buffers() if self.support.moves_buffers else {}
         with self._seeded(name, step, x.device):
             gradient, loss = self.passes.single(x, *batch, buffers)
         return gradient, loss, buffers
 
     def _seeded(self, name: str, step: int, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which a random model draws what belongs to (seed, user, step)."""
-        return seeded(self.seed, name, step, device) if self.allowed.random else nullcontext()
+        return seeded(self.seed, name, step, device) if self.support.random else nullcontext()
 
     def _keep_buffers(self, own: Tensor, buffers: Mapping[str, Tensor]) -> None:
         """Let the model's buffers be what user 0's batch left, unless its gradient is of no use."""
-        if self.allowed.moves_buffers and is_finite(own):
+        if self.support.moves_buffers and is_finite(own):
             for name, buffer in self.passes.model.named_buffers():
                 buffer.copy_(buffers[name])
 
-    def _peers(
+    def _from_peers(
         self,
         own: Tensor,
         x: Tensor,
@@ -307,7 +324,7 @@ class InProcess:
         rows: bool,
     ) -> dict[str, Any]:
         """Return what the peers add to `Gradients`, by field, where it does not come from one pass."""
-        if not rows and self.allowed.one_by_one:
+        if not rows and self.support.one_by_one:
             return self._average_one_by_one(own, x, step, weights)
         # Rows are wanted, or a peer's gradient was not finite and has to be found.
         found, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
@@ -320,15 +337,22 @@ class InProcess:
     def _average_one_by_one(
         self, own: Tensor, x: Tensor, step: int, weights: Mapping[str, float]
     ) -> dict[str, Any]:
-        found = ((name, self._single(x, step, name, self.sampler.one(name, step))[0]) for name in weights)
-        peers, answered, left_out = add_up(own, found, weights)
+        replies = ((name, self._ask(name, x, step)) for name in weights)
+        peers, answered, left_out = add_up(own, replies, weights)
         return {"peers": peers, "answered": answered, "left_out": left_out}
 
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
         """Return the peers' gradients at x, one point for all or a row for each."""
-        if not self.allowed.loop or (self.passes.by_layer is not None and x.ndim == 1):
+        if not self.support.loop or (self.passes.by_layer is not None and x.ndim == 1):
             return self.passes.rows(x, batches)
         points = x.expand(len(names), -1)
-        batches_of = (self.sampler.one(name, step) for name in names)
-        asked = zip(points, names, batches_of, strict=True)
-        return torch.stack([self._single(point, step, name, batch)[0] for point, name, batch in asked])
+        return torch.stack([self._ask(name, point, step) for name, point in zip(names, points, strict=True)])
+
+    def _ask(self, name: str, x: Tensor, step: int) -> Tensor:
+        """Return one peer's gradient at x, as it would answer in a process of its own."""
+        if name not in self._peers:
+            self._peers[name] = self.peer(name)
+        reply = self._peers[name].answer(Request(x, step, self.seed, self.sampler.batch_size))
+        if reply.gradient is None:
+            raise KnobError(f"{name!r} gives no gradient: {reply.refused}")
+        return reply.gradient

@@ -19,7 +19,7 @@ from coterie.engines.engine import Capabilities
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.request import Ask
-from coterie.engines.torch_distributed.wire import Compress, Wire, relative_error
+from coterie.engines.torch_distributed.wire import Compress, Notes, Outcome, Wire, relative_error
 from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost
 from coterie.gradients.gradients import Gradients, add_up, complete, is_finite, keep_finite, present
@@ -76,7 +76,7 @@ class TorchDistributed:
         self.me, self.gather, self.compress = me.name, gather, compress
         device = self.own.passes.parameters.device
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        moves = self.own.allowed.moves_buffers
+        moves = self.own.support.moves_buffers
         self.wire = Wire(model, self.group.size - 1, compress, moves, self.backend)
         run = {"batch_size": batch_size, "seed": seed, "compress": compress}
         self.group.tell("run", run | {"moves_buffers": moves, "backend": self.backend})
@@ -96,11 +96,11 @@ class TorchDistributed:
         if not weights:
             self._stay_in_touch()
             return self.own.gradients(x, step, {})
-        before, began = self.own.passes.buffers() if self.wire.frame.buffers else {}, time.perf_counter()
+        before, began = self.own.passes.buffers() if self.wire.request.buffers else {}, time.perf_counter()
         ask, self._whole = Ask.ROWS if rows or self.gather else Ask.SUM, False
         self._fill(ask, x, step, weights)
         try:
-            sending = self.wire.send_frame()
+            sending = self.wire.send_request()
             collecting, answers = self.wire.collect(ask)
         except RuntimeError as error:
             raise self._lost(str(error)) from error
@@ -115,8 +115,8 @@ class TorchDistributed:
             raise self._lost(str(error)) from error
         self._whole, self._last = True, time.monotonic()
         answers = answers.to(x.device)
-        answered = self._noted(ask, x, answers, (computed - began, time.perf_counter() - computed))
-        return replace(g, **self._found(g.own, ask, answers, weights, answered, rows=rows))
+        notes = self._count(ask, x, answers, (computed - began, time.perf_counter() - computed))
+        return replace(g, **self._from_peers(g.own, ask, answers, weights, notes, rows=rows))
 
     def describe(self) -> dict[str, Any]:
         """Return how gradients travel, and who the peers are."""
@@ -143,9 +143,9 @@ class TorchDistributed:
         with self._life:
             if self._whole:
                 self._whole = False
-                self.wire.frame.ask(Ask.END)
+                self.wire.request.ask(Ask.END)
                 with contextlib.suppress(RuntimeError):  # whoever is gone need not be told
-                    self.wire.send_frame().wait()
+                    self.wire.send_request().wait()
             self.group.disconnect()
 
     def _meet(self, expected: Sequence[str]) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ class TorchDistributed:
     def _connect(self) -> None:
         try:
             self.group.connect(self.backend)
-            self.wire.share_what_stays()
+            self.wire.share_constants()
         except (RuntimeError, PeerLost) as error:
             raise self._lost(str(error)) from error
         self._last = time.monotonic()
@@ -183,53 +183,54 @@ class TorchDistributed:
     def _stay_in_touch(self) -> None:
         """Let peers that nobody asks know, before they give up waiting, that the run goes on."""
         if time.monotonic() - self._last > self.group.timeout / 3:
-            self.wire.frame.ask(Ask.NOTHING)
+            self.wire.request.ask(Ask.NOTHING)
             self._last = time.monotonic()
             try:
-                self.wire.send_frame().wait()
+                self.wire.send_request().wait()
             except RuntimeError as error:
                 raise self._lost(str(error)) from error
 
     def _fill(self, ask: Ask, x: Tensor, step: int, weights: Mapping[str, float]) -> None:
         asked = [weights.get(name, math.nan) for name in self.names]
-        self.wire.frame.fill(ask, step, asked, x, dict(self.own.passes.model.named_buffers()))
+        self.wire.request.fill(ask, step, asked, x, dict(self.own.passes.model.named_buffers()))
 
-    def _noted(self, ask: Ask, x: Tensor, answers: Tensor, seconds: tuple[float, float]) -> set[str]:
-        """Add up what travelled, and return who answered."""
-        down, up = self.wire.frame.bytes.numel(), answers.element_size() * answers.shape[-1]
+    def _count(self, ask: Ask, x: Tensor, answers: Tensor, seconds: tuple[float, float]) -> dict[str, Notes]:
+        """Add up what travelled, and return the peers' notes."""
+        down, up = self.wire.request.bytes.numel(), answers.element_size() * answers.shape[-1]
         notes = dict(zip(self.names, self.wire.notes(ask, answers), strict=True))
         received = up if ask is Ask.SUM else up * len(notes)
-        rounding = relative_error(x.detach(), self.wire.frame.x)
+        rounding = relative_error(x.detach(), self.wire.request.x)
         self._traffic[self.me] += Traffic(down, received, seconds[1], seconds[0], rounding)
         for name, note in notes.items():
             self._traffic[name] += Traffic(up, down, note.waiting, note.computing, note.rounding)
-        return {name for name, note in notes.items() if note.answered}
+        return notes
 
-    def _found(
+    def _from_peers(
         self,
         own: Tensor,
         ask: Ask,
         answers: Tensor,
         weights: Mapping[str, float],
-        answered: set[str],
+        notes: Mapping[str, Notes],
         *,
         rows: bool,
     ) -> dict[str, Any]:
         """Return what the peers add to `Gradients`, by field."""
-        kept = tuple(name for name in weights if name in answered)
-        reason = "not finite" if self.compress is None else f"not finite in {self.compress}"
-        left_out = {name: reason for name in weights if name not in answered}
+        not_finite = "not finite" if self.compress is None else f"not finite in {self.compress}"
+        reasons = {Outcome.NOTHING: not_finite, Outcome.REFUSED: "refused"}
+        kept = tuple(name for name in weights if notes[name].outcome is Outcome.GRADIENT)
+        left_out = {name: reasons[notes[name].outcome] for name in weights if name not in kept}
         if ask is Ask.SUM:
             total = answers[: self.wire.size].to(own.dtype)
             if not is_finite(total):
                 left_out, kept = dict.fromkeys(weights, "the sum is not finite"), ()
             peers, share = complete(own, total, sum(weights[name] for name in kept))
             return {"peers": peers, "answered": share, "left_out": left_out}
-        found = ((name, answers[1 + self.names.index(name), : self.wire.size].to(own.dtype)) for name in kept)
+        gradients = ((name, answers[1 + self.names.index(name), : self.wire.size].to(own.dtype)) for name in kept)
         if not rows:
-            peers, share, also = add_up(own, found, weights)
+            peers, share, also = add_up(own, gradients, weights)
             return {"peers": peers, "answered": share, "left_out": left_out | also}
-        matrix = torch.stack([row for _, row in found]) if kept else own.new_empty(0, len(own))
+        matrix = torch.stack([row for _, row in gradients]) if kept else own.new_empty(0, len(own))
         matrix, kept, also = keep_finite(matrix, kept)
         share = present(weights[name] for name in kept)
         return {"rows": matrix, "names": kept, "answered": share, "left_out": left_out | also}

@@ -1,4 +1,4 @@
-"""User 0's message to its peers: what is asked, at which step and weights, and the point; one run of bytes."""
+"""User 0's message to its peers as one run of bytes: what is asked, the step, the weights, the point."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-ALIGNED = 64
+ALIGNMENT = 64
 """Every part begins at a multiple of so many bytes, as torch's own tensors do: a pass then takes the same way."""
 
 
@@ -22,7 +22,7 @@ class Ask(IntEnum):
     ROWS = 3
 
 
-class Request:
+class PackedRequest:
     """Tensors of several types that lie one after the other in one tensor of bytes, sent as one message.
 
     Args:
@@ -32,7 +32,7 @@ class Request:
         device: where the bytes are.
 
     Example:
-        >>> sent, received = (Request(2, torch.zeros(3), {}, torch.device("cpu")) for _ in range(2))
+        >>> sent, received = (PackedRequest(2, torch.zeros(3), {}, torch.device("cpu")) for _ in range(2))
         >>> sent.fill(Ask.SUM, 7, [0.25, 0.75], torch.ones(3), {})
         >>> received.bytes.copy_(sent.bytes).numel()
         140
@@ -65,20 +65,20 @@ class Request:
 
 
 def laid_out(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return bytes with room for these tensors, and a view like each of them.
+    """Return bytes that hold tensors like these, and a view of them for each.
 
     Example:
-        >>> room, views = laid_out([torch.zeros(2, 2), torch.zeros(3, dtype=torch.bool)], torch.device("cpu"))
-        >>> len(room), [tuple(view.shape) for view in views]
+        >>> memory, views = laid_out([torch.zeros(2, 2), torch.zeros(3, dtype=torch.bool)], torch.device("cpu"))
+        >>> len(memory), [tuple(view.shape) for view in views]
         (67, [(2, 2), (3,)])
     """
     starts, end = [], 0
     for part in parts:
-        starts.append(ALIGNED * math.ceil(end / ALIGNED))
+        starts.append(ALIGNMENT * math.ceil(end / ALIGNMENT))
         end = starts[-1] + part.numel() * part.element_size()
-    room = torch.zeros(end, dtype=torch.uint8, device=device)
+    memory = torch.zeros(end, dtype=torch.uint8, device=device)
     views = [
-        room[start : start + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+        memory[start : start + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
         for start, part in zip(starts, parts, strict=True)
     ]
-    return room, views
+    return memory, views

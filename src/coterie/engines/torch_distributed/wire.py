@@ -1,34 +1,44 @@
 """What travels between user 0 and its peers under torch.distributed, the same at both ends.
 
-User 0 broadcasts a `Request`. Each peer answers with its gradient and four notes: whether it can be used, the
-relative error of its compression, and the seconds spent computing and waiting. A sum has four places for every
-peer, of which each fills its own, so that one reduce brings the sum and all the notes.
+User 0 broadcasts a `PackedRequest`. Each peer answers with its gradient and four notes: the outcome, the relative
+error of its compression, and the seconds spent computing and waiting. A sum has four places for every peer, and
+each peer fills its own, so that one reduce brings the sum and all the notes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from coterie.engines.torch_distributed.request import Ask, Request, laid_out
+from coterie.engines.peer import Reply
+from coterie.engines.torch_distributed.request import Ask, PackedRequest, laid_out
 from coterie.errors import KnobError
 from coterie.gradients.gradients import is_finite
 from coterie.gradients.parameters import Parameters
 
 Compress: TypeAlias = Literal["bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-NOTES = 4
+N_NOTES = 4
+
+
+class Outcome(IntEnum):
+    """What became of a request: no gradient that can be used, a gradient, or a refusal."""
+
+    NOTHING = 0
+    GRADIENT = 1
+    REFUSED = 2
 
 
 @dataclass(frozen=True)
 class Notes:
     """What a peer says of its answer."""
 
-    answered: bool
+    outcome: Outcome
     rounding: float
     computing: float
     waiting: float
@@ -36,8 +46,8 @@ class Notes:
     @classmethod
     def of(cls, numbers: Tensor) -> Notes:
         """Read the notes from four numbers."""
-        answered, *rest = numbers.tolist()
-        return cls(answered == 1, *rest)
+        outcome, *rest = numbers.tolist()
+        return cls(Outcome(int(outcome)), *rest)
 
 
 class Wire:
@@ -61,12 +71,14 @@ class Wire:
         self.sent_as = self.dtype if compress is None else DTYPES[compress]
         self.device = torch.device("cpu") if backend == "gloo" else parameters.device
         point = torch.empty(self.size, dtype=self.sent_as)
-        self.frame = Request(n_peers, point, dict(model.named_buffers()) if moves_buffers else {}, self.device)
+        self.request = PackedRequest(
+            n_peers, point, dict(model.named_buffers()) if moves_buffers else {}, self.device
+        )
         self._answers: dict[Ask, Tensor] = {}
 
-    def send_frame(self) -> dist.Work:
+    def send_request(self) -> dist.Work:
         """Begin to send user 0's message to everybody, or to receive it."""
-        return _begun(dist.broadcast(self.frame.bytes, 0, async_op=True))
+        return _begun(dist.broadcast(self.request.bytes, 0, async_op=True))
 
     def collect(self, ask: Ask, answer: Tensor | None = None) -> tuple[dist.Work, Tensor]:
         """Begin to collect the answers: their sum, or a row for every rank, with user 0's empty.
@@ -86,18 +98,18 @@ class Wire:
 
     def empty_answer(self, ask: Ask) -> Tensor:
         """Return an answer of zeros: a gradient that cannot be used."""
-        places = NOTES * (self.n_peers if ask is Ask.SUM else 1)
+        places = N_NOTES * (self.n_peers if ask is Ask.SUM else 1)
         return torch.zeros(self.size + places, dtype=self.sent_as, device=self.device)
 
     def answer(
-        self, ask: Ask, position: int, gradient: Tensor | None, weight: float, seconds: tuple[float, float]
+        self, ask: Ask, position: int, reply: Reply | None, weight: float, seconds: tuple[float, float]
     ) -> Tensor:
         """Return a peer's answer, in a tensor that the next answer overwrites.
 
         Args:
             ask: what was asked.
             position: the peer's place among the peers.
-            gradient: its gradient; None where it was not asked.
+            reply: its reply; None where it was not asked.
             weight: its weight, by which it is multiplied where the sum was asked for.
             seconds: of computing and waiting.
         """
@@ -105,20 +117,23 @@ class Wire:
             self._answers[ask] = self.empty_answer(ask)
         answer = self._answers[ask]
         sent, notes = answer[: self.size], answer[self.size :].zero_()
-        answered = rounding = 0.0
-        if gradient is not None:
-            rounding = self._put(gradient, weight if ask is Ask.SUM else 1.0, sent)
-            answered = float(is_finite(sent))
-        if not answered:
+        outcome, rounding = Outcome.NOTHING, 0.0
+        if reply is not None and reply.gradient is None:
+            outcome = Outcome.REFUSED
+        elif reply is not None and reply.gradient is not None:
+            rounding = self._put(reply.gradient, weight if ask is Ask.SUM else 1.0, sent)
+            outcome = Outcome(int(is_finite(sent)))
+        if outcome is not Outcome.GRADIENT:
             sent.zero_()
-        start = NOTES * (position if ask is Ask.SUM else 0)
-        notes[start : start + NOTES] = torch.tensor([answered, rounding * answered, *seconds])
+            rounding = 0.0
+        start = N_NOTES * (position if ask is Ask.SUM else 0)
+        notes[start : start + N_NOTES] = torch.tensor([float(outcome), rounding, *seconds])
         return answer
 
     def notes(self, ask: Ask, answers: Tensor) -> list[Notes]:
         """Return all peers' notes from what was collected."""
-        found = answers[self.size :].view(-1, NOTES) if ask is Ask.SUM else answers[1:, self.size :]
-        return [Notes.of(numbers) for numbers in found]
+        notes = answers[self.size :].view(-1, N_NOTES) if ask is Ask.SUM else answers[1:, self.size :]
+        return [Notes.of(numbers) for numbers in notes]
 
     def _put(self, gradient: Tensor, weight: float, sent: Tensor) -> float:
         """Write a weighted gradient into a message, and return the relative error of that."""
@@ -128,22 +143,22 @@ class Wire:
         exact = gradient * weight
         return relative_error(exact, sent.copy_(exact))
 
-    def share_what_stays(self) -> None:
+    def share_constants(self) -> None:
         """Give the peers user 0's frozen parameters and buffers, once, so that all have the same model."""
-        still = [p.detach() for p in self.model.parameters() if not p.requires_grad]
-        still += list(self.model.buffers())
-        room, views = laid_out(still, self.device)
-        if not still:
+        constants = [p.detach() for p in self.model.parameters() if not p.requires_grad]
+        constants += list(self.model.buffers())
+        memory, views = laid_out(constants, self.device)
+        if not constants:
             return
-        for view, tensor in zip(views, still, strict=True):
+        for view, tensor in zip(views, constants, strict=True):
             view.copy_(tensor)
-        dist.broadcast(room, 0)
-        for view, tensor in zip(views, still, strict=True):
+        dist.broadcast(memory, 0)
+        for view, tensor in zip(views, constants, strict=True):
             tensor.copy_(view)
 
 
 def relative_error(exact: Tensor, sent: Tensor) -> float:
-    """Return ‖sent − exact‖ / ‖exact‖, without looking where nothing was rounded.
+    """Return ‖sent − exact‖ / ‖exact‖; 0 without a comparison where nothing was rounded.
 
     Example:
         >>> round(relative_error(torch.tensor([1.0, 1.01]), torch.tensor([1.0, 1.01]).bfloat16()), 5)

@@ -6,13 +6,14 @@ import contextlib
 import copy
 import math
 import time
+from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.peer import Caps, Reply, Request
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Wire
@@ -27,6 +28,8 @@ def serve(
     user: User,
     *,
     sums_only: bool = False,
+    caps: Caps | None = None,
+    log: Path | None = None,
     timeout: float = 120.0,
     group: Group | None = None,
 ) -> int:
@@ -40,6 +43,8 @@ def serve(
         loss: user 0's.
         user: whose examples are used; its name is the peer's name.
         sums_only: give gradients as part of a weighted sum only, never on their own.
+        caps: what is given at most; a request beyond is refused, and the run goes on without this peer.
+        log: a file to which every request is added, one JSON object a line.
         timeout: seconds after which user 0 is taken for lost when nothing comes.
         group: the processes, where they have already been joined.
     """
@@ -48,8 +53,8 @@ def serve(
         told_to_end = life.enter_context(noting_sigterm())
         life.callback(group.disconnect)
         try:
-            peer = _Peer(group, copy.deepcopy(model), loss, user, sums_only)
-            while peer.answer(told_to_end.is_set()):
+            worker = _Worker(group, copy.deepcopy(model), loss, user, sums_only=sums_only, caps=caps, log=log)
+            while worker.answer(told_to_end.is_set()):
                 pass
         except _CutOffError as error:
             group.answer_roll_call()
@@ -59,19 +64,29 @@ def serve(
         except Exception as error:
             group.answer_roll_call(str(error) if isinstance(error, CoterieError) else f"{error!r}")
             raise
-        return peer.answered
+        return worker.answered
 
 
 class _CutOffError(Exception):
     """A message to or from the others failed."""
 
 
-class _Peer:
-    """One peer in a run: its model at user 0's point, and the messages."""
+class _Worker:
+    """What carries user 0's requests to a peer, and its replies back."""
 
-    def __init__(self, group: Group, model: nn.Module, loss: Loss, user: User, sums_only: bool) -> None:
+    def __init__(
+        self,
+        group: Group,
+        model: nn.Module,
+        loss: Loss,
+        user: User,
+        *,
+        sums_only: bool,
+        caps: Caps | None,
+        log: Path | None,
+    ) -> None:
         self.group, self.position, self.sums_only = group, group.rank - 1, sums_only
-        run = group.told("run", "user 0")
+        run = self.run = group.told("run", "user 0")
         parameters = Parameters(model)
         hello = {
             "name": user.name,
@@ -81,11 +96,11 @@ class _Peer:
             "dtype": str(parameters.dtype),
             "sums_only": sums_only,
         }
-        self.engine = self._engine(run, hello, model, loss, user)
+        self.peer = self._introduced(hello, model, loss, user).peer(user.name, caps, log)
         self.wire = Wire(model, group.size - 1, run["compress"], run["moves_buffers"], run["backend"])
         group.connect(run["backend"])
-        self._over(self.wire.share_what_stays)
-        point = self.wire.frame.x
+        self._over(self.wire.share_constants)
+        point = self.wire.request.x
         self.x = (
             point if (point.dtype, point.device) == (parameters.dtype, parameters.device) else parameters.vector()
         )
@@ -97,37 +112,33 @@ class _Peer:
         """Wait for a request and answer it; say whether the run goes on."""
         if told_to_end:
             raise PeerLost("told to end (SIGTERM) before the run was over")
-        self._over(lambda: self.wire.send_frame().wait())
+        self._over(lambda: self.wire.send_request().wait())
         began = time.perf_counter()
-        frame = self.wire.frame
-        ask, step = frame.read()
+        packed = self.wire.request
+        ask, step = packed.read()
         if ask in (Ask.END, Ask.NOTHING):
             return ask is Ask.NOTHING
         if ask is Ask.ROWS and self.sums_only:
             raise PeerLost("asked for a gradient on its own, but gives sums only")
-        weight, gradient = float(frame.weights[self.position]), None
+        weight, reply = float(packed.weights[self.position]), None
         if not math.isnan(weight):
-            gradient = self._gradient(step)
-            self.answered += 1
+            reply = self._reply(step)
+            self.answered += reply.gradient is not None
         ended = time.perf_counter()
-        sent = self.wire.answer(ask, self.position, gradient, weight, (ended - began, began - self.since))
+        sent = self.wire.answer(ask, self.position, reply, weight, (ended - began, began - self.since))
         self._over(lambda: self.wire.collect(ask, sent)[0].wait())  # noqa: PLW0108  # to begin may fail too
         self.since = ended
         return True
 
-    def _gradient(self, step: int) -> torch.Tensor:
-        frame = self.wire.frame
-        if self.x is not frame.x:
-            self.x.copy_(frame.x)
-        for name, buffer in frame.buffers.items():  # what this user's last batch made of them does not count
-            self.engine.passes.model.get_buffer(name).copy_(buffer)
-        return self.engine.gradients(self.x, step, {}).own
+    def _reply(self, step: int) -> Reply:
+        packed = self.wire.request
+        if self.x is not packed.x:
+            self.x.copy_(packed.x)
+        return self.peer.answer(Request(self.x, step, self.run["seed"], self.run["batch_size"], packed.buffers))
 
-    def _engine(
-        self, run: dict[str, Any], hello: dict[str, Any], model: nn.Module, loss: Loss, user: User
-    ) -> InProcess:
-        """Introduce this user, and return what computes its gradients once user 0 has agreed."""
-        rank = self.group.rank
+    def _introduced(self, hello: dict[str, Any], model: nn.Module, loss: Loss, user: User) -> InProcess:
+        """Introduce this user, and return its engine once the model fits and user 0 has agreed."""
+        run, rank = self.run, self.group.rank
         try:
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
         except CoterieError as error:

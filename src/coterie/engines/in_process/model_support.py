@@ -23,7 +23,7 @@ from coterie.users.user import Loss, User
 
 
 @dataclass(frozen=True)
-class Allowed:
+class ModelSupport:
     """How the users' batches may be passed through a model.
 
     Args:
@@ -61,7 +61,7 @@ def exactly() -> Iterator[None]:
 @exactly()
 def probe(
     passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User], *, together: bool = True
-) -> tuple[Any, Allowed]:
+) -> tuple[Any, ModelSupport]:
     """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`.
 
     Args:
@@ -89,7 +89,7 @@ def probe(
     if one_by_one is None:
         passes.per_example = _per_example(passes.loss, users)
         _try_by_layer(passes, x, inputs, targets)
-    return output, Allowed(one_by_one, loop, moves_buffers, random)
+    return output, ModelSupport(one_by_one, loop, moves_buffers, random)
 
 
 def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:

@@ -1,0 +1,113 @@
+"""Requests and replies as NVFLARE carries them: dictionaries of plain data and NumPy arrays.
+
+Both ends take nothing on trust. What does not fit is refused by the site, and left out by user 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.engines.peer import Peer, Request
+
+MAX_EXTRA_BYTES = 4096
+"""How many bytes a message may have beside the gradient."""
+
+
+def pack_request(request: Request) -> dict[str, Any]:
+    """Return a request as a message.
+
+    Example:
+        >>> sorted(pack_request(Request(torch.zeros(2), step=3, seed=0, batch_size=4)))
+        ['batch_size', 'buffers', 'frozen', 'seed', 'step', 'x']
+    """
+    return {
+        "x": to_array(request.x),
+        "step": request.step,
+        "seed": request.seed,
+        "batch_size": request.batch_size,
+        "buffers": {name: to_array(buffer) for name, buffer in request.buffers.items()},
+        "frozen": request.frozen,
+    }
+
+
+def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
+    """Return a peer's reply to a message, as a message.
+
+    Of an error only its kind leaves the site: its text may hold what is in the data.
+
+    Args:
+        peer: who answers.
+        caller: who asks, for the log.
+        request: what came.
+    """
+    step = request.get("step") if isinstance(request, dict) else None
+    read = _read_request(peer, request)
+    if isinstance(read, str):
+        return {"refused": peer.refuse(read, caller, step).refused}
+    try:
+        reply = peer.answer(read, caller)
+    except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
+        return {"refused": f"it failed with {type(error).__name__}"}
+    if reply.gradient is None:
+        return {"refused": reply.refused}
+    return {"gradient": to_array(reply.gradient), "site": peer.user.name, "step": step, "seconds": reply.seconds}
+
+
+def read_reply(name: str, reply: Any, step: int, own: Tensor) -> Tensor | str | None:
+    """Return the gradient in a reply, None where there is no reply, or what is wrong with it.
+
+    Its shape and whether it is finite are left to `gradients.receive`.
+    """
+    if reply is None:
+        return None
+    fields = reply if isinstance(reply, dict) else {}
+    gradient, refused = fields.get("gradient"), fields.get("refused")
+    if isinstance(refused, str):
+        return "refused: " + refused[:100]
+    if not isinstance(gradient, np.ndarray):
+        return "not a gradient"
+    of_step = fields.get("step")
+    wrong = {
+        "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
+        "of another step": not isinstance(of_step, int) or of_step != step,
+        "too large": gradient.nbytes > own.numel() * 8 + MAX_EXTRA_BYTES,
+        "not of floating-point numbers": gradient.dtype not in (np.float16, np.float32, np.float64),
+    }
+    reasons = [reason for reason, is_so in wrong.items() if is_so]
+    return reasons[0] if reasons else torch.from_numpy(np.array(gradient))
+
+
+def to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return a copy of a tensor as an array that can be sent.
+
+    Example:
+        >>> to_array(torch.ones(2, dtype=torch.bfloat16))
+        array([1., 1.], dtype=float32)
+    """
+    plain = tensor.detach().cpu()
+    return np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())  # NumPy has no bfloat16
+
+
+def _read_request(peer: Peer, message: Any) -> Request | str:
+    """Return the request in a message, for this peer's model, or what is wrong with it."""
+    if not isinstance(message, dict):
+        return "a request must have fields"
+    x, parameters = message.get("x"), peer.passes.parameters
+    if not isinstance(x, np.ndarray) or x.dtype.kind != "f" or not np.isfinite(x).all():
+        return f"the point must be {parameters.size} finite floating-point numbers"
+    numbers: dict[str, Any] = {name: message.get(name) for name in ("step", "seed", "batch_size")}
+    buffers, frozen = message.get("buffers", {}), message.get("frozen")
+    if not all(isinstance(number, int) for number in numbers.values()):
+        return "step, seed and batch size must be whole numbers"
+    if not isinstance(buffers, dict) or not all(isinstance(b, np.ndarray) for b in buffers.values()):
+        return "buffers must be arrays by name"
+    return Request(
+        torch.from_numpy(np.array(x)).to(parameters.device, parameters.dtype),
+        **numbers,
+        buffers={name: torch.from_numpy(np.array(buffer)) for name, buffer in buffers.items()},
+        frozen=None if frozen is None else str(frozen),
+    )

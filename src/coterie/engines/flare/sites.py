@@ -1,0 +1,71 @@
+"""The sites that user 0 can ask, whatever carries the messages; and sites in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from coterie.engines.flare.messages import answer_message
+from coterie.engines.peer import Peer
+
+
+class Replies(Protocol):
+    """The replies of sites to one message, as they come."""
+
+    def done(self) -> bool:
+        """Say whether every site has answered, failed or run out of time."""
+
+    def wait(self) -> Mapping[str, Any]:
+        """Wait until it is done, and return the replies by site; one that failed has none."""
+
+
+class Sites(Protocol):
+    """The sites that can be asked."""
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
+        """Send a message to sites and return at once.
+
+        Args:
+            names: which sites.
+            method: "gradient", with the argument `request`; or "ready", whether there is a gradient to give.
+            timeout: seconds to wait for a site.
+            arguments: the message, of plain data and arrays.
+        """
+
+
+class LocalSites:
+    """Sites in this process: a consortium with no network between.
+
+    Args:
+        peers: by name; nobody answers where there are none.
+
+    Example:
+        >>> LocalSites({}).ask(["a"], "ready", timeout=1.0).wait()
+        {}
+    """
+
+    def __init__(self, peers: Mapping[str, Peer]) -> None:
+        self.peers = peers
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        """Ask the sites that are here; see `Sites.ask`."""
+        here = {name: self.peers[name] for name in names if name in self.peers}
+        if method == "ready":
+            return LocalReplies({name: {"willing": peer.is_willing()} for name, peer in here.items()})
+        return LocalReplies({name: answer_message(peer, "user 0", **arguments) for name, peer in here.items()})
+
+
+@dataclass(frozen=True)
+class LocalReplies:
+    """Replies that are all there."""
+
+    replies: Mapping[str, Any]
+
+    def done(self) -> bool:
+        """Say that nothing more will come."""
+        return True
+
+    def wait(self) -> Mapping[str, Any]:
+        """Return the replies."""
+        return self.replies
