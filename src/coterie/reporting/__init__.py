@@ -1,1 +1,1 @@
-"""What people read: figures and self-contained pages."""
+"""What people read of a run: the verdict, a summary, figures and self-contained pages."""

@@ -1,4 +1,4 @@
-"""The verdict on a run: whether collaboration helped, by how much, and who had weight."""
+"""The verdict: whether collaboration helped, by how much, and who had weight."""
 
 from __future__ import annotations
 
@@ -22,6 +22,27 @@ def verdict(record: Record) -> str:
         'trained alone'
     """
     return _helped(record) + _who(record)
+
+
+def verdict_on_test_set(metric: str, difference: float, error: float, examples: int) -> str:
+    """Say whether collaboration helped on the test set, where a model was also trained alone.
+
+    Args:
+        metric: "accuracy", of which more is better, or another, of which less is.
+        difference: the metric of the collaborative model, less that of the one trained alone.
+        error: the standard error of the difference, paired by example.
+        examples: how many test examples there are.
+
+    Example:
+        >>> verdict_on_test_set("accuracy", 0.05, 0.01, 200)
+        'Collaboration helped: accuracy +0.05 ± 0.01 against Alone (one standard error, paired).'
+    """
+    gain = difference if metric == "accuracy" else -difference
+    word = "helped" if gain > 0 else "hurt"
+    if not abs(gain) > 2 * error:
+        word = f"made no difference that {examples} test examples could show"
+    numbers = f"{metric} {difference:+.4g} ± {error:.2g}"
+    return f"Collaboration {word}: {numbers} against Alone (one standard error, paired)."
 
 
 def by_cross_validation(record: Record) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from coterie.data import TableTask
 from coterie.errors import DataError
 from coterie.evaluation.evaluate import errors
+from coterie.reporting.verdict import verdict_on_test_set
 from coterie.training.run import Run
 
 
@@ -58,12 +59,4 @@ class Fitted:
 
     def sentence(self) -> str:
         """Say whether collaboration helped."""
-        difference, error = self.difference()
-        gain = difference if self.metric == "accuracy" else -difference
-        n = self.run.record.configuration.me.test
-        verdict = "Collaboration helped" if gain > 0 else "Collaboration hurt"
-        if not abs(gain) > 2 * error:
-            verdict = f"Collaboration made no difference that {n} test examples could show"
-        return (
-            f"{verdict}: {self.metric} {difference:+.4g} ± {error:.2g} against Alone (one standard error, paired)."
-        )
+        return verdict_on_test_set(self.metric, *self.difference(), self.run.record.configuration.me.test)
