@@ -1,13 +1,25 @@
 """Train your model with your peers' gradients: personalized collaborative learning in PyTorch."""
 
 from coterie import aggregators, data, errors, theory
+from coterie.aggregators import register_aggregator
 from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.engines import Engine, InProcess, attacks
 from coterie.engines.in_process.forward_options import ForwardOptions
-from coterie.evaluation import evaluate
+from coterie.evaluation import evaluate, register_metric
 from coterie.gradients import Gradients
+from coterie.methods import register_method
 from coterie.recording import Record
-from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, State, WeightedAveraging
+from coterie.rules import (
+    Alone,
+    BiasCorrection,
+    FormulaRule,
+    Knob,
+    OracleCorrection,
+    Rule,
+    State,
+    WeightedAveraging,
+    register_rule,
+)
 from coterie.training.many import Wanted, train_many
 from coterie.training.run import Run, Step
 from coterie.training.train import train
@@ -20,9 +32,11 @@ __all__ = [
     "Alone",
     "BiasCorrection",
     "Engine",
+    "FormulaRule",
     "ForwardOptions",
     "Gradients",
     "InProcess",
+    "Knob",
     "OracleCorrection",
     "Record",
     "Rule",
@@ -37,6 +51,10 @@ __all__ = [
     "data",
     "errors",
     "evaluate",
+    "register_aggregator",
+    "register_method",
+    "register_metric",
+    "register_rule",
     "theory",
     "train",
     "train_many",
