@@ -32,9 +32,9 @@ from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.messages import answer_message
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
-from coterie.federation.at_user0 import CollabSites
-from coterie.federation.job import AT_SITE, AT_USER0, write_job
-from coterie.federation.project import LEAD, Consortium, provision
+from coterie.federation.job import LEAD_CLASS, SITE_CLASS, write_job
+from coterie.federation.lead_job import CollabSites
+from coterie.federation.provisioning import LEAD, Consortium, provision
 from coterie.gradients.parameters import Parameters
 from engines import PEERS, ROUNDS, Flat, timed, user
 
@@ -153,8 +153,8 @@ def flare(d: int, seconds: float) -> dict[str, float]:
 def _job(folder: Path, d: int, seconds: float) -> Path:
     job = write_job(folder / "job")
     for side, ours, kind, args in (
-        ("server", AT_USER0, User0, {"d": d, "seconds": seconds}),
-        ("client", AT_SITE, Site, {"d": d}),
+        ("server", LEAD_CLASS, User0, {"d": d, "seconds": seconds}),
+        ("client", SITE_CLASS, Site, {"d": d}),
     ):
         path = job / "app" / "config" / f"config_fed_{side}.json"
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -434,7 +434,7 @@ def test_products_hold_one_parameter_at_a_time() -> None:
     parameters = Parameters(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
     gram = Gram(parameters, torch.zeros(1, parameters.size), torch.zeros(parameters.size), users=4)
     for name in parameters.named:
-        gram.room(name).fill_(1.0)
+        gram.memory_for(name).fill_(1.0)
         assert list(gram._held) == [name]
         gram.complete(name)
     assert gram.products[1:, 1:].eq(parameters.size).all()

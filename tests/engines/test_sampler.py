@@ -7,7 +7,7 @@ import torch
 from tests.support.counting import Lazy, counting
 
 import coterie
-from coterie.engines.in_process.sampler import AHEAD, BatchSampler
+from coterie.engines.in_process.sampler import MAX_STEPS_AHEAD, BatchSampler
 
 
 @pytest.mark.parametrize("sizes", [(20, 20, 20), (20, 7, 33), (3, 100, 8)])
@@ -15,7 +15,7 @@ def test_drawing_together_is_drawing_alone(sizes: tuple[int, ...]) -> None:
     users = [counting(name, size) for name, size in zip("abc", sizes, strict=True)]
     everyone = BatchSampler(users[0], users[1:], batch_size=8, seed=5, device=torch.device("cpu"))
     for names in (("b", "c"), ("c",), ("c", "b"), ()):
-        for step in (0, 1, AHEAD - 1, AHEAD, 3, 1000):
+        for step in (0, 1, MAX_STEPS_AHEAD - 1, MAX_STEPS_AHEAD, 3, 1000):
             own, others = everyone.draw(names, step)
             assert torch.equal(own[1], users[0].batch(8, seed=5, step=step)[1])
             seen = []

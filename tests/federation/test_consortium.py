@@ -25,7 +25,7 @@ import torch
 
 import coterie
 from coterie.data import Preparation, TableTask
-from coterie.federation.holding import of_lead, of_site
+from coterie.federation.participants import lead_participant, site_participant
 from coterie.federation.settings import lead_settings, site_settings
 from coterie.recording import End
 from coterie.tables.fit import fit
@@ -79,9 +79,9 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=600)
 
     settings = lead_settings(folder)
-    _, mine = of_lead(folder, settings)
+    _, mine = lead_participant(folder, settings)
     assert mine is not None
-    peers = [of_site(kit, site_settings(kit)).user for kit in (folder / "sites" / site for site in SITES)]
+    peers = [site_participant(kit, site_settings(kit)).user for kit in (folder / "sites" / site for site in SITES)]
     task = TableTask(mine.me, tuple(peers), mine.n_inputs, mine.n_outputs, mine.preparation)
     knobs = settings.training
     inside = fit(

@@ -21,10 +21,10 @@ from coterie.cli import app
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.peer import Caps
 from coterie.errors import CoterieError, DataError, KnobError
-from coterie.federation.folders import set_up
-from coterie.federation.holding import of_lead, of_site, peer_of
+from coterie.federation.kits import set_up
 from coterie.federation.lead import RUN, SUMMARY, lead, rule_of
-from coterie.federation.project import Consortium
+from coterie.federation.participants import lead_participant, peer_of, site_participant
+from coterie.federation.provisioning import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
 from coterie.rules.streams import StreamAveraging
 from coterie.users.examples import InMemory
@@ -107,9 +107,9 @@ def test_users_are_those_of_a_table(folder: Path) -> None:
     basel = patients(40, 1).assign(who="basel")
     table = pd.concat([mine, basel], ignore_index=True)
     expected = coterie.data.from_table(table, user_column="who", target="ill", me="me", own_examples=20)
-    _, task = of_lead(folder, lead_settings(folder))
+    _, task = lead_participant(folder, lead_settings(folder))
     kit = folder / "sites" / "basel"
-    peer = of_site(kit, site_settings(kit)).user
+    peer = site_participant(kit, site_settings(kit)).user
     assert task is not None
     for ours, theirs in ((task.me, expected.me), (peer, expected.peers[0])):
         assert ours.fingerprint() == theirs.fingerprint()
@@ -119,12 +119,12 @@ def test_users_are_those_of_a_table(folder: Path) -> None:
 @needs_nvflare
 def test_a_site_may_call_columns_otherwise(folder: Path, tmp_path: Path) -> None:
     kit = folder / "sites" / "bern"
-    before = of_site(kit, site_settings(kit)).user
+    before = site_participant(kit, site_settings(kit)).user
     renamed = pd.read_csv(kit / "data.csv").rename(columns={"age": "years", "ill": "sick"})
     renamed.to_parquet(tmp_path / "ours.parquet")
     settings = site_settings(kit)
     data = Data(table=str(tmp_path / "ours.parquet"), target="ill", columns={"age": "years", "ill": "sick"})
-    after = of_site(kit, settings.__class__("bern", data, settings.model, settings.caps)).user
+    after = site_participant(kit, settings.__class__("bern", data, settings.model, settings.caps)).user
     assert after.fingerprint() == before.fingerprint()
 
 
@@ -233,7 +233,7 @@ def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path
     pd.read_csv(kit / "data.csv").drop(columns="ill").to_csv(tmp_path / "no.csv")
     data = Data(table=str(tmp_path / "no.csv"), target="ill")
     with pytest.raises(DataError, match="name yours in"):
-        of_site(kit, settings.__class__("bern", data, settings.model, settings.caps))
+        site_participant(kit, settings.__class__("bern", data, settings.model, settings.caps))
 
 
 @needs_nvflare
@@ -244,10 +244,10 @@ def test_rows_of_classes_that_user_0_does_not_know_are_left_out(folder: Path, tm
     (kit / "preparation.json").write_text(json.dumps(plain | {"classes": [True]}))
     known = int(pd.read_csv(kit / "data.csv")["ill"].sum())
     assert 0 < known < 40
-    assert len(of_site(kit, site_settings(kit)).user) == known
+    assert len(site_participant(kit, site_settings(kit)).user) == known
     (kit / "preparation.json").write_text(json.dumps(plain | {"classes": ["another"]}))
     with pytest.raises(DataError, match="a class that user 0 knows"):
-        of_site(kit, site_settings(kit))
+        site_participant(kit, site_settings(kit))
 
 
 @needs_nvflare
@@ -257,7 +257,7 @@ def test_user_0_prepares_its_rows_as_the_sites_were_told(folder: Path, tmp_path:
     older.to_csv(tmp_path / "older.csv", index=False)
     before = lead_settings(folder)
     data = Data(table=str(tmp_path / "older.csv"), target="ill", own_examples=20)
-    _, task = of_lead(folder, LeadSettings(before.me, before.sites, data, before.model, before.training))
+    _, task = lead_participant(folder, LeadSettings(before.me, before.sites, data, before.model, before.training))
     assert task is not None
     assert isinstance(task.me.examples, InMemory)
     assert float(task.me.examples.inputs[:, 0].mean()) > 3  # in the spreads of the rows that the sites know of

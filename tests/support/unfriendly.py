@@ -18,7 +18,7 @@ BYTES = 2**30
 def load(folder: Path) -> User:
     """Return the site's examples, as an honest loader does, and change what is answered from now on."""
     rows, preparation = read_table(folder / "data.csv"), Preparation.load(folder)
-    from coterie.federation import at_site  # NVFLARE has imported it here
+    from coterie.federation import site_job  # NVFLARE has imported it here
 
     honest = answer_message
 
@@ -36,5 +36,5 @@ def load(folder: Path) -> User:
         }
         return reply | lies[step] if step in lies else reply
 
-    vars(at_site)["answer_message"] = answer
+    vars(site_job)["answer_message"] = answer
     return User(folder.name, preparation.inputs(rows), preparation.targets(rows["ill"]))

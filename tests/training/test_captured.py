@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, ReduceLROnPlateau
 
 import coterie
-from coterie.engines.in_process.sampler import AHEAD
+from coterie.engines.in_process.sampler import MAX_STEPS_AHEAD
 from coterie.errors import GradientError
 from coterie.learners.learner import Track
 from coterie.methods import FedAvg
@@ -25,7 +25,7 @@ from coterie.training.captured import Captured
 from coterie.training.run import Run, Step
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-STEPS = 2 * AHEAD + 30
+STEPS = 2 * MAX_STEPS_AHEAD + 30
 
 
 def users(n_validation: int = 0, examples: int = 40) -> list[coterie.User]:
@@ -199,7 +199,7 @@ def test_the_host_looks_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy", "cpu", "nonzero"):
         look(name)
-    assert len(captured.advance(1000) or []) == AHEAD
+    assert len(captured.advance(1000) or []) == MAX_STEPS_AHEAD
     monkeypatch.undo()
     assert looks == ["item", "tolist"]
 

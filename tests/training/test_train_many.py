@@ -233,7 +233,7 @@ def test_users_in_turn_share_their_batches(make_users: Users) -> None:
 
 
 def test_memory_bounds_what_goes_together(make_users: Users, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(copies.MEMORY, "cpu", 3000)
+    monkeypatch.setitem(copies.MAX_ACTIVATION_BYTES, "cpu", 3000)
     users = make_users()
     compared(
         network(), f.cross_entropy, [Wanted(users[0], users[1:], rule, seed) for rule in RULES for seed in (0, 1)]

@@ -9,7 +9,7 @@ from scipy import stats
 from tests.support.counting import Lazy, counting, indices
 
 import coterie
-from coterie.engines.in_process.sampler import AHEAD
+from coterie.engines.in_process.sampler import MAX_STEPS_AHEAD
 
 
 def test_batch_depends_on_seed_name_and_step_alone() -> None:
@@ -53,7 +53,7 @@ def test_batch_means_are_unbiased() -> None:
     assert means.std() < plain  # one from each slice: no noisier than drawing with replacement
 
 
-@pytest.mark.parametrize("lag", [1, 2, AHEAD])
+@pytest.mark.parametrize("lag", [1, 2, MAX_STEPS_AHEAD])
 def test_steps_are_independent(lag: int) -> None:
     drawn = indices(counting("a", 8), 1, STEPS)[:, 0]
     table = np.zeros((8, 8))

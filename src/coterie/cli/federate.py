@@ -60,9 +60,9 @@ def init(
 
     Example: coterie federate init trial --data mine.csv --target ill --server ml.example.org --site basel
     """
-    from coterie.federation.folders import set_up
+    from coterie.federation.kits import set_up
     from coterie.federation.lead import rule_of
-    from coterie.federation.project import Consortium
+    from coterie.federation.provisioning import Consortium
     from coterie.federation.settings import Data, LeadSettings, Model, Training
 
     training = Training(
@@ -104,7 +104,7 @@ def site(folder: Annotated[Path, typer.Argument(help="The site's folder.")] = Pa
 @federate.command()
 def check(folder: Annotated[Path, typer.Argument(help="The site's folder.")] = Path()) -> None:
     """Say what a site would give. Nothing is sent."""
-    from coterie.federation.holding import peer_of
+    from coterie.federation.participants import peer_of
 
     peer = peer_of(folder)
     size = peer.passes.parameters.size
@@ -118,9 +118,9 @@ def run(
     wait: Annotated[float, typer.Option(help="Seconds to wait for the server and the sites.")] = 60.0,
 ) -> None:
     """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run."""
-    from coterie.federation.following import follow
+    from coterie.federation.supervision import supervise
 
-    typer.echo(follow(folder, resume=resume, wait=wait, tell=typer.echo))
+    typer.echo(supervise(folder, resume=resume, wait=wait, show_line=typer.echo))
     typer.echo(f"Model, record and a page (index.html): {folder / 'run'}")
     typer.echo(f"To apply it: coterie predict {folder / 'run'} FILE")
 

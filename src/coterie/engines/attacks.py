@@ -77,9 +77,8 @@ class LittleIsEnough:
     """Stay within the good peers' spread, all on one side: m − z·s, s their standard deviation by coordinate.
 
     Args:
-        z: how many standard deviations away; when None the most at which, were they normal, enough good ones
-        would be
-            further away to make a majority with the attackers.
+        z: how many standard deviations away. When None, the largest z at which enough good peers, were they
+            normal, would be further away to make a majority with the attackers.
 
     Example:
         >>> LittleIsEnough(z=1.0)(torch.tensor([[1.0], [3.0]]), n=1, step=0)
@@ -125,7 +124,7 @@ class AlternatingDrift:
         m ± z·s,   the sign changing every `period` steps
 
     Every row is plausible, and over time so is their mean; but a model that follows is led from one side to the
-    other and settles nowhere. It beats every pool here, which sees one step at a time (see the guard).
+    other and settles nowhere. It beats every aggregator here, which sees one step at a time (see the guard).
 
     Args:
         z: how many standard deviations away.
@@ -220,11 +219,11 @@ class Attacked:
         honest = torch.stack(list(good.values())) if good else g.own[None]
         sent = good | dict(zip(bad, self.attack(honest, len(bad), step).to(g.own), strict=True))
         names = [name for name in weights if name in sent]
-        found, kept, not_finite = keep_finite(torch.stack([sent[name] for name in names]), names)
+        matrix, kept, not_finite = keep_finite(torch.stack([sent[name] for name in names]), names)
         left_out = {name: why for name, why in g.left_out.items() if name not in bad} | not_finite
-        peers, answered = weighted_sum(g.own, found, [weights[name] for name in kept])
+        peers, answered = weighted_sum(g.own, matrix, [weights[name] for name in kept])
         if rows:
-            return replace(g, rows=found, names=kept, answered=answered, left_out=left_out)
+            return replace(g, rows=matrix, names=kept, answered=answered, left_out=left_out)
         return replace(g, rows=None, names=(), peers=peers, answered=answered, left_out=left_out)
 
     def describe(self) -> dict[str, Any]:
@@ -236,7 +235,7 @@ class Attacked:
         return self.engine.traffic()
 
     def close(self) -> None:
-        """Let the peers go."""
+        """Close the engine under attack."""
         self.engine.close()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 CONTROLLER = "nvflare.collab.runtime.controller.CollabController"
 EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
-AT_USER0 = "coterie.federation.at_user0.User0"
-AT_SITE = "coterie.federation.at_site.Site"
+LEAD_CLASS = "coterie.federation.lead_job.User0"
+SITE_CLASS = "coterie.federation.site_job.Site"
 
 # Arrays travel in the message itself: as references, to be fetched one by one, they take several times as long.
 _INLINE = {"np_download_chunk_size": 0}
@@ -26,14 +26,14 @@ def write_job(folder: Path, name: str = "coterie") -> Path:
     server: dict[str, Any] = {
         "format_version": 2,
         "workflows": [{"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server", "props": {}}}],
-        "components": [{"id": "_server", "path": AT_USER0, "args": {}}],
+        "components": [{"id": "_server", "path": LEAD_CLASS, "args": {}}],
         **_INLINE,
     }
     executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client", "props": {}}}
     client: dict[str, Any] = {
         "format_version": 2,
         "executors": [{"tasks": ["*"], "executor": executor}],
-        "components": [{"id": "_client", "path": AT_SITE, "args": {}}],
+        "components": [{"id": "_client", "path": SITE_CLASS, "args": {}}],
         **_INLINE,
     }
     meta = {"name": name, "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["@ALL"]}}

@@ -16,7 +16,7 @@ from coterie.choosing import Chooser, chooser_for
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import Sites
 from coterie.errors import KnobError
-from coterie.federation.holding import of_lead
+from coterie.federation.participants import lead_participant
 from coterie.federation.settings import LeadSettings, lead_settings
 from coterie.registry import RunFacts
 from coterie.rules import RULES, Rule
@@ -42,7 +42,7 @@ def lead(folder: Path, sites: Sites) -> None:
     out.mkdir(exist_ok=True)
     (out / SUMMARY).unlink(missing_ok=True)
     with _only_one(out), _news(out / NEWS):
-        held, task = of_lead(folder, settings)
+        held, task = lead_participant(folder, settings)
         rule, knobs = rule_of(settings), settings.training
         engine = functools.partial(
             Flare,

@@ -99,37 +99,37 @@ class LeadSettings:
 
 def site_settings(folder: Path) -> SiteSettings:
     """Read a site's settings."""
-    found = _read(folder / FILE, ("name",), {"threads", "data", "model", "caps"})
-    parts = _parts(found, data=Data, model=Model, caps=Caps)
-    return SiteSettings(name=str(found["name"]), threads=int(found.get("threads", 1)), **parts)
+    settings = _read(folder / FILE, ("name",), {"threads", "data", "model", "caps"})
+    parts = _parts(settings, data=Data, model=Model, caps=Caps)
+    return SiteSettings(name=str(settings["name"]), threads=int(settings.get("threads", 1)), **parts)
 
 
 def lead_settings(folder: Path) -> LeadSettings:
     """Read user 0's settings."""
-    found = _read(folder / FILE, ("me", "sites"), {"threads", "data", "model", "training"})
-    parts = _parts(found, data=Data, model=Model, training=Training)
-    sites = tuple(found["sites"])
-    return LeadSettings(me=str(found["me"]), sites=sites, threads=int(found.get("threads", 1)), **parts)
+    settings = _read(folder / FILE, ("me", "sites"), {"threads", "data", "model", "training"})
+    parts = _parts(settings, data=Data, model=Model, training=Training)
+    sites = tuple(settings["sites"])
+    return LeadSettings(me=str(settings["me"]), sites=sites, threads=int(settings.get("threads", 1)), **parts)
 
 
 def _read(path: Path, needed: Sequence[str], optional: set[str]) -> dict[str, Any]:
     known = {*needed, *optional}
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise KnobError(f"there is no {path}; `coterie federate init` writes it") from error
     except tomllib.TOMLDecodeError as error:
         raise KnobError(f"{path} cannot be read: {error}") from error
-    missing, stray = [name for name in needed if name not in found], set(found) - known
+    missing, stray = [name for name in needed if name not in settings], set(settings) - known
     if missing:
         raise KnobError(f"{path} must have {missing[0]!r}")
     if stray:
         raise KnobError(f"{path} has {sorted(stray)[0]!r}, which is not a setting; it may have {sorted(known)}")
-    return found
+    return settings
 
 
-def _parts(found: Mapping[str, Any], **kinds: type[Any]) -> dict[str, Any]:
-    return {name: _part(kind, name, found.get(name, {})) for name, kind in kinds.items()}
+def _parts(settings: Mapping[str, Any], **kinds: type[Any]) -> dict[str, Any]:
+    return {name: _part(kind, name, settings.get(name, {})) for name, kind in kinds.items()}
 
 
 def _part(kind: type[T], name: str, values: Mapping[str, Any]) -> T:

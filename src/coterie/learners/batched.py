@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.in_process.copies import MEMORY
+from coterie.engines.in_process.copies import MAX_ACTIVATION_BYTES
 from coterie.engines.in_process.engine import InProcess
 from coterie.learners.spec import Problem
 from coterie.learners.stack import Stack
@@ -54,14 +54,14 @@ class Batched:
         """Return the Gram matrices of what each gradient lacks; see `Runs.grams`."""
         n_rows = 1 + len(self._names)
         bytes_a_run = n_rows * self.x.shape[1] * self.x.element_size()
-        most = max(1, 16 * MEMORY.get(self.x.device.type, 2**28) // bytes_a_run)
+        most = max(1, 16 * MAX_ACTIVATION_BYTES.get(self.x.device.type, 2**28) // bytes_a_run)
         runs = torch.split(torch.arange(len(self._seen)), most)
         return torch.cat([self._grams(slice(int(some[0]), int(some[-1]) + 1)) for some in runs])
 
     def held_out_losses(self) -> Tensor:
         """Return the loss of each example that a run is blind to; see `Runs.held_out_losses`."""
         inputs, targets = self._me.examples.take(torch.arange(self._seen.shape[1]))
-        chunks = torch.split(self.x, self._copies.most(inputs, len(inputs)))
+        chunks = torch.split(self.x, self._copies.max_copies(inputs, len(inputs)))
         found = torch.cat([self._copies.losses(x[None], inputs[None], targets[None])[0] for x in chunks])
         return found.double().masked_fill(self._seen, torch.nan)
 
@@ -86,7 +86,7 @@ class Batched:
 
     def _gradients(self, shares: Tensor, inputs: Tensor, targets: Tensor, runs: slice) -> Tensor:
         """Return the gradient of each run's weighted sum of the examples' losses, of shape (runs, d)."""
-        most = self._copies.most(inputs, len(inputs))
+        most = self._copies.max_copies(inputs, len(inputs))
         chunks = zip(torch.split(self.x[runs], most), torch.split(shares, most), strict=True)
         batch = inputs[None], targets[None]
         return torch.cat([self._copies.gradients(x[None], some[None], *batch)[0][0] for x, some in chunks])

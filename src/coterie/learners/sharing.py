@@ -62,13 +62,13 @@ def passes(copies: Copies, pool: Pool, needs: Needs, x: Tensor) -> list[Pass]:
     """
     cut: list[tuple[list[int], list[Draws]]] = []
     for runs, draws in _groups(needs):
-        most = copies.most(pool.examples.inputs, _rows(draws))
+        most = copies.max_copies(pool.examples.inputs, _rows(draws))
         cut += [(list(some), draws) for some in _evenly(runs, most)]
     cut.sort(key=lambda group: (len(group[0]), _rows(group[1])))
     found = []
     for size, same in groupby(cut, key=lambda group: len(group[0])):
         alike = list(same)
-        most = copies.most(pool.examples.inputs, _rows(alike[-1][1]))
+        most = copies.max_copies(pool.examples.inputs, _rows(alike[-1][1]))
         for some in _evenly(alike, max(1, most // size)):
             table = Table(pool.examples, [draws for _, draws in some])
             shares = table.shares([[needs[run] for run in runs] for runs, _ in some])

@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from coterie.engines.in_process.sampler import AHEAD
+from coterie.engines.in_process.sampler import MAX_STEPS_AHEAD
 from coterie.users.examples import InMemory
 from coterie.users.sampling import draw, random_key
 from coterie.users.user import User
@@ -113,7 +113,7 @@ class Table:
         first, block = self._block or (step, None)
         if block is None or not first <= step < first + len(block):
             total = len(self.groups) * self.rows
-            steps = range(step, step + max(1, min(AHEAD, 2**20 // total)))
+            steps = range(step, step + max(1, min(MAX_STEPS_AHEAD, 2**20 // total)))
             block = self._drawn(steps).to(self.examples.inputs.device)
             first, self._block = step, (step, block)
         return block[step - first]

@@ -38,8 +38,8 @@ def lead(
         kind: "classification", "regression" or "auto".
         settings: passed on to `coterie.data.from_table`.
     """
-    group.tell("table", {"target": target, "kind": kind})
-    offers = [group.told(f"part/{rank}", f"rank {rank}") for rank in group.others]
+    group.leave_note("table", {"target": target, "kind": kind})
+    offers = [group.read_note(f"part/{rank}", f"rank {rank}") for rank in group.others]
     for rank, offer in enumerate(offers, 1):
         if offer["refused"]:
             raise DataError(f"rank {rank} cannot take part: {offer['refused']}")
@@ -49,7 +49,7 @@ def lead(
     rows = read_rows(data.format(rank=0), user_column, me)
     settings |= {"user_column": user_column, "target": target, "me": me, "kind": kind, "elsewhere": elsewhere}
     task = from_table(rows, **settings)
-    group.tell("agreed", {"preparation": task.preparation.packed(), "model": model})
+    group.leave_note("agreed", {"preparation": task.preparation.packed(), "model": model})
     return task, {offer["name"]: offer["rows"] for offer in offers}
 
 
@@ -65,7 +65,7 @@ def follow(
         device: where to compute.
         settings: passed on to `serve`.
     """
-    table = group.told("table", "user 0")
+    table = group.read_note("table", "user 0")
     part = f"part/{group.rank}"
     try:
         name, frame = rows()
@@ -73,10 +73,10 @@ def follow(
             raise DataError(f"the rows of {name!r} have no column {table['target']!r}")
         targets = distinct_targets(frame[table["target"]], table["kind"])
     except CoterieError as error:
-        group.tell(part, {"refused": str(error)})
+        group.leave_note(part, {"refused": str(error)})
         raise
-    group.tell(part, {"refused": None, "name": name, "rows": len(frame), "targets": targets})
-    agreed = group.told("agreed", "user 0")
+    group.leave_note(part, {"refused": None, "name": name, "rows": len(frame), "targets": targets})
+    agreed = group.read_note("agreed", "user 0")
     if model is None and ":" in agreed["model"]:
         raise KnobError(f"user 0 uses the model {agreed['model']!r}, which is code: allow it by `--model` here")
     preparation = Preparation.unpacked(agreed["preparation"])

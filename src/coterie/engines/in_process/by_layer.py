@@ -24,7 +24,7 @@ from coterie.gradients.parameters import Parameters
 class Destination(Protocol):
     """Where every user's gradients go, parameter by parameter."""
 
-    def room(self, name: str) -> Tensor:
+    def memory_for(self, name: str) -> Tensor:
         """Return where all users' gradients by a parameter are to be written, of shape (users, …)."""
 
     def complete(self, name: str) -> None:
@@ -34,8 +34,8 @@ class Destination(Protocol):
 class ByLayer:
     """Each user's gradients by the parameters of the layers known here, from one joint pass.
 
-    A layer may be called any number of times, and layers may share parameters: gradients add up. What else a model
-    may do with its parameters cannot be seen here; `probe` compares with a plain loop before this is used.
+    A layer may be called any number of times, and layers may share parameters: gradients add up. A model may also
+    use its parameters outside its layers, which is not visible here; `probe` compares with a plain loop first.
 
     Args:
         model: any module whose trainable parameters all belong to such layers.
@@ -47,12 +47,12 @@ class ByLayer:
         self._layers: dict[nn.Module, dict[str, str]] = {}
         for module in model.modules():
             held = module.named_parameters(recurse=False)
-            if found := {kind: names[id(p)] for kind, p in held if id(p) in names}:
-                self._layers[module] = found
+            if trainable := {kind: names[id(p)] for kind, p in held if id(p) in names}:
+                self._layers[module] = trainable
 
     @property
-    def stranger(self) -> str | None:
-        """The kind of a module with trainable parameters that is none of the layers known here, if there is one."""
+    def unknown_layer(self) -> str | None:
+        """The class name of a layer with trainable parameters whose formula is not known, if there is one."""
         return next((type(module).__name__ for module in self._layers if not is_known(module)), None)
 
     def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], to: Destination) -> int:
@@ -104,12 +104,12 @@ class Rows:
     def __init__(self, parameters: Parameters, rows: Tensor) -> None:
         self._views = parameters.unflatten(rows)
 
-    def room(self, name: str) -> Tensor:
+    def memory_for(self, name: str) -> Tensor:
         """Return the columns of a parameter."""
         return self._views[name]
 
     def complete(self, name: str) -> None:
-        """Do nothing: it is where it should be."""
+        """Do nothing: the rows are complete as written."""
 
 
 class Gram:
@@ -132,21 +132,21 @@ class Gram:
         self._m, self._users = len(vectors), users
         self.products = vectors.new_zeros(self._m + users, self._m + users, dtype=torch.float64)
 
-    def room(self, name: str) -> Tensor:
-        """Return room for one parameter, below that of the vectors."""
+    def memory_for(self, name: str) -> Tensor:
+        """Return memory for one parameter, below that of the vectors."""
         first = self._vectors[name]
         self._held[name] = torch.cat([first, first.new_empty(self._users, *first.shape[1:])])
         return self._held[name][self._m :]
 
     def complete(self, name: str) -> None:
-        """Add the products of one parameter's part, and let it go."""
+        """Add the products of one parameter's part, and free it."""
         part = self._held.pop(name).sub_(self._origin[name]).flatten(1)
         self.products += part @ part.mT
 
 
 @dataclass
 class _Call:
-    """One call of a layer; its input is let go once it has been used."""
+    """One call of a layer; its input is freed once it has been used."""
 
     layer: nn.Module
     names: dict[str, str]
@@ -162,24 +162,24 @@ class _Written:
 
     def __init__(self, batches: Sequence[Batches], to: Destination, calls: Counter[str]) -> None:
         self.batches, self.to, self.to_come = batches, to, calls
-        self.rooms: dict[str, Tensor] = {}
+        self.memory: dict[str, Tensor] = {}
         self.done: set[str] = set()
 
     def add(self, call: _Call, inputs: Tensor, gradient: Tensor) -> None:
         """Write, or add to what is written, every user's gradients of one call of a layer."""
         inputs = inputs.to(gradient.dtype) if inputs.is_floating_point() else inputs
-        first = {kind: name not in self.rooms for kind, name in call.names.items()}
-        rooms = {kind: self._room(name) for kind, name in call.names.items()}
+        first = {kind: name not in self.memory for kind, name in call.names.items()}
+        memory = {kind: self._memory_for(name) for kind, name in call.names.items()}
         into = {
-            kind: room
-            if first[kind] and room.dtype == gradient.dtype
-            else torch.empty_like(room, dtype=gradient.dtype)
-            for kind, room in rooms.items()
+            kind: target
+            if first[kind] and target.dtype == gradient.dtype
+            else torch.empty_like(target, dtype=gradient.dtype)
+            for kind, target in memory.items()
         }
         self._write(call.layer, inputs, gradient, into)
         for kind, name in call.names.items():
-            if into[kind] is not rooms[kind]:
-                rooms[kind].copy_(into[kind]) if first[kind] else rooms[kind].add_(into[kind])
+            if into[kind] is not memory[kind]:
+                memory[kind].copy_(into[kind]) if first[kind] else memory[kind].add_(into[kind])
             self.to_come[name] -= 1
             if not self.to_come[name]:
                 self._complete(name)
@@ -187,8 +187,8 @@ class _Written:
     def close(self, names: Iterable[str]) -> None:
         """Complete what some call did not add to, and write zeros where none did."""
         for name in [name for name in dict.fromkeys(names) if name not in self.done]:
-            if name not in self.rooms:
-                self._room(name).zero_()
+            if name not in self.memory:
+                self._memory_for(name).zero_()
             self._complete(name)
 
     def _write(self, layer: nn.Module, inputs: Tensor, gradient: Tensor, into: dict[str, Tensor]) -> None:
@@ -202,12 +202,12 @@ class _Written:
             theirs = {kind: tensor[users] for kind, tensor in into.items()}
             gradients_of(layer, batch.by_user(part), batch.by_user(its_gradient), theirs)
 
-    def _room(self, name: str) -> Tensor:
-        if name not in self.rooms:
-            self.rooms[name] = self.to.room(name)
-        return self.rooms[name]
+    def _memory_for(self, name: str) -> Tensor:
+        if name not in self.memory:
+            self.memory[name] = self.to.memory_for(name)
+        return self.memory[name]
 
     def _complete(self, name: str) -> None:
         self.done.add(name)
-        del self.rooms[name]
+        del self.memory[name]
         self.to.complete(name)

@@ -11,7 +11,7 @@ from torch.func import functional_call, vmap
 from coterie.engines.in_process.passes import Passes
 from coterie.evaluation.evaluate import evaluation_mode
 
-MEMORY = {"cpu": 2**21, "cuda": 2**30}
+MAX_ACTIVATION_BYTES = {"cpu": 2**21, "cuda": 2**30}
 """About how many bytes of activations the copies that share a pass hold: on a CPU, no more than a near cache."""
 
 _ELEMENTWISE = (
@@ -62,8 +62,10 @@ class Copies:
             leaf.requires_grad_()
         sums = (self._losses(leaves, inputs, targets) * shares).sum(2)
         with torch.autograd.set_multithreading_enabled(False):
-            found = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
-        flat = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves.values(), strict=True)]
+            gradients = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
+        flat = [
+            torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves.values(), strict=True)
+        ]
         return torch.cat([g.flatten(2) for g in flat], dim=2), sums.detach()
 
     def losses(self, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -76,7 +78,7 @@ class Copies:
         with torch.no_grad(), evaluation_mode(self.passes.model):
             return self._outputs(self._pieces(x), inputs)
 
-    def most(self, inputs: Tensor, rows: int) -> int:
+    def max_copies(self, inputs: Tensor, rows: int) -> int:
         """Return how many copies may share a pass over batches of so many rows.
 
         Args:
@@ -86,7 +88,7 @@ class Copies:
         if self._width is None:
             self._width = _width(self.passes, inputs[:2])
         bytes_a_copy = 1 + self._width * rows * self.parameters.dtype.itemsize
-        memory = MEMORY.get(inputs.device.type, 2**28)
+        memory = MAX_ACTIVATION_BYTES.get(inputs.device.type, 2**28)
         # Few copies do not fill the time that a pass takes to begin, so that four may take more.
         return max(1, min(4, 4 * memory // bytes_a_copy), memory // bytes_a_copy)
 
@@ -109,20 +111,20 @@ class Copies:
         targets = targets.unsqueeze(1).expand(groups, copies, *targets.shape[1:]).flatten(0, 1)
         if self._classes:
             probabilities = targets.is_floating_point()
-            found = each(outputs.movedim(2, 1), targets.movedim(2, 1) if probabilities else targets)
+            losses = each(outputs.movedim(2, 1), targets.movedim(2, 1) if probabilities else targets)
         else:
-            found = each(outputs, targets)
-        if found.ndim > 2:
-            found = found.flatten(2).mean(2)
-        return found.view(groups, copies, rows)
+            losses = each(outputs, targets)
+        if losses.ndim > 2:
+            losses = losses.flatten(2).mean(2)
+        return losses.view(groups, copies, rows)
 
     def _outputs(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         if self._layers is not None and (inputs.ndim == 3 or isinstance(self._layers[0], nn.Flatten)):
             return self._through_layers(values, inputs.flatten(2))
 
         def output(values: dict[str, Tensor], inputs: Tensor) -> Tensor:
-            found: Tensor = functional_call(self.passes.model, values, (inputs,))
-            return found
+            outputs: Tensor = functional_call(self.passes.model, values, (inputs,))
+            return outputs
 
         if len(inputs) == 1:
             alone = {name: value.squeeze(0) for name, value in values.items()}
@@ -156,17 +158,17 @@ def _layers(model: nn.Module, trainable: set[str]) -> list[nn.Module] | None:
     """Return a model's layers where it is linear layers and activations in a row, all trainable; else None."""
     if {name for name, _ in model.named_parameters()} != trainable:
         return None
-    found = list(_in_a_row(model))
-    plain = all(type(layer) in (nn.Linear, *_ELEMENTWISE) for layer in found[1:])
-    first = found[0]
+    layers = list(_in_a_row(model))
+    plain = all(type(layer) in (nn.Linear, *_ELEMENTWISE) for layer in layers[1:])
+    first = layers[0]
     begins = type(first) is nn.Linear or (
         isinstance(first, nn.Flatten)
         and (first.start_dim, first.end_dim) == (1, -1)
-        and len(found) > 1
-        and type(found[1]) is nn.Linear
+        and len(layers) > 1
+        and type(layers[1]) is nn.Linear
     )
     watched = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    return found if plain and begins and not watched else None
+    return layers if plain and begins and not watched else None
 
 
 def _in_a_row(model: nn.Module) -> Iterator[nn.Module]:

@@ -91,7 +91,7 @@ class InProcess:
         self._peers: dict[str, Peer] = {}
         self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
         check_classes(loss, output, [me, *peers])
-        self.passes.pass_by(forward_options)
+        self.passes.set_forward_options(forward_options)
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
@@ -103,9 +103,9 @@ class InProcess:
         own, loss, buffers = self._single(x, step, self.me, own_batch)
         if finite is not None and finite.read():
             return Gradients(own, peers, x=x, own_loss=loss)
-        found = self._from_peers(own, x, step, weights, batches, rows=rows) if names else {}
+        from_peers = self._from_peers(own, x, step, weights, batches, rows=rows) if names else {}
         self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
-        return Gradients(own=own, x=x, own_loss=loss, **found)
+        return Gradients(own=own, x=x, own_loss=loss, **from_peers)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -326,12 +326,12 @@ class InProcess:
         """Return what the peers add to `Gradients`, by field, where it does not come from one pass."""
         if not rows and self.support.one_by_one:
             return self._average_one_by_one(own, x, step, weights)
-        # Rows are wanted, or a peer's gradient was not finite and has to be found.
-        found, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
+        # Rows are wanted, or a peer's gradient was not finite and has to be located.
+        matrix, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
         given = [weights[name] for name in kept]
         if rows:
-            return {"rows": found, "names": kept, "answered": present(given), "left_out": left_out}
-        peers, answered = weighted_sum(own, found, given)
+            return {"rows": matrix, "names": kept, "answered": present(given), "left_out": left_out}
+        peers, answered = weighted_sum(own, matrix, given)
         return {"peers": peers, "answered": answered, "left_out": left_out}
 
     def _average_one_by_one(

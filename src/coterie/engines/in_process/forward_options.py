@@ -14,7 +14,7 @@ from coterie.errors import KnobError
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How batches pass through a model in training; it is looked at, and its model evaluated, in full precision.
+    """How batches pass through a model in training. The model is probed and evaluated in full precision.
 
     Args:
         autocast: `torch.bfloat16`, for `torch.autocast`; outputs come back as float32, as are the loss, gradients

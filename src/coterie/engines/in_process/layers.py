@@ -14,12 +14,12 @@ from torch.nn import functional
 
 from coterie.engines.in_process.side_stream import side_stream
 
-LANES = 8
-"""On a GPU the convolutions of so many users go on side by side: one user's does not fill it."""
+N_SIDE_STREAMS = 8
+"""On a GPU so many users' convolutions run at the same time: one user's alone does not fill it."""
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Say whether this is a layer whose formula is here; a subclass may do anything, and is not.
+    """Return whether the formula of this layer is known; that of a subclass is not.
 
     Example:
         >>> is_known(nn.Linear(2, 1)), is_known(nn.LSTM(2, 1))
@@ -40,9 +40,9 @@ def gradients_of(layer: nn.Module, inputs: Tensor, gradient: Tensor, into: Mappi
         into: where to write, by the parameters wanted: `weight`, `bias`.
 
     Example:
-        >>> found = torch.empty(2, 1)
-        >>> gradients_of(nn.Linear(3, 1), torch.ones(2, 4, 3), torch.ones(2, 4, 1), {"bias": found})
-        >>> found.tolist()
+        >>> bias = torch.empty(2, 1)
+        >>> gradients_of(nn.Linear(3, 1), torch.ones(2, 4, 3), torch.ones(2, 4, 1), {"bias": bias})
+        >>> bias.tolist()
         [[4.0], [4.0]]
     """
     _FORMULAS[type(layer)](layer, inputs, gradient, into.get("weight"), into.get("bias"))
@@ -67,14 +67,14 @@ def _convolution(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | 
         padded = functional.pad(inputs.flatten(0, 1), layer._reversed_padding_repeated_twice, mode=mode)
         inputs, padding = padded.reshape(*inputs.shape[:2], *padded.shape[1:]), (0,) * len(layer.stride)
     # One user at a time: of what was tried (users as groups, unfolded inputs), nothing was faster.
-    lanes = LANES if inputs.is_cuda else 1
+    n_streams = N_SIDE_STREAMS if inputs.is_cuda else 1
     joins = []
-    for lane in range(lanes):
+    for first in range(n_streams):
         with side_stream(inputs.device) as join:
-            for each, its_gradient, found in zip(
-                inputs[lane::lanes], gradient[lane::lanes], weight[lane::lanes], strict=True
+            for each, its_gradient, its_weight in zip(
+                inputs[first::n_streams], gradient[first::n_streams], weight[first::n_streams], strict=True
             ):
-                found.copy_(
+                its_weight.copy_(
                     torch.ops.aten.convolution_backward(
                         *(its_gradient, each, layer.weight.detach(), None, layer.stride, padding, layer.dilation),
                         *(False, [0] * len(layer.stride), layer.groups, [False, True, False]),
@@ -109,8 +109,8 @@ def _embedding(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | No
     users, entries = weight.shape[:2]
     own = torch.arange(0, users * entries, entries, device=inputs.device)  # where each user's entries begin
     places = inputs.flatten(1) + own[:, None]
-    found = torch.ops.aten.embedding_dense_backward
-    weight.copy_(found(gradient.flatten(1, -2), places, users * entries, -1, False).view_as(weight))  # noqa: FBT003
+    backward = torch.ops.aten.embedding_dense_backward
+    weight.copy_(backward(gradient.flatten(1, -2), places, users * entries, -1, False).view_as(weight))  # noqa: FBT003
     if layer.padding_idx is not None:
         weight[:, layer.padding_idx] = 0
 

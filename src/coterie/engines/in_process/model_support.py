@@ -1,4 +1,4 @@
-"""What a model allows, found by trying it once on real batches before any training."""
+"""How users may share a pass through a model, learned by trying it once on real batches before training."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ModelSupport:
 
 
 @contextlib.contextmanager
-def exactly() -> Iterator[None]:
-    """Let a GPU round as float32 does: by TensorFloat32 two ways to the same numbers differ by hundredths."""
+def full_precision() -> Iterator[None]:
+    """Switch TensorFloat32 off: with it, two ways to compute the same numbers differ by hundredths."""
     places: tuple[Any, Any] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [place.allow_tf32 for place in places]
     for place in places:
@@ -58,7 +58,7 @@ def exactly() -> Iterator[None]:
             place.allow_tf32 = allowed
 
 
-@exactly()
+@full_precision()
 def probe(
     passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User], *, together: bool = True
 ) -> tuple[Any, ModelSupport]:
@@ -69,7 +69,7 @@ def probe(
         x: a point.
         batch: user 0's.
         users: everybody.
-        together: whether it is wanted at all that users share a pass.
+        together: whether users may share a pass at all.
     """
     inputs, targets = batch
     before, random_before = passes.buffers(), _random_state(x.device)
@@ -138,7 +138,7 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor, buffe
 
 
 def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tensor, output: Any) -> str | None:
-    """Say why users' batches may not share a pass, as far as the output tells."""
+    """Return why users' batches may not share a pass, as far as the output shows."""
     if any(isinstance(module, _BatchNorm) and _uses_batch(module) for module in passes.model.modules()):
         return "the model normalises over the batch"
     if not isinstance(output, Tensor) or not output.ndim or len(output) != len(inputs):
@@ -156,7 +156,7 @@ def _uses_batch(module: _BatchNorm) -> bool:
 
 
 def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str | None:
-    """Say why `vmap` cannot serve for rows; note on `passes` whether it can serve for the loss alone."""
+    """Return why `vmap` cannot compute rows; note on `passes` whether it can map the loss alone."""
     twice = Batches([0, 1], torch.cat([inputs, inputs]), torch.cat([targets, targets]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # vmap warns where it would fall back to a slow loop of its own
@@ -172,14 +172,13 @@ def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str
 
 
 def _try_by_layer(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> None:
-    """Let rows be computed by layer where that gives two users' gradients as a plain loop does.
+    """Turn rows by layer on where they give two users' gradients as a plain loop does.
 
-    What a model does with its parameters outside its layers, or with the order of examples inside, shows in the
-    gradients. So that all of it does, they are compared at a point where no parameter is zero by chance, and the
-    two users' examples differ.
+    Whatever a model does with its parameters outside its layers, or with the order of examples, changes the
+    gradients. They are compared at a point where no parameter is zero by chance, on examples that differ.
     """
     layers = ByLayer(passes.model, passes.parameters)
-    if layers.stranger:
+    if layers.unknown_layer:
         return
     if len(inputs) == 1:
         inputs, targets = torch.cat([inputs, torch.zeros_like(inputs)]), torch.cat([targets, targets])
@@ -207,8 +206,8 @@ def _try_by_layer(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) ->
 def _per_example(loss: Loss, users: Sequence[User]) -> Loss | None:
     """Return the loss of each example, for a loss of torch that is the mean over them; None for any other.
 
-    It goes by what the loss is: that a mean fits one batch does not say that it fits the next, in which a target
-    may be ignored or a class have another weight.
+    The class of the loss decides. A test on one batch would not do: in the next, a target may be ignored or a class
+    may have another weight.
     """
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     if kind in _OVER_TARGETS:

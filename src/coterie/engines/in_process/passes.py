@@ -17,13 +17,12 @@ from coterie.engines.in_process.sampler import Batches
 from coterie.gradients.parameters import Parameters
 from coterie.users.user import Loss
 
-FEW = 2
-"""On a CPU as many users are taken one by one: a pass by layer for them costs more than it saves."""
-FEW_MAPPED = 8
-"""The same for a mapped pass."""
-LARGE = 2**17
-"""On a CPU, so are users whose rows are longer than this where only a mapped pass could take them together: there
-the work outweighs the calls, and a loop does it faster."""
+MAX_LOOPED_BEFORE_LAYERS = 2
+"""On a CPU up to so many users are taken one by one: a pass by layer for them costs more than it saves."""
+MAX_LOOPED_BEFORE_MAPPING = 8
+"""On a CPU up to so many users are taken one by one where only a mapped pass could take them together."""
+MAX_MAPPED_SIZE = 2**17
+"""On a CPU users with longer rows are taken one by one instead of mapped: a loop is then faster."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +62,17 @@ class Passes:
         self.loss = loss
         self.parameters = Parameters(model)
         self.memory = memory or _memory(self.parameters.device)
-        # What `probe` finds out:
+        # What `probe` learns about the model:
         self.per_example: Loss | None = None  # the loss of each example, where the loss is their mean
         self.vmap_loss = True  # whether the loss can be mapped over users
         self.by_layer: ByLayer | None = None  # where each user's gradient can be had from one pass over all
         self.bytes_an_example = 0  # what that takes
         self.forward_options, self._forward = DEFAULT_FORWARD, cast("Callable[[Tensor], Any]", model)
-        self._room = ReusedMemory()
+        self._memory = ReusedMemory()
         self._kept_order: tuple[tuple[int, ...], Tensor] | None = None
 
-    def pass_by(self, forward_options: ForwardOptions) -> None:
-        """Let batches pass in this way from now on."""
+    def set_forward_options(self, forward_options: ForwardOptions) -> None:
+        """Use these options for every pass from now on."""
         self.forward_options = forward_options
         self._forward = torch.compile(self.model, dynamic=False) if forward_options.compile else self.model
 
@@ -103,7 +102,7 @@ class Passes:
         output = self._output(leaves, _joined([batch.inputs for batch in batches]))
         if self.per_example is not None:
             losses = self.per_example(output, _joined([batch.targets for batch in batches]))
-            return self._gradient(weights.examples @ mean_of_each(losses), leaves)
+            return self._gradient(weights.examples @ mean_by_example(losses), leaves)
         cuts = zip(batches, torch.split(output, [len(b.inputs) for b in batches]), strict=True)
         losses = torch.cat([self._losses(b.by_user(cut), b.by_user(b.targets)) for b, cut in cuts])
         return self._gradient(weights.users @ losses, leaves)
@@ -118,13 +117,13 @@ class Passes:
         users = sum(len(batch.positions) for batch in batches)
         if users == 1:
             return self.single(x if x.ndim == 1 else x[0], batches[0].inputs, batches[0].targets)[0].unsqueeze(0)
-        rows, done = self._room.empty((users, self.parameters.size), x), 0
+        rows, done = self._memory.empty((users, self.parameters.size), x), 0
         for some in self._parts(x, batches):
             theirs = slice(done, done := done + sum(len(batch.positions) for batch in some))
             self._write_rows(x, some, rows[theirs])
         if len(batches) == 1:
             return rows
-        return torch.index_select(rows, 0, self._order(batches, x.device), out=self._room.empty(rows.shape, x))
+        return torch.index_select(rows, 0, self._order(batches, x.device), out=self._memory.empty(rows.shape, x))
 
     def gram(self, x: Tensor, vectors: Tensor, batches: Sequence[Batches], origin: Tensor) -> Tensor:
         """Return the inner products of what some vectors and every user's gradient differ from an origin, by layer.
@@ -137,14 +136,14 @@ class Passes:
         """
         if self.by_layer is None:
             raise AssertionError("`InProcess.gram` knows other ways")
-        found = Gram(self.parameters, vectors, origin, sum(len(batch.positions) for batch in batches))
-        self.write_by_layer(x, self.by_layer, batches, found)
+        gram = Gram(self.parameters, vectors, origin, sum(len(batch.positions) for batch in batches))
+        self.write_by_layer(x, self.by_layer, batches, gram)
         if len(batches) == 1:
-            return found.products
+            return gram.products
         order = torch.cat(
             [torch.arange(len(vectors), device=x.device), len(vectors) + self._order(batches, x.device)]
         )
-        return found.products[order][:, order]
+        return gram.products[order][:, order]
 
     def _parts(self, x: Tensor, batches: Sequence[Batches]) -> list[Sequence[Batches]]:
         """Return the batches of one pass after the other."""
@@ -160,9 +159,9 @@ class Passes:
         """Write some users' gradients in the way that suits them, which goes by sizes alone."""
         users, d = rows.shape
         on_cpu = rows.device.type == "cpu"
-        if x.ndim == 1 and self.by_layer is not None and users > (FEW if on_cpu else 1):
+        if x.ndim == 1 and self.by_layer is not None and users > (MAX_LOOPED_BEFORE_LAYERS if on_cpu else 1):
             self.write_by_layer(x, self.by_layer, batches, Rows(self.parameters, rows))
-        elif users == 1 or (on_cpu and (users <= FEW_MAPPED or d > LARGE)):
+        elif users == 1 or (on_cpu and (users <= MAX_LOOPED_BEFORE_MAPPING or d > MAX_MAPPED_SIZE)):
             self._one_by_one(x, batches, rows)
         else:
             self.mapped(x, batches[0], rows)
@@ -180,7 +179,7 @@ class Passes:
     def _sum(self, batch: Batches, output: Tensor) -> Tensor:
         """Return the sum of some users' losses."""
         if self.per_example is not None:
-            return mean_of_each(self.per_example(output, batch.targets)).sum() / batch.size
+            return mean_by_example(self.per_example(output, batch.targets)).sum() / batch.size
         return self._losses(batch.by_user(output), batch.by_user(batch.targets)).sum()
 
     def _one_by_one(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
@@ -201,11 +200,11 @@ class Passes:
 
         points = x if x.ndim == 1 else x[torch.tensor(batch.positions, device=x.device)]
         gradients = vmap(grad(loss), in_dims=(None if x.ndim == 1 else 0, 0, 0))
-        found = gradients(
+        by_name = gradients(
             self.parameters.unflatten(points), batch.by_user(batch.inputs), batch.by_user(batch.targets)
         )
         for name, view in self.parameters.unflatten(rows).items():
-            view.copy_(found[name])
+            view.copy_(by_name[name])
 
     def _order(self, batches: Sequence[Batches], device: torch.device) -> Tensor:
         """Return where each peer asked stands among the users of these batches, kept from step to step."""
@@ -248,11 +247,11 @@ class Passes:
         # On a GPU autograd hands the backward pass to another thread, which costs more than a small pass takes.
         with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        found = zip(gradients, leaves.values(), strict=True)
-        return self.parameters.flatten(torch.zeros_like(p) if g is None else g for g, p in found)
+        pairs = zip(gradients, leaves.values(), strict=True)
+        return self.parameters.flatten(torch.zeros_like(p) if g is None else g for g, p in pairs)
 
 
-def mean_of_each(losses: Tensor) -> Tensor:
+def mean_by_example(losses: Tensor) -> Tensor:
     """Return one number an example, where a loss has one for each part of a target."""
     return losses if losses.ndim == 1 else losses.flatten(1).mean(1)
 

@@ -1,4 +1,4 @@
-"""Memory for results that are made anew at every step, used again once nobody holds the last ones."""
+"""Memory for results of every step, used again once nobody holds the earlier results."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 
 
 class ReusedMemory:
-    """Tensors of one shape after the other, each in memory that is nobody else's.
+    """Give tensors in memory that nobody else holds, and reuse that memory later.
 
-    The system takes large memory back when it is let go, and clears every page of it when it gives it out again,
-    which on a CPU can cost as much as what is then written there. A GPU's memory is kept by torch itself.
+    The operating system takes large memory back when it is freed, and clears every page when it hands it out again.
+    On a CPU that can cost as much as the writing itself. For a GPU, torch keeps the memory by itself.
 
     Example:
-        >>> room = ReusedMemory()
-        >>> first = room.empty((2, 3), torch.zeros(()))
+        >>> memory = ReusedMemory()
+        >>> first = memory.empty((2, 3), torch.zeros(()))
         >>> place, part = first.data_ptr(), first[0]
         >>> del first
-        >>> room.empty((2, 3), torch.zeros(())).data_ptr() == place  # a part of it is still held
+        >>> memory.empty((2, 3), torch.zeros(())).data_ptr() == place  # a part of it is still held
         False
         >>> del part
-        >>> room.empty((2, 3), torch.zeros(())).data_ptr() == place
+        >>> memory.empty((2, 3), torch.zeros(())).data_ptr() == place
         True
     """
 

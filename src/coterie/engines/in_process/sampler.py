@@ -15,11 +15,11 @@ from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import draw, random_key
 from coterie.users.user import User
 
-AHEAD = 64
-"""How many steps' indices are computed at a time; what they are does not depend on it."""
+MAX_STEPS_AHEAD = 64
+"""For how many steps indices are computed at a time; the indices do not depend on it."""
 
-KEPT = 4
-"""For how many selections of peers those are kept; a method may ask all users and user 0 alone in turn."""
+MAX_KEPT_SELECTIONS = 4
+"""For how many selections of peers indices are kept; a method may ask all users and user 0 alone in turn."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class BatchSampler:
         """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
         groups = self._grouped(names)
         total = sum(group.size * len(group.users) for group in groups)
-        steps = range(step, step + max(1, min(AHEAD, 2**18 // total)))
+        steps = range(step, step + max(1, min(MAX_STEPS_AHEAD, 2**18 // total)))
         return torch.cat([self._rows_of_pool(group, steps) for group in groups], dim=1)
 
     def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
@@ -140,7 +140,7 @@ class BatchSampler:
         inputs, targets = self._pool.take(indices)
         lengths = [group.size * len(group.users) for group in groups]
         own, *others = zip(torch.split(inputs, lengths), torch.split(targets, lengths), strict=True)
-        return own, [Batches(g.positions, *found) for g, found in zip(groups[1:], others, strict=True)]
+        return own, [Batches(g.positions, *batch) for g, batch in zip(groups[1:], others, strict=True)]
 
     def _grouped(self, names: tuple[str, ...]) -> list[_Group]:
         """Return user 0 as a group of its own, then the peers by the size of their batches."""
@@ -159,15 +159,15 @@ class BatchSampler:
         first, block = self._indices.get(names, (step, None))
         if block is None or not first <= step < first + len(block):
             first, block = step, self.indices(names, step).to(self.device)
-            if len(self._indices) >= KEPT:
+            if len(self._indices) >= MAX_KEPT_SELECTIONS:
                 self._indices.clear()
             self._indices[names] = first, block
         return block[step - first]
 
     def _rows_of_pool(self, group: _Group, steps: range) -> Tensor:
         streams = [random_key(self.seed, user.name) for user in group.users]
-        found = draw(streams, [len(user) for user in group.users], group.size, steps)
-        return (found + torch.tensor([self._offsets[user.name] for user in group.users])[:, None]).flatten(1)
+        drawn = draw(streams, [len(user) for user in group.users], group.size, steps)
+        return (drawn + torch.tensor([self._offsets[user.name] for user in group.users])[:, None]).flatten(1)
 
     def _read(self, group: _Group, step: int) -> Batches:
         inputs, targets = zip(*(self.one(user.name, step) for user in group.users), strict=True)
@@ -175,7 +175,7 @@ class BatchSampler:
 
 
 def _check_alike(me: User, others: Examples | None, whose: str) -> None:
-    """Say early where other examples could not be passed through user 0's model."""
+    """Refuse examples that could not be passed through user 0's model."""
     if not isinstance(me.examples, InMemory) or not isinstance(others, InMemory):
         return
     for what in ("inputs", "targets"):

@@ -1,4 +1,4 @@
-"""Work beside other work: a stream of its own on a GPU."""
+"""A CUDA stream beside the current one, so that independent work runs at the same time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Do what is inside in a stream of its own, and wait for it where the function given is called.
+    """Run the body in a stream of its own; calling the function that is yielded waits for it.
 
     On a CPU there is one stream, and nothing to wait for.
 

@@ -79,7 +79,7 @@ class TorchDistributed:
         moves = self.own.support.moves_buffers
         self.wire = Wire(model, self.group.size - 1, compress, moves, self.backend)
         run = {"batch_size": batch_size, "seed": seed, "compress": compress}
-        self.group.tell("run", run | {"moves_buffers": moves, "backend": self.backend})
+        self.group.leave_note("run", run | {"moves_buffers": moves, "backend": self.backend})
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
         self.capabilities = self._capabilities()
@@ -139,7 +139,7 @@ class TorchDistributed:
         return self._traffic
 
     def close(self) -> None:
-        """Let the peers go."""
+        """End the run for the peers."""
         with self._life:
             if self._whole:
                 self._whole = False
@@ -150,15 +150,15 @@ class TorchDistributed:
 
     def _meet(self, expected: Sequence[str]) -> list[dict[str, Any]]:
         """Return what each peer says of itself, once all are there and fit together."""
-        hellos = [self.group.told(f"hello/{rank}", f"rank {rank}") for rank in self.group.others]
+        hellos = [self.group.read_note(f"hello/{rank}", f"rank {rank}") for rank in self.group.others]
         try:
             _check(self.me, self.wire, hellos, expected)
             if self.gather and any(hello["sums_only"] for hello in hellos):
                 raise KnobError("`gather` collects every peer's gradient, but a peer gives sums only; leave it out")
         except CoterieError as error:
-            self.group.tell("go", {"refused": str(error)})
+            self.group.leave_note("go", {"refused": str(error)})
             raise
-        self.group.tell("go", {"refused": None})
+        self.group.leave_note("go", {"refused": None})
         return hellos
 
     def _capabilities(self) -> Capabilities:
@@ -181,7 +181,7 @@ class TorchDistributed:
         self._last = time.monotonic()
 
     def _stay_in_touch(self) -> None:
-        """Let peers that nobody asks know, before they give up waiting, that the run goes on."""
+        """Tell peers that nobody asks, before they give up waiting, that the run goes on."""
         if time.monotonic() - self._last > self.group.timeout / 3:
             self.wire.request.ask(Ask.NOTHING)
             self._last = time.monotonic()
@@ -250,7 +250,7 @@ class TorchDistributed:
 
 
 def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: Sequence[str]) -> None:
-    """Say where the peers do not fit user 0 or each other."""
+    """Refuse peers that do not fit user 0 or each other."""
     names = [hello["name"] for hello in hellos]
     for rank, hello in enumerate(hellos, 1):
         if hello["refused"]:

@@ -20,8 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from coterie.errors import KnobError, PeerLost
 
-CUT = "cut off"
-"""What a process that lost the others, but is there itself, answers to a roll call."""
+CUT_OFF = "cut off"
+"""What a process answers to a roll call when it is alive but has lost the others."""
 
 _stores: dict[tuple[str, ...], tuple[Store, int]] = {}
 """For each address, the one connection of this process and how many groups have used it."""
@@ -29,7 +29,7 @@ _stores: dict[tuple[str, ...], tuple[Store, int]] = {}
 
 @dataclass(frozen=True)
 class Group:
-    """All users' processes, user 0's first, and a place where they leave each other notes.
+    """All users' processes, user 0's first, and a store where they leave each other notes.
 
     Args:
         store: the notes, kept by one of the processes or by torchrun.
@@ -48,11 +48,11 @@ class Group:
         """The ranks of user 0's peers."""
         return range(1, self.size)
 
-    def tell(self, key: str, note: Any) -> None:
+    def leave_note(self, key: str, note: Any) -> None:
         """Leave a note, of plain data."""
         self.store.set(key, json.dumps(note))
 
-    def told(self, key: str, whose: str) -> Any:
+    def read_note(self, key: str, whose: str) -> Any:
         """Return a note, once it is there; one that does not come in time is `PeerLost`."""
         try:
             return json.loads(self.store.get(key))
@@ -78,10 +78,10 @@ class Group:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def answer_roll_call(self, why: str = CUT) -> None:
-        """Say that this process is still there, or why it is not."""
+    def answer_roll_call(self, why: str = CUT_OFF) -> None:
+        """Say that this process is alive, or why it ends."""
         with suppress(dist.DistError):  # whoever kept the notes is gone, and so is who would have read this one
-            self.tell(f"present/{self.rank}", why)
+            self.leave_note(f"present/{self.rank}", why)
 
     def roll_call(self) -> dict[int, str]:
         """Return the ranks that are missing, each with the reason it gave or an empty string.
@@ -94,8 +94,8 @@ class Group:
             if len(missing) == 1:
                 end = min(end, time.monotonic() + 1.0)
             time.sleep(0.02)
-        reasons = {rank: self.told(f"present/{rank}", "it") for rank in self.others if rank not in missing}
-        failed = {rank: why for rank, why in reasons.items() if why != CUT}
+        reasons = {rank: self.read_note(f"present/{rank}", "it") for rank in self.others if rank not in missing}
+        failed = {rank: why for rank, why in reasons.items() if why != CUT_OFF}
         return dict(sorted((dict.fromkeys(missing, "") | failed).items()))
 
 
@@ -149,9 +149,9 @@ def in_short(error: str) -> str:
 
 @contextmanager
 def noting_sigterm() -> Iterator[threading.Event]:
-    """Note a SIGTERM instead of ending at once: torchrun sends it to the rest when one process is gone.
+    """Set an event at a SIGTERM instead of ending at once; torchrun sends it to the others when one is gone.
 
-    Outside the main thread signals cannot be caught: nothing changes there.
+    Outside the main thread signals cannot be caught, and nothing changes.
     """
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():

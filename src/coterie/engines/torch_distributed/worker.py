@@ -86,7 +86,7 @@ class _Worker:
         log: Path | None,
     ) -> None:
         self.group, self.position, self.sums_only = group, group.rank - 1, sums_only
-        run = self.run = group.told("run", "user 0")
+        run = self.run = group.read_note("run", "user 0")
         parameters = Parameters(model)
         hello = {
             "name": user.name,
@@ -142,10 +142,10 @@ class _Worker:
         try:
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
         except CoterieError as error:
-            self.group.tell(f"hello/{rank}", hello | {"refused": str(error)})
+            self.group.leave_note(f"hello/{rank}", hello | {"refused": str(error)})
             raise
-        self.group.tell(f"hello/{rank}", hello | {"refused": None})
-        if refused := self.group.told("go", "user 0")["refused"]:
+        self.group.leave_note(f"hello/{rank}", hello | {"refused": None})
+        if refused := self.group.read_note("go", "user 0")["refused"]:
             raise PeerLost(f"user 0 began no run: {refused}")
         return engine
 

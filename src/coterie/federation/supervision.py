@@ -14,22 +14,22 @@ from coterie.engines.flare.sites import LocalSites
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import write_job
 from coterie.federation.lead import NEWS, RUN, SUMMARY, lead, rule_of
-from coterie.federation.project import LEAD
+from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
 from coterie.recording.progress import progress_bar
 from coterie.recording.record import Record
 
-PAUSE = 0.5
-"""Seconds from one look at the run to the next."""
+SECONDS_BETWEEN_POLLS = 0.5
+"""How long to wait from one poll of the run to the next."""
 
 
-def follow(
+def supervise(
     folder: Path,
     *,
     resume: bool = False,
     wait: float = 60.0,
     attempts: int = 5,
-    tell: Callable[[str], None] = print,
+    show_line: Callable[[str], None] = print,
     progress: bool | None = None,
 ) -> str:
     """Submit the job, follow it to its end, and return the result in a few lines.
@@ -42,7 +42,7 @@ def follow(
         resume: go on with the run that is there.
         wait: seconds to wait for the server and for the sites to connect.
         attempts: how often to submit.
-        tell: shows a line of text.
+        show_line: shows a line of text.
         progress: show a progress bar; None: when standard error is a terminal.
     """
     settings = lead_settings(folder)
@@ -51,7 +51,7 @@ def follow(
         raise KnobError(f"{out} already holds a run; go on with it (`--resume`), or move it away")
     (out / SUMMARY).unlink(missing_ok=True)
     job = write_job(folder.absolute() / "job")
-    show_news = _News(out / NEWS, tell)
+    show_news = _News(out / NEWS, show_line)
     with progress_bar(progress, type(rule_of(settings)).__name__, settings.training.steps) as show:
         for attempt in range(attempts):
             with _session(folder / "lead", wait) as session:
@@ -65,8 +65,8 @@ def follow(
             show_news()
             if (out / SUMMARY).exists():
                 return (out / SUMMARY).read_text(encoding="utf-8")
-            tell(f"job {attempt + 1} has ended early ({status}); going on from the last checkpoint")
-    tell("no site is left; going on alone")
+            show_line(f"job {attempt + 1} has ended early ({status}); going on from the last checkpoint")
+    show_line("no site is left; going on alone")
     lead(folder, LocalSites({}))
     show_news()
     return (out / SUMMARY).read_text(encoding="utf-8")
@@ -75,8 +75,8 @@ def follow(
 class _News:
     """Show the lines of a file that have not been shown."""
 
-    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
-        self.path, self.tell = path, tell
+    def __init__(self, path: Path, show_line: Callable[[str], None]) -> None:
+        self.path, self.show_line = path, show_line
         self.shown = path.stat().st_size if path.exists() else 0
 
     def __call__(self) -> None:
@@ -84,7 +84,7 @@ class _News:
             with self.path.open(encoding="utf-8") as file:
                 file.seek(self.shown)
                 for line in file.read().splitlines():
-                    self.tell(line)
+                    self.show_line(line)
                 self.shown = file.tell()
 
 
@@ -112,10 +112,10 @@ def _connected(session: Any, wanted: int, wait: float) -> int:
     """Wait until all sites are connected, or the time is over, and return how many are."""
     until = time.monotonic() + wait
     while True:
-        found = len(session.get_system_info().client_info)
-        if found >= wanted or time.monotonic() > until:
-            return found
-        time.sleep(PAUSE)
+        n_connected = len(session.get_system_info().client_info)
+        if n_connected >= wanted or time.monotonic() > until:
+            return n_connected
+        time.sleep(SECONDS_BETWEEN_POLLS)
 
 
 def _watch(session: Any, job: str, out: Path, show: Callable[..., None], show_news: Callable[[], None]) -> str:
@@ -133,4 +133,4 @@ def _watch(session: Any, job: str, out: Path, show: Callable[..., None], show_ne
             return f"the server does not answer, {type(error).__name__}"
         if status.startswith("FINISHED") or (out / SUMMARY).exists():  # NVFLARE takes some seconds more to clear up
             return status
-        time.sleep(PAUSE)
+        time.sleep(SECONDS_BETWEEN_POLLS)

@@ -1,4 +1,4 @@
-"""What a participant holds: its examples, its model and the loss, from its settings and its own code."""
+"""A participant: its examples, its model and the loss, from its settings and its own code."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LOG = "requests.jsonl"
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What a participant holds.
+class Participant:
+    """The examples, the model and the loss of user 0 or of a site.
 
     Args:
         user: its examples.
@@ -48,11 +48,11 @@ def peer_of(folder: Path) -> Peer:
     """
     settings = site_settings(folder)
     torch.set_num_threads(settings.threads)
-    held = of_site(folder, settings)
+    held = site_participant(folder, settings)
     return Peer(held.user, Passes(held.model, held.loss), settings.caps, folder / LOG)
 
 
-def of_site(folder: Path, settings: SiteSettings) -> Holding:
+def site_participant(folder: Path, settings: SiteSettings) -> Participant:
     """Return what a site holds; rows of classes that user 0 does not know are left out."""
     if settings.data.loader:
         return _loaded(folder, settings.data, settings.model)
@@ -63,16 +63,16 @@ def of_site(folder: Path, settings: SiteSettings) -> Holding:
     if rows.empty:
         raise DataError(f"no row of {settings.data.table} has a class that user 0 knows: {preparation.classes}")
     user = User(settings.name, preparation.inputs(rows), preparation.targets(rows[settings.data.target]))
-    return Holding(user, *_model(settings.model, preparation), preparation)
+    return Participant(user, *_model(settings.model, preparation), preparation)
 
 
-def of_lead(folder: Path, settings: LeadSettings) -> tuple[Holding, TableTask | None]:
+def lead_participant(folder: Path, settings: LeadSettings) -> tuple[Participant, TableTask | None]:
     """Return what user 0 holds, and its task where the examples are a table's."""
     torch.manual_seed(settings.training.seed)
     if settings.data.loader:
         return _loaded(folder, settings.data, settings.model), None
     task = lead_task(_rows(folder, settings.data), settings, Preparation.load(folder))
-    return Holding(task.me, *_model(settings.model, task.preparation), task.preparation), task
+    return Participant(task.me, *_model(settings.model, task.preparation), task.preparation), task
 
 
 def lead_task(
@@ -102,19 +102,19 @@ def _rows(folder: Path, data: Data) -> Any:
 
 def _model(model: Model, preparation: Preparation) -> tuple[nn.Module, Loss]:
     made = models.build(model.name, preparation.n_inputs, preparation.n_outputs)
-    return made, _found(model.loss) if model.loss else loss_of(preparation)
+    return made, _imported(model.loss) if model.loss else loss_of(preparation)
 
 
-def _loaded(folder: Path, data: Data, model: Model) -> Holding:
-    user = _found(data.loader)(folder)
+def _loaded(folder: Path, data: Data, model: Model) -> Participant:
+    user = _imported(data.loader)(folder)
     if not isinstance(user, User):
         raise DataError(f"{data.loader} must return a coterie.User, got {type(user).__name__}")
     if model.n_inputs is None or model.n_outputs is None or not model.loss:
         raise KnobError("with a loader, [model] must have `n_inputs`, `n_outputs` and `loss`")
-    return Holding(user, models.build(model.name, model.n_inputs, model.n_outputs), _found(model.loss))
+    return Participant(user, models.build(model.name, model.n_inputs, model.n_outputs), _imported(model.loss))
 
 
-def _found(path: str) -> Any:
+def _imported(path: str) -> Any:
     """Return what "module.path:name" names."""
     module, colon, name = path.partition(":")
     if not colon:

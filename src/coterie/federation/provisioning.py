@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import CoterieError, KnobError
-from coterie.federation.job import AT_SITE, AT_USER0, CONTROLLER, EXECUTOR
+from coterie.federation.job import CONTROLLER, EXECUTOR, LEAD_CLASS, SITE_CLASS
 
 LEAD = "lead@coterie.org"
-ROOM = 16 * 2**20
+MAX_EXTRA_BYTES = 16 * 2**20
 """How many bytes a message may have beside the numbers of the model."""
 
 
@@ -90,8 +90,8 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
     shutil.move(kits / LEAD, folder / "lead")
     for site in consortium.sites:
         shutil.move(kits / site, folder / "sites" / site)
-        _pin(folder / "sites" / site, (EXECUTOR, AT_SITE), ROOM + 16 * size)
-    _pin(folder / "server", (CONTROLLER, AT_USER0), ROOM + 16 * size)
+        _pin(folder / "sites" / site, (EXECUTOR, SITE_CLASS), MAX_EXTRA_BYTES + 16 * size)
+    _pin(folder / "server", (CONTROLLER, LEAD_CLASS), MAX_EXTRA_BYTES + 16 * size)
     _keep_jobs_here(folder / "server")
     authority.chmod(0o700)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie.data import read_table
-from coterie.federation.holding import lead_task
-from coterie.federation.project import Consortium, provision
+from coterie.federation.participants import lead_task
+from coterie.federation.provisioning import Consortium, provision
 from coterie.federation.settings import FILE, Data, LeadSettings, Model, Training
 from coterie.tables import models
 

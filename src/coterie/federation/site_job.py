@@ -12,7 +12,7 @@ from nvflare.collab import collab
 
 from coterie.engines.flare.messages import answer_message
 from coterie.engines.peer import Peer
-from coterie.federation.holding import peer_of
+from coterie.federation.participants import peer_of
 
 logger = logging.getLogger(__name__)
 
