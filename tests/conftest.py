@@ -51,8 +51,8 @@ def make_users() -> Users:
 @pytest.fixture(scope="session")
 def byzfl() -> Callable[[str], Any]:
     """Give a function that imports a part of byzfl without its `__init__`, which wants torchvision and seaborn."""
-    found = importlib.util.find_spec("byzfl")
-    if found is None:
+    spec = importlib.util.find_spec("byzfl")
+    if spec is None:
         pytest.skip("compares with byzfl: pip install --no-deps byzfl")
-    sys.modules["byzfl"] = importlib.util.module_from_spec(found)
+    sys.modules["byzfl"] = importlib.util.module_from_spec(spec)
     return lambda part: importlib.import_module(f"byzfl.{part}")

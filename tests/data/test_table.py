@@ -41,12 +41,12 @@ def rows_of(task: coterie.data.TableTask, frame: pd.DataFrame) -> dict[str, set[
     """Find the table's rows behind each part of user 0's examples by the prepared column `row`."""
     prepared = task.preparation.inputs(frame)[:, 0]
     parts = {"training": task.me.examples, "validation": task.me.validation, "test": task.me.test}
-    found: dict[str, set[float]] = {}
+    rows: dict[str, set[float]] = {}
     for name, examples in parts.items():
         assert examples is not None
         column = examples.take(torch.arange(len(examples)))[0][:, 0]
-        found[name] = {float(frame["row"].iloc[int((prepared == v).nonzero()[0])]) for v in column}
-    return found
+        rows[name] = {float(frame["row"].iloc[int((prepared == v).nonzero()[0])]) for v in column}
+    return rows
 
 
 def test_parts_of_user_0_are_disjoint_and_complete_and_stratified() -> None:
@@ -69,11 +69,11 @@ def test_numbers_are_filled_centred_and_scaled_as_by_hand_with_user_0s_training_
     filled = training["age"].fillna(median)
     b = frame[frame.ward == "b"]
     wanted = (b["age"].fillna(median) - filled.mean()) / filled.std(ddof=0)
-    found = task.peers[0].examples.take(torch.arange(len(b)))[0]
-    np.testing.assert_allclose(found[:, 1], wanted.clip(-10, 10), rtol=1e-5)
+    inputs = task.peers[0].examples.take(torch.arange(len(b)))[0]
+    np.testing.assert_allclose(inputs[:, 1], wanted.clip(-10, 10), rtol=1e-5)
     indicator = training["age"].isna()
     wanted = (b["age"].isna() - indicator.mean()) / indicator.std(ddof=0)
-    np.testing.assert_allclose(found[:, 2], wanted, rtol=1e-5)
+    np.testing.assert_allclose(inputs[:, 2], wanted, rtol=1e-5)
 
 
 def test_user_0s_inputs_do_not_depend_on_peers_nor_on_what_is_held_out() -> None:
@@ -146,9 +146,9 @@ def test_regression_targets_are_in_user_0s_units_and_predictions_in_the_tables()
 
 def test_predictions_name_the_class_and_its_probability() -> None:
     task = from_table(visits(), **COLUMNS)
-    found = task.preparation.predictions(torch.tensor([[0.0, 0.0], [0.0, np.log(3)]]))
-    assert found["prediction"].tolist() == ["no", "yes"]
-    np.testing.assert_allclose(found["probability"], [0.5, 0.75], rtol=1e-6)
+    predictions = task.preparation.predictions(torch.tensor([[0.0, 0.0], [0.0, np.log(3)]]))
+    assert predictions["prediction"].tolist() == ["no", "yes"]
+    np.testing.assert_allclose(predictions["probability"], [0.5, 0.75], rtol=1e-6)
 
 
 def test_csv_parquet_and_dataframe_are_the_same(tmp_path: Path) -> None:

@@ -86,17 +86,17 @@ RUNS: dict[str, Callable[[Path, list[Any]], coterie.Run]] = {"batch dependent": 
 
 def digest(run: coterie.Run, out: Path) -> str:
     """Return a digest of the model, the rule's and the optimizer's last state, the points and the test."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     states = [run.model.state_dict(), run.state]
     last = checkpoint.load(checkpoint.saved(out / "checkpoints")[-1])
     states += [last["track"]["model"], *last["track"]["optimizer"]["state"].values(), last["track"]["scheduler"]]
     for state in states:
         for key, value in sorted(state.items()):
-            found.update(f"{key}=".encode())
-            found.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+            digest.update(f"{key}=".encode())
+            digest.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
     points = [point.to_plain() for point in coterie.Record.load(out / "record.jsonl").points]
-    found.update(json.dumps([points, dict(run.test), run.best_step]).encode())
-    return found.hexdigest()
+    digest.update(json.dumps([points, dict(run.test), run.best_step]).encode())
+    return digest.hexdigest()
 
 
 def start(name: str, out: Path) -> tuple[int, int]:
@@ -171,18 +171,18 @@ def main(folder: Path, kills: int, seed: int) -> None:
             (0, rng.uniform(0, 0.03)),
             *((step, rng.uniform(0, 0.01)) for step in rng.integers(1, STEPS - 3, 5)),
         ]
-        found, torn = [], set[int]()
+        killed_at, torn = [], set[int]()
         for step, delay in sorted(moments):
             in_flight, last = killed(name, out, int(step), delay)
             if in_flight and last:
-                found.append(last)
+                killed_at.append(last)
             if not whole(out / "checkpoints"):
                 raise RuntimeError(f"a checkpoint of {out} is not whole")
             torn |= {path.stat().st_mtime_ns for path in (out / "checkpoints").glob("*.new")}
-        done += len(found)
+        done += len(killed_at)
         line = {
             "run": name,
-            "killed_at": found,
+            "killed_at": killed_at,
             "torn": len(torn),
             "digest": finished(name, out),
             "wanted": wanted[name],

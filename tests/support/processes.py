@@ -51,8 +51,8 @@ def ended(child: int, patience: float = PATIENCE) -> int:
     """Wait for a child, and return how it ended; one that does not end is killed, and an error."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)

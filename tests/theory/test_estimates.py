@@ -10,7 +10,7 @@ from coterie.theory.estimates import Estimates
 
 
 def test_plain_data_and_back() -> None:
-    found = measured(PLANTED)
-    plain = found.to_plain()
+    estimates = measured(PLANTED)
+    plain = estimates.to_plain()
     assert json.loads(json.dumps(plain)) == plain
-    assert Estimates.from_plain(plain) == found
+    assert Estimates.from_plain(plain) == estimates
