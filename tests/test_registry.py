@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,18 @@ def test_what_cannot_be_imported_is_told(tmp_path: Path) -> None:
     (tmp_path / "lacking.py").write_text("import no_such_package\n", encoding="utf-8")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         import_user_code(str(tmp_path / "lacking.py"))
+
+
+def documented(page: str, head: str) -> dict[str, str]:
+    """Return what a table of the docs calls by each registered name."""
+    text = (Path(__file__).parent.parent / "docs" / page).read_text(encoding="utf-8")
+    table = text[text.index(f"| {head} | name |") :].partition("\n\n")[0]
+    return {name: thing for thing, name in re.findall(r"^\| `([^`]+)`[^|]*\| `([^`]+)` \|", table, re.MULTILINE)}
+
+
+def test_the_docs_know_every_method_and_aggregator() -> None:
+    methods = documented("methods.md", "method")
+    assert set(METHODS) <= set(methods) <= {*METHODS, *RULES}
+    for name in METHODS:
+        assert methods[name].startswith(METHODS[name].__name__)
+    assert documented("aggregators.md", "aggregator") == {name: AGGREGATORS[name].__name__ for name in AGGREGATORS}

@@ -112,8 +112,8 @@ def test_mnist_finds_its_writers(tmp_path: Path) -> None:
     mine = [i for i, writer in enumerate(writers) if writer == 8]
     assert people.targets[people.rows("writer 8")].tolist() == [labels[i] for i in mine]
     assert isinstance(people.inputs, torch.Tensor)
-    found = people.inputs[torch.from_numpy(people.rows("writer 8"))].reshape(-1, 784).numpy()
-    np.testing.assert_array_equal(found, images[mine])
+    pictures = people.inputs[torch.from_numpy(people.rows("writer 8"))].reshape(-1, 784).numpy()
+    np.testing.assert_array_equal(pictures, images[mine])
 
 
 def test_mnist_refuses_labels_that_belong_to_other_pictures(tmp_path: Path) -> None:

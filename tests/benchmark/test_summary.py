@@ -42,7 +42,7 @@ def by(frame: pd.DataFrame, *keys: str) -> dict[Any, dict[Any, Any]]:
 def test_differences_and_errors_are_those_of_plain_formulas() -> None:
     rows = cell_rows()
     frame = table(rows)
-    found = by(summary(frame), "condition", "method")
+    rows_by = by(summary(frame), "condition", "method")
     for condition in ("honest", "stranger"):
         differences, harmed = [], 0
         for user in ("a", "b", "c"):
@@ -54,35 +54,35 @@ def test_differences_and_errors_are_those_of_plain_formulas() -> None:
                 variances.append((alone - wga).var(ddof=1) / 50)
             differences.append(np.mean(per_seed))
             harmed += np.mean(per_seed) < -2 * np.sqrt(np.sum(variances)) / 2
-        row = found[condition, "wga"]
+        row = rows_by[condition, "wga"]
         assert row["difference"] == pytest.approx(np.mean(differences))
         assert row["difference_error"] == pytest.approx(np.std(differences, ddof=1) / np.sqrt(3))
         assert (row["wins"], row["losses"]) == (sum(d > 0 for d in differences), sum(d < 0 for d in differences))
         assert row["harmed"] == harmed == (0 if condition == "honest" else 3)
-    assert [found["honest", "alone"][key] for key in ("difference", "ties", "harmed")] == [0, 3, 0]
+    assert [rows_by["honest", "alone"][key] for key in ("difference", "ties", "harmed")] == [0, 3, 0]
 
 
 def test_the_error_of_an_rmse_difference_agrees_with_the_bootstrap() -> None:
     rows = cell_rows("-rmse")[:2]
     alone, wga = (np.array(row["errors"]) for row in rows)
-    found = by(table(rows), "method")["wga",]
-    assert found["difference"] == pytest.approx(np.sqrt(alone.mean()) - np.sqrt(wga.mean()))
+    rows_by = by(table(rows), "method")["wga",]
+    assert rows_by["difference"] == pytest.approx(np.sqrt(alone.mean()) - np.sqrt(wga.mean()))
     draws = np.random.default_rng(0).integers(0, 50, (4000, 50))
     spread = np.std(np.sqrt(alone[draws].mean(1)) - np.sqrt(wga[draws].mean(1)))
-    assert found["difference_error"] == pytest.approx(spread, rel=0.1)
+    assert rows_by["difference_error"] == pytest.approx(spread, rel=0.1)
 
 
 def test_overall_counts_where_a_method_is_better_worse_and_near_the_best() -> None:
     frame = table(cell_rows())
-    found = by(overall(frame), "method")
+    rows_by = by(overall(frame), "method")
     users = by_user(frame)
     for condition, best in (("honest", "wga"), ("stranger", "alone")):
         means = users[users["condition"] == condition].groupby("method")["score"].mean()
         assert means.idxmax() == best
     counts = ("places", "better", "worse", "near_best")
-    assert [found["wga",][key] for key in counts] == [2, 1, 1, 1]
-    assert [found["alone",][key] for key in counts] == [2, 0, 0, 1]
-    assert [found["wga",][key] for key in ("wins", "ties", "losses")] == [3, 0, 3]
+    assert [rows_by["wga",][key] for key in counts] == [2, 1, 1, 1]
+    assert [rows_by["alone",][key] for key in counts] == [2, 0, 0, 1]
+    assert [rows_by["wga",][key] for key in ("wins", "ties", "losses")] == [3, 0, 3]
 
 
 def test_a_figure_holds_as_many_methods_as_there_are() -> None:

@@ -16,9 +16,9 @@ from coterie.errors import DataError, KnobError
 @pytest.mark.parametrize("condition", list(CONDITIONS))
 def test_no_example_is_in_two_places(condition: str) -> None:
     task = make(people(), condition)
-    found = [rows_of(part) for part in parts(task).values()] + [rows_of(peer.examples) for peer in task.peers]
-    assert [len(rows) for rows in found[:3]] == [12, 12, 16]
-    flat = [row for rows in found for row in rows]
+    places = [rows_of(part) for part in parts(task).values()] + [rows_of(peer.examples) for peer in task.peers]
+    assert [len(rows) for rows in places[:3]] == [12, 12, 16]
+    flat = [row for rows in places for row in rows]
     assert sorted(flat) == list(range(200))
     own = set(flat[:40])
     assert (own == set(range(40, 80))) == (condition != "permuted")

@@ -110,7 +110,7 @@ def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_p
     steps = [Tuning(task, model, steps=n, batch_size=32, seed=0) for n in (3, 4)]
     last = []
     for one in steps:
-        found: list[torch.Tensor] = []
+        weights: list[torch.Tensor] = []
         train(
             model,
             one.loss,
@@ -121,9 +121,9 @@ def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_p
             steps=one.steps,
             seed=0,
             progress=False,
-            callbacks=[lambda step, found=found: found.append(step.model[1].weight.detach().clone())],  # type: ignore[misc]
+            callbacks=[lambda step, weights=weights: weights.append(step.model[1].weight.detach().clone())],  # type: ignore[misc]
         )
-        last.append(found[-1])
+        last.append(weights[-1])
     torch.testing.assert_close(tail.model.get_parameter("1.weight"), (last[0] + last[1]) / 2)
     pooled = min((tuned.trial(settings("pooled")[0], lr) for lr in RATES), key=lambda trial: trial.validation_loss)
     tuned_on = tuned.outcome(settings("fine-tuned"))

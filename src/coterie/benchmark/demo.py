@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from coterie.data import Task, digits_by_writer
+from coterie.reporting.figures import learning_curves
+from coterie.reporting.page import Section, write_page
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.tables.models import mlp
 from coterie.training.train import train
@@ -105,6 +108,48 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def write_curves(out: Path, title: str, results: Sequence[Result]) -> Path:
+    """Write a page with the table, the learning curves and the step sizes, and return its path.
+
+    Args:
+        out: the folder to write to.
+        title: of the page.
+        results: from `results`.
+    """
+    curves = {
+        m: [(r.steps, r.curve) for r in results if r.method == m] for m in dict.fromkeys(r.method for r in results)
+    }
+    rates = [{"method": m, **{f"seed {r.seed}": f"{r.lr:g}" for r in results if r.method == m}} for m in curves]
+    return write_page(
+        out / "index.html",
+        title,
+        [
+            Section(
+                "Result",
+                [
+                    "One writer of scikit-learn's digits is user 0 and has few examples of its own; the other 13 "
+                    "writer segments are its peers. `Alone` uses the own examples, `Pooled` everybody's alike, "
+                    "`WGA` averages the own gradient and the peers' half and half, `BC` averages and takes the "
+                    "peers' estimated bias away.",
+                    "± is one standard error over seeds (other examples, initial weights and batches, the same "
+                    "writer); the difference to Alone is paired by seed.",
+                ],
+                [table(results)],
+            ),
+            Section(
+                "Learning curves",
+                ["Loss on the writer's validation examples, mean over seeds ± one standard error."],
+                figures=[learning_curves(curves, "validation loss")],
+            ),
+            Section(
+                "Step sizes",
+                ["Chosen by each method in each seed, by validation loss among the same three."],
+                [rates],
+            ),
+        ],
+    )
 
 
 def _mean_and_error(values: Sequence[float], form: str) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -30,65 +29,25 @@ def demo(
 
     torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
     console = Console()
-    found: list[experiment.Result] = []
+    results: list[experiment.Result] = []
     out.mkdir(parents=True, exist_ok=True)
     try:
         with bar("digits", seeds * len(experiment.METHODS)) as advance:
             for result in experiment.results(me, own_examples, seeds, steps):
-                found.append(result)
-                lines = [dataclasses.asdict(one) for one in found]
+                results.append(result)
+                lines = [dataclasses.asdict(one) for one in results]
                 (out / "results.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")
                 advance(f"seed {result.seed}, {result.method}: test accuracy {result.test_accuracy:.3f}")
     except KeyboardInterrupt:
-        console.print(f"stopped after {len(found)} of {seeds * len(experiment.METHODS)} results")
-        if not found:
+        console.print(f"stopped after {len(results)} of {seeds * len(experiment.METHODS)} results")
+        if not results:
             raise typer.Exit(130) from None
-    rows = experiment.table(found)
     title = (
         f"Writer segment {me} with {own_examples} own examples, {len(experiment.METHODS)} methods, {seeds} seeds"
     )
-    console.print(rich_table(title, rows))
+    console.print(rich_table(title, experiment.table(results)))
     console.print(
         "± is one standard error over seeds; the difference is paired by seed. Every method chose its step size "
         f"among {', '.join(f'{lr:g}' for lr in experiment.RATES)} by validation loss."
     )
-    page = _page(out, title, found)
-    console.print(f"Learning curves: {page}")
-
-
-def _page(out: Path, title: str, found: "Sequence[experiment.Result]") -> Path:
-    from coterie.reporting.figures import learning_curves
-    from coterie.reporting.page import Section, write_page
-
-    curves = {
-        m: [(r.steps, r.curve) for r in found if r.method == m] for m in dict.fromkeys(r.method for r in found)
-    }
-    rates = [{"method": m, **{f"seed {r.seed}": f"{r.lr:g}" for r in found if r.method == m}} for m in curves]
-    return write_page(
-        out / "index.html",
-        title,
-        [
-            Section(
-                "Result",
-                [
-                    "One writer of scikit-learn's digits is user 0 and has few examples of its own; the other 13 "
-                    "writer segments are its peers. `Alone` uses the own examples, `Pooled` everybody's alike, "
-                    "`WGA` averages the own gradient and the peers' half and half, `BC` averages and takes the "
-                    "peers' estimated bias away.",
-                    "± is one standard error over seeds (other examples, initial weights and batches, the same "
-                    "writer); the difference to Alone is paired by seed.",
-                ],
-                [experiment.table(found)],
-            ),
-            Section(
-                "Learning curves",
-                ["Loss on the writer's validation examples, mean over seeds ± one standard error."],
-                figures=[learning_curves(curves, "validation loss")],
-            ),
-            Section(
-                "Step sizes",
-                ["Chosen by each method in each seed, by validation loss among the same three."],
-                [rates],
-            ),
-        ],
-    )
+    console.print(f"Learning curves: {experiment.write_curves(out, title, results)}")

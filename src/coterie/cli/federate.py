@@ -65,9 +65,12 @@ def init(
     from coterie.federation.provisioning import Consortium
     from coterie.federation.settings import Data, LeadSettings, Model, Training
 
+    knobs = knobs_of(RULES.entry(rule), knob or [], alpha=alpha, beta=beta)
+    if "aggregator" in knobs:
+        raise KnobError("`--knob aggregator` cannot be written to the settings; import a rule of your own")
     training = Training(
         rule=rule,
-        knobs=knobs_of(RULES.entry(rule), knob or [], alpha=alpha, beta=beta),
+        knobs=knobs,
         steps=steps,
         lr=lr,
         batch_size=batch_size,

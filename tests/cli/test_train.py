@@ -1,9 +1,8 @@
-"""The command line, as a newcomer uses it."""
+"""`coterie train` and `coterie predict`, as a newcomer uses them."""
 
 from __future__ import annotations
 
 import io
-import json
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coterie.benchmark import demo
 from coterie.cli import app
 from coterie.data import Preparation
 from coterie.recording.record import Record
@@ -71,19 +69,19 @@ def test_train_reports_beside_alone_and_predict_applies_what_was_saved(table: Pa
     frame = pd.read_csv(table)
     predicted = RUNNER.invoke(app, ["predict", str(out), str(table)])
     assert predicted.exit_code == 0, predicted.output
-    found = pd.read_csv(io.StringIO(predicted.stdout))
+    predictions = pd.read_csv(io.StringIO(predicted.stdout))
     preparation = Preparation.load(out)
     model = models.linear(preparation.n_inputs, 2)
     model.load_state_dict(torch.load(out / "model.pt", weights_only=True))
     with torch.no_grad():
         probability = model(preparation.inputs(frame)).double().softmax(1).numpy()
-    assert found["prediction"].tolist() == [["no", "yes"][i] for i in probability.argmax(1)]
-    np.testing.assert_allclose(found["probability"], probability.max(1), rtol=1e-12)
-    assert (found["prediction"] == frame["ill"]).mean() > 0.8
+    assert predictions["prediction"].tolist() == [["no", "yes"][i] for i in probability.argmax(1)]
+    np.testing.assert_allclose(predictions["probability"], probability.max(1), rtol=1e-12)
+    assert (predictions["prediction"] == frame["ill"]).mean() > 0.8
 
     written = tmp_path / "predictions.csv"
     RUNNER.invoke(app, ["predict", str(out), str(table), "--out", str(written)])
-    pd.testing.assert_frame_equal(pd.read_csv(written), found)
+    pd.testing.assert_frame_equal(pd.read_csv(written), predictions)
 
 
 def test_the_reported_test_metric_is_that_of_the_saved_model(table: Path, tmp_path: Path) -> None:
@@ -228,30 +226,3 @@ def test_interrupted_training_goes_on_to_the_same_model(table: Path, tmp_path: P
     assert RUNNER.invoke(app, train(table, cut, *long, "--resume")).exit_code == 0
     states = [torch.load(folder / "model.pt", weights_only=True) for folder in (whole, cut)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def test_demo_prints_a_table_and_writes_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path), "--seeds", "2", "--steps", "20", "--me", "3"])
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert [(r["seed"], r["method"]) for r in found] == [(s, m) for s in (0, 1) for m in demo.METHODS]
-    for method in demo.METHODS:
-        accuracies = [r["test_accuracy"] for r in found if r["method"] == method]
-        error = np.std(accuracies, ddof=1) / np.sqrt(2)
-        assert f"{np.mean(accuracies):.3f} ± {error:.3f}" in result.output
-    page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert "<svg" in page
-    assert not any(word in page for word in ("<script", "<link", 'src="', "@import"))
-
-
-def test_demo_says_what_is_wrong(tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path), "--me", "14"])
-    assert result.exit_code == 2
-    assert "from 0 to 13, got 14" in result.stderr
-
-
-@pytest.mark.parametrize("command", ["demo", "train", "predict", "plan", "reproduce"])
-def test_every_command_explains_itself(command: str) -> None:
-    result = RUNNER.invoke(app, [command, "--help"])
-    assert result.exit_code == 0
-    assert len(result.output) > 400

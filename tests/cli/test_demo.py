@@ -1,0 +1,42 @@
+"""`coterie demo`, and the help of every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from coterie.benchmark import demo
+from coterie.cli import app
+
+RUNNER = CliRunner()
+
+
+def test_demo_prints_a_table_and_writes_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path), "--seeds", "2", "--steps", "20", "--me", "3"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert [(r["seed"], r["method"]) for r in rows] == [(s, m) for s in (0, 1) for m in demo.METHODS]
+    for method in demo.METHODS:
+        accuracies = [r["test_accuracy"] for r in rows if r["method"] == method]
+        error = np.std(accuracies, ddof=1) / np.sqrt(2)
+        assert f"{np.mean(accuracies):.3f} ± {error:.3f}" in result.output
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "<svg" in page
+    assert not any(word in page for word in ("<script", "<link", 'src="', "@import"))
+
+
+def test_demo_says_what_is_wrong(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path), "--me", "14"])
+    assert result.exit_code == 2
+    assert "from 0 to 13, got 14" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "predict", "plan", "reproduce", "bench", "list", "worker"])
+def test_every_command_explains_itself(command: str) -> None:
+    result = RUNNER.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert len(result.output) > 400

@@ -1,0 +1,61 @@
+"""From a table to a folder: metrics in the target's units, and predictions by the model that was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import coterie
+from coterie.data import from_table
+from coterie.errors import DataError, KnobError
+from coterie.evaluation import METRICS
+from coterie.tables.fit import fit
+from coterie.tables.predict import predict
+
+
+def visits(n: int = 90) -> pd.DataFrame:
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(n, 2))
+    return pd.DataFrame(x, columns=["u", "v"]).assign(who=np.resize(["a", "b"], n), y=40 + 7 * x[:, 0])
+
+
+def test_a_named_metric_is_in_the_units_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(METRICS, "_entries", dict(METRICS._entries))
+
+    @METRICS.register("mean-output")
+    def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        assert 20 < float(targets.mean()) < 60
+        return float(outputs.double().mean())
+
+    task = from_table(visits(), user_column="who", target="y", me="a")
+    names = ["mean-output", "rmse"]
+    fitted = fit(task, coterie.Alone(), "linear", tmp_path / "run", metrics=names, steps=5, lr=0.05)
+    assert fitted is not None
+    assert list(fitted.run.test) == ["loss", "rmse", "mean-output"]
+    assert task.me.test is not None
+    inputs, targets = task.me.test.take(torch.arange(len(task.me.test)))
+    with torch.no_grad():
+        outputs = fitted.run.model(inputs)
+    scale, centre = task.preparation.scale, task.preparation.centre
+    assert fitted.run.test["mean-output"] == pytest.approx(centre + scale * float(outputs.mean()), rel=1e-5)
+    rmse = scale * float((outputs - targets).square().mean().sqrt())
+    assert fitted.run.test["rmse"] == pytest.approx(rmse, rel=1e-5)
+
+    predictions = predict(tmp_path / "run", visits())
+    assert len(predictions) == 90
+    with torch.no_grad():
+        wanted = centre + scale * fitted.run.model(task.preparation.inputs(visits())).flatten().double()
+    np.testing.assert_allclose(predictions["prediction"], wanted, rtol=1e-6)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    task = from_table(visits(), user_column="who", target="y", me="a")
+    with pytest.raises(KnobError, match="unknown metric 'magic'"):
+        fit(task, coterie.Alone(), "linear", tmp_path / "run", metrics=["magic"], steps=2)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(DataError, match="holds no finished model"):
+        predict(tmp_path, visits())
