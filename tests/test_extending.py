@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tests.engines.test_engines import ENGINES
+from tests.support.engines import ENGINES
 from torch import nn
 from typer.testing import CliRunner
 

@@ -1,0 +1,135 @@
+"""A peer: the gradient of its batch, its caps, its log, and what it refuses; also as a site of NVFLARE."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import coterie
+from coterie.engines.flare.messages import answer_message
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Caps, Peer, Request, clipped
+from coterie.errors import KnobError
+
+LOSS = nn.functional.cross_entropy
+Users = Callable[..., list[coterie.User]]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(3, 3, dtype=torch.float64)
+
+
+def peer_of(user: coterie.User, *caps_and_log: Any) -> Peer:
+    return Peer(user, Passes(model(), LOSS), *caps_and_log)
+
+
+@pytest.fixture
+def peer(make_users: Users) -> coterie.User:
+    return make_users()[1]
+
+
+POINT = np.linspace(-1, 1, 12)
+REQUEST = {"x": POINT, "step": 2, "seed": 5, "batch_size": 4}
+
+
+def test_a_site_gives_the_gradient_of_its_batch(peer: coterie.User) -> None:
+    answer = answer_message(peer_of(peer), "server", REQUEST)
+    weight = torch.from_numpy(POINT[:9].reshape(3, 3)).requires_grad_()
+    bias = torch.from_numpy(POINT[9:]).requires_grad_()
+    inputs, targets = peer.batch(4, seed=5, step=2)
+    expected = torch.autograd.grad(LOSS(inputs @ weight.T + bias, targets), [weight, bias])
+    np.testing.assert_allclose(answer["gradient"], torch.cat([g.flatten() for g in expected]), rtol=1e-12)
+    assert (answer["site"], answer["step"]) == ("peer 1", 2)
+
+
+def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    free = answer_message(peer_of(peer), "server", REQUEST)["gradient"]
+    most = float(np.linalg.norm(free)) / 3
+    capped = peer_of(peer, Caps(gradients=2, norm=most, examples=4), log)
+    np.testing.assert_allclose(answer_message(capped, "server", REQUEST)["gradient"], free / 3)
+    assert answer_message(capped, "server", REQUEST | {"batch_size": 3}) == {
+        "refused": "it gives no gradient of fewer than 4 examples"
+    }
+    assert "gradient" in answer_message(capped, "server", REQUEST)
+    assert not capped.is_willing()
+    again = peer_of(peer, Caps(gradients=2), log)  # started anew
+    assert answer_message(again, "server", REQUEST) == {"refused": "it has given all the gradients it gives, 2"}
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [("norm" in line, "refused" in line) for line in lines] == [
+        (True, False),
+        (False, True),
+        (True, False),
+        (False, True),
+    ]
+    assert lines[0]["examples"] == 4
+    assert lines[0]["norm"] == pytest.approx(3 * most)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"x": POINT[:5]},
+        {"x": POINT.astype(int)},
+        {"x": list(POINT)},
+        {"x": np.full(12, np.nan)},
+        {"step": -1},
+        {"step": 1.5},
+        {"batch_size": 0},
+        {"seed": "0"},
+        {"buffers": {"running": np.zeros(3)}},
+        {"frozen": "another model"},
+    ],
+    ids=str,
+)
+def test_a_strange_request_is_refused(request_: dict[str, Any], peer: coterie.User) -> None:
+    assert set(answer_message(peer_of(peer), "server", REQUEST | request_)) == {"refused"}
+    assert set(answer_message(peer_of(peer), "server", list(request_))) == {"refused"}
+
+
+def test_an_error_at_a_site_stays_there(peer: coterie.User, tmp_path: Path) -> None:
+    def secret(output: Any, target: Any) -> Any:
+        raise ValueError("patient 7 is ill")
+
+    log = tmp_path / "requests.jsonl"
+    answer = answer_message(Peer(peer, Passes(model(), secret), log=log), "server", REQUEST)
+    assert answer == {"refused": "it failed with ValueError"}
+    assert "patient 7" in log.read_text()
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_not_counted(peer: coterie.User, tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    site = Peer(peer, Passes(model(), lambda output, target: LOSS(output, target) * math.inf), Caps(norm=1.0), log)
+    assert site.answer(Request(torch.from_numpy(POINT), 2, 5, 4)).refused == "not finite"
+    assert site.given == 0
+    assert json.loads(log.read_text())["refused"] == "not finite"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_holds_where_squares_overflow(dtype: torch.dtype) -> None:
+    large = torch.tensor([3.0, 4.0], dtype=dtype) * (torch.finfo(dtype).max / 8)
+    shorter, norm = clipped(large, 1.0)
+    torch.testing.assert_close(shorter, torch.tensor([0.6, 0.8], dtype=dtype))
+    assert norm == pytest.approx(5 * (torch.finfo(dtype).max / 8))
+    assert clipped(torch.tensor([1.0, math.nan]), 1.0)[1] != clipped(torch.tensor([1.0, math.nan]), 1.0)[1]
+
+
+def test_a_line_of_the_log_is_short_whatever_was_asked(peer: coterie.User, tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    answer_message(peer_of(peer, Caps(), log), "s" * 10**6, REQUEST | {"step": "7" * 10**6})
+    assert len(log.read_text()) < 1000
+
+
+@pytest.mark.parametrize("caps", [{"gradients": -1}, {"norm": 0.0}, {"norm": math.nan}, {"examples": 0}])
+def test_caps_are_checked(caps: dict[str, Any]) -> None:
+    with pytest.raises(KnobError):
+        Caps(**caps)

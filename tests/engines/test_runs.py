@@ -1,0 +1,111 @@
+"""Runs on every engine: every rule makes the same run, and what an engine cannot give is refused early."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from tests.support.model_cases import (
+    BATCH,
+    CASES,
+    SEED,
+    TAU,
+    Case,
+    make_model,
+    make_users,
+)
+from torch.nn import functional as f
+
+import coterie
+from coterie.engines import Capabilities
+from coterie.engines.engine import MakeEngine
+from coterie.errors import KnobError
+from coterie.rules.streams import StreamAveraging
+
+# Runs.
+
+
+RULES: dict[str, coterie.Rule] = {
+    "alone": coterie.Alone(),
+    "averaging": coterie.WeightedAveraging(0.6, TAU),
+    "averaging some": coterie.WeightedAveraging(lambda t: 0.9 / (1 + t), {"peer 4": 0.5, "peer 2": 0.5}),
+    "bias correction": coterie.BiasCorrection(0.8, 0.1, TAU),
+    "half correction": coterie.BiasCorrection(0.8, 0.1, correction=0.5, start="zero", warm_up=False),
+    "oracle": coterie.OracleCorrection(0.7, bias=lambda x: 0.1 * x),
+    "stream": StreamAveraging(horizon=12),
+}
+
+
+def trained(engine: MakeEngine, case: Case, rule: coterie.Rule, **settings: Any) -> coterie.Run:
+    me, *peers = make_users(case)
+    held_out = coterie.User("me", *me.batch(20, seed=0, step=0), validation=me.batch(9, seed=1, step=0))
+    model = make_model(case)
+    keywords = {"steps": 12, "batch_size": BATCH, "seed": SEED, "lr": 0.05, "engine": engine, **settings}
+    return coterie.train(model, case.loss, held_out, peers, rule, **keywords)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("name", ["mlp", "dropout and batch norm"])
+def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule: coterie.Rule) -> None:
+    wanted = trained(coterie.InProcess, CASES[name], rule)
+    found = trained(make_engine, CASES[name], rule)
+    assert found.step == 12
+    for key, value in wanted.model.state_dict().items():
+        torch.testing.assert_close(found.model.state_dict()[key], value, rtol=1e-8, atol=1e-10)
+    for point, other in zip(found.record.points, wanted.record.points, strict=True):
+        assert point.to_plain() == pytest.approx(other.to_plain(), rel=1e-8)
+
+
+def test_a_model_of_ones_own_is_not_touched(make_engine: MakeEngine) -> None:
+    before = copy.deepcopy(make_model(CASES["batch norm"]).state_dict())
+    run = trained(make_engine, CASES["batch norm"], RULES["averaging"])
+    assert int(run.model[1].num_batches_tracked) == run.best_step  # type: ignore[index]  # a BatchNorm1d
+    assert all(torch.equal(v, before[k]) for k, v in make_model(CASES["batch norm"]).state_dict().items())
+
+
+class SumsOnly(coterie.InProcess):
+    """An engine that gives the peers' weighted sum alone, and notes that it was closed."""
+
+    closed = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, rows=False)
+
+    def close(self) -> None:
+        SumsOnly.closed += 1
+
+
+def test_a_rule_that_needs_rows_fails_early(tmp_path: Any) -> None:
+    with pytest.raises(KnobError, match="`StreamAveraging` needs every peer's gradient, but this engine gives"):
+        trained(SumsOnly, CASES["mlp"], StreamAveraging(9), out=tmp_path / "run")
+    assert SumsOnly.closed == 1
+    with pytest.raises(KnobError, match="needs every peer's gradient to choose its knobs"):
+        trained(SumsOnly, CASES["mlp"], coterie.WeightedAveraging("auto"), out=tmp_path / "run")
+    assert SumsOnly.closed == 2
+    assert not (tmp_path / "run").exists()
+    trained(SumsOnly, CASES["mlp"], coterie.WeightedAveraging(0.5))
+    assert SumsOnly.closed == 3
+
+
+def test_an_engine_that_is_passed_in_stays_open() -> None:
+    users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
+    engine, before = SumsOnly(model, f.cross_entropy, users[0], users[1:]), SumsOnly.closed
+    coterie.train(
+        model, f.cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5), engine=engine, steps=2
+    )
+    assert SumsOnly.closed == before
+
+
+def test_costs_are_for_everybody_or_nobody(make_engine: MakeEngine) -> None:
+    costs = trained(make_engine, CASES["mlp"], RULES["averaging"]).record.end.traffic
+    assert not costs or set(costs) == {"me", *TAU}
+    for name in costs:
+        assert min(astuple(costs[name])) >= 0
+        assert costs[name].bytes_sent > 0
+        assert costs[name].bytes_received > 0
+        assert costs[name].seconds_computing > 0

@@ -1,0 +1,50 @@
+"""The engines that the conformance suite is run on.
+
+An engine joins by a line in `ENGINES`: a context that gives a function which makes engines, and in which their
+processes, if they have any, live.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from tests.support import processes
+from torch import nn
+
+import coterie
+from coterie.engines.engine import MakeEngine
+from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.sites import LocalSites
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Peer
+from coterie.gradients.parameters import Parameters
+
+
+def _flare(
+    model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], *, batch_size: int, seed: int
+) -> Flare:
+    """Return the engine with sites whose models are at other parameters and have other buffers."""
+    held = {peer.name: Peer(peer, Passes(_elsewhere(model), loss)) for peer in peers}
+    made: Flare = Flare(model, loss, me, sites=LocalSites(held), names=list(held), batch_size=batch_size, seed=seed)
+    return made
+
+
+def _elsewhere(model: nn.Module) -> nn.Module:
+    there = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in (*Parameters(there).named.values(), *there.buffers()):
+            tensor.zero_()
+    return there
+
+
+ENGINES: dict[str, Callable[[], AbstractContextManager[MakeEngine]]] = {
+    "in process": lambda: nullcontext(coterie.InProcess),
+    "in process, one by one": lambda: nullcontext(partial(coterie.InProcess, one_by_one=True)),
+    "torch.distributed": processes.torch_distributed,
+    "NVFLARE's, over sites in this process": lambda: nullcontext(_flare),
+}
