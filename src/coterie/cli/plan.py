@@ -55,16 +55,11 @@ def plan(
 
 def _print_table(rows: dict[str, dict[str, float | None]], sentences: list[str]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    lines = [cells(name, row) for name, row in rows.items()]
-    table = Table(caption=note(rows), caption_justify="left")
-    for column in lines[0]:
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for row in lines:
-        table.add_row(*row.values())
+    from coterie.cli.terminal import rich_table
+
     console = Console()
-    console.print(table)
+    console.print(rich_table(None, [cells(name, row) for name, row in rows.items()], note(rows)))
     for sentence in sentences:
         console.print(sentence, highlight=False)
 

@@ -19,7 +19,6 @@ from coterie.rules import RULES
 CONTAINERS: dict[Any, Any] = {tuple: Sequence, list: Sequence, Sequence: Sequence, Mapping: Mapping, dict: Mapping}
 """What a knob's type is called, and what is written for it."""
 
-
 REGISTRIES: dict[str, Registry[Any]] = {"{rules}": RULES, "{metrics}": METRICS}
 """What stands for the names of a registry in the help of an option."""
 
@@ -29,11 +28,14 @@ class Command(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
-        for option in self.params:
+        options: list[Any] = [option for option in self.params if getattr(option, "help", None)]
+        texts = [option.help for option in options]
+        for option in options:
             for mark, registry in REGISTRIES.items():
-                if mark in (getattr(option, "help", None) or ""):
-                    option.help = option.help.replace(mark, ", ".join(registry))  # type: ignore[attr-defined]
+                option.help = option.help.replace(mark, ", ".join(registry)) if mark in option.help else option.help
         super().format_help(ctx, formatter)
+        for option, text in zip(options, texts, strict=True):  # more may be registered before the next time
+            option.help = text
 
 
 def knobs_of(entry: Entry[Any], pairs: Sequence[str], **options: str | None) -> dict[str, Any]:

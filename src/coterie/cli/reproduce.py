@@ -16,16 +16,12 @@ def reproduce(
     seed: Annotated[int, typer.Option(help="What the sampled runs depend on.")] = 0,
 ) -> None:
     """Reproduce the paper's figures: exact curves, 100 sampled runs as bands, a page that explains them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
     from coterie import paper
+    from coterie.cli.terminal import bar
 
     names = figures or list(paper.STUDIES)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(names[0], total=len(names))
+    with bar(names[0], len(names)) as advance:
         for done, name in enumerate(paper.reproduce(names, out, seed=seed), start=1):
             typer.echo(f"{name}: {out / name}.png, .pdf")
-            bar.update(task, completed=done, description=names[done] if done < len(names) else "page")
+            advance(names[done] if done < len(names) else "page")
     typer.echo(f"page: {out / 'index.html'}; numbers: {out / 'results.json'}")

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def rich_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def rich_table(title: str | None, rows: Sequence[Mapping[str, Any]], caption: str | None = None) -> Table:
     """Return rows as a table, the first column to the left, the others to the right."""
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for i, column in enumerate(rows[0]):
         table.add_column(str(column), justify="right" if i else "left")
     for row in rows:
