@@ -26,7 +26,7 @@ def play(regime: str, rounds: int) -> Watch:
         lr=LR,
         steps=rounds,
         batch_size=EXAMPLES,
-        callbacks=[lambda step: watch.round(step.model.parameters)],
+        hooks=[lambda step: watch.round(step.model.parameters)],
         progress=False,
     )
     return watch

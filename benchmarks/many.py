@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import fields, replace
 
 import torch
 from torch import nn
@@ -28,28 +29,32 @@ def model(hidden: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
-def wanted(rule: coterie.Rule, seeds: int) -> list[coterie.Wanted]:
+def specs(start: nn.Module, rule: coterie.Rule, options: argparse.Namespace) -> list[coterie.RunSpec]:
     """Return every writer segment as user 0, for every seed."""
-    tasks = [(coterie.data.digits_by_writer(me=k, seed=seed), seed) for seed in range(seeds) for k in range(14)]
-    return [coterie.Wanted(task.me, task.peers, rule, seed) for task, seed in tasks]
+    settings = {"lr": 0.01, "steps": options.steps, "device": options.device}
+    return [
+        coterie.RunSpec(start, cross_entropy, task.me, task.peers, rule, seed=seed, **settings)
+        for seed in range(options.seeds)
+        for task in (coterie.data.digits_by_writer(me=k, seed=seed) for k in range(14))
+    ]
 
 
 def measured(hidden: int, rule: coterie.Rule, options: argparse.Namespace) -> dict[str, float]:
     """Return the seconds of both sides, their ratio, and the largest difference of a final validation loss."""
-    settings = {"lr": 0.01, "steps": options.steps, "device": options.device, "progress": False}
-    start, runs = model(hidden), wanted(rule, options.seeds)
+    runs = specs(model(hidden), rule, options)
     clock = time.process_time if options.device == "cpu" else time.perf_counter
 
-    def one(run: coterie.Wanted, **changed: int) -> coterie.Run:
-        users, others = (run.me, run.peers, run.rule), settings | changed
-        return coterie.train(start, cross_entropy, *users, seed=run.seed, guard="off", measure=False, **others)
+    def one(spec: coterie.RunSpec) -> coterie.Run:
+        asked = {field.name: getattr(spec, field.name) for field in fields(spec)}
+        return coterie.train(**asked, guard="off", measure=False, progress=False)
 
-    one(runs[0], steps=2)  # what torch imports and sets up once
-    coterie.train_many(start, cross_entropy, runs[:2], **settings | {"steps": 2})
+    short = [replace(spec, steps=2) for spec in runs[:2]]
+    one(short[0])  # what torch imports and sets up once
+    coterie.train_many(short, progress=False)
     began = clock()
-    together = coterie.train_many(start, cross_entropy, runs, **settings)
+    together = coterie.train_many(runs, progress=False)
     between = clock()
-    apart = [one(run) for run in runs]
+    apart = [one(spec) for spec in runs]
     ended = clock()
     losses = [[run.record.points[-1].validation["loss"] for run in side] for side in (together, apart)]
     return {

@@ -63,7 +63,7 @@ def trained(engine: Any, peers: list[coterie.User], steps: int, samples: list[in
         lr=1e-3,
         steps=steps,
         engine=engine,
-        callbacks=[lambda _: samples.append(resident())],
+        hooks=[lambda _: samples.append(resident())],
     )
 
 

@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie import ForwardOptions
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
-from coterie.learners.learner import Track
+from coterie.learners.learner import Learner
 from coterie.recording.costs import Costs
 from coterie.rules.similarity import CosineSimilarity
 from coterie.training.captured import Captured
@@ -191,14 +191,15 @@ def ours(
     )
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     costs = Costs({user.name: setting.batch for user in setting.everyone})
-    track = Track(model, rule, engine, sgd, scheduler=None, costs=costs)
-    whole = Captured(track) if capture or (capture is None and setting.device.type == "cuda") else None
+    spec = coterie.RunSpec(model, cross_entropy, me, peers, rule, optimizer=sgd, batch_size=setting.batch)
+    learner = Learner(spec, rule, engine, costs)
+    whole = Captured(learner) if capture or (capture is None and setting.device.type == "cuda") else None
 
     def steps(count: int) -> None:
-        end = track.step + count
-        while track.step < end:
-            if whole is None or whole.advance(end - track.step) is None:
-                track.advance(track.gradients())
+        end = learner.step + count
+        while learner.step < end:
+            if whole is None or whole.advance(end - learner.step) is None:
+                learner.next_step().take()
 
     return steps
 

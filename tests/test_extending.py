@@ -111,8 +111,9 @@ def test_the_rule_in_many_runs_at_once(own: ModuleType) -> None:
     rules = [own.Clipped(limit=0.05), own.Clipped(alpha=0.9), coterie.Alone()]
     torch.manual_seed(1)
     model = nn.Linear(4, 2).double()
-    wanted = [coterie.Wanted(me, peers, rule, lr=0.05) for rule in rules]
-    runs = coterie.train_many(model, LOSS, wanted, steps=7, batch_size=5)
+    specs = [coterie.RunSpec(model, LOSS, me, peers, rule, lr=0.05, steps=7, batch_size=5) for rule in rules]
+    runs = coterie.train_many(specs)
+    assert runs[0].record.configuration.runs == "one program of 3"
     for run, rule in zip(runs, rules, strict=True):
         close(nn.utils.parameters_to_vector(run.model.parameters()).detach(), trained(rule))
 

@@ -7,6 +7,7 @@ from coterie.engines import Engine, InProcess, attacks
 from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.evaluation import evaluate, register_metric
 from coterie.gradients import Gradients
+from coterie.learners.spec import RunSpec
 from coterie.methods import register_method
 from coterie.recording import Record
 from coterie.rules import (
@@ -20,7 +21,8 @@ from coterie.rules import (
     WeightedAveraging,
     register_rule,
 )
-from coterie.training.many import Wanted, train_many
+from coterie.training.hooks import Hook
+from coterie.training.many import train_many
 from coterie.training.run import Run, Step
 from coterie.training.train import train
 from coterie.users import User
@@ -35,16 +37,17 @@ __all__ = [
     "FormulaRule",
     "ForwardOptions",
     "Gradients",
+    "Hook",
     "InProcess",
     "Knob",
     "OracleCorrection",
     "Record",
     "Rule",
     "Run",
+    "RunSpec",
     "State",
     "Step",
     "User",
-    "Wanted",
     "WeightedAveraging",
     "aggregators",
     "attacks",

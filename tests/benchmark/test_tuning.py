@@ -121,7 +121,7 @@ def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_p
             steps=one.steps,
             seed=0,
             progress=False,
-            callbacks=[lambda step, weights=weights: weights.append(step.model[1].weight.detach().clone())],  # type: ignore[misc]
+            hooks=[lambda step, weights=weights: weights.append(step.model[1].weight.detach().clone())],  # type: ignore[misc]
         )
         last.append(weights[-1])
     torch.testing.assert_close(tail.model.get_parameter("1.weight"), (last[0] + last[1]) / 2)

@@ -153,7 +153,7 @@ def test_the_same_seed_gives_the_same_choice_and_bits() -> None:
 def test_resuming_keeps_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     me, peers, rule = user("me", 10, TRUTH), alike(3), AdaptiveAveraging(budget=8)
     whole = adaptive(me, peers, rule)
-    adaptive(me, peers, rule, out=tmp_path / "run", checkpoint_every=10, callbacks=[lambda step: step.step == 25])
+    adaptive(me, peers, rule, out=tmp_path / "run", checkpoint_every=10, hooks=[lambda step: step.step == 25])
 
     def refuse(*_: object) -> None:
         raise AssertionError("the choice was made again")

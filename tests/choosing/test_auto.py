@@ -121,12 +121,12 @@ def test_resuming_measures_and_chooses_nothing_again(tmp_path: Path, monkeypatch
     rules = {"auto": coterie.BiasCorrection("auto", "auto"), "fixed": coterie.WeightedAveraging(0.5)}
     whole = {name: trained(rule, None) for name, rule in rules.items()}
     for name, rule in rules.items():
-        trained(rule, name, checkpoint_every=5, callbacks=[lambda step: step.step == 8])
+        trained(rule, name, checkpoint_every=5, hooks=[lambda step: step.step == 8])
 
     def refuse(*_: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("coterie.training.train.before_training", refuse)
+    monkeypatch.setattr("coterie.training.choose.before_training", refuse)
     monkeypatch.setattr("coterie.choosing.auto.before_training", refuse)
     for name, rule in rules.items():
         run = trained(rule, name, resume=True)

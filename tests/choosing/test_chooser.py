@@ -15,7 +15,7 @@ import coterie
 from coterie import User
 from coterie.choosing import AdaptiveAveraging, Choice, Chooser, chooser_for
 from coterie.errors import KnobError
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 
 CHOOSERS: dict[str, Callable[[], Any]] = {
     "adaptive": lambda: AdaptiveAveraging(budget=8),
@@ -30,17 +30,18 @@ CHOOSERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def spec() -> Problem:
+def spec() -> RunSpec:
     torch.manual_seed(0)
     inputs = torch.randn(90, 3)
     targets = inputs.sum(1, keepdim=True) + 0.3 * torch.randn(90, 1)
     me = User("me", inputs[:12], targets[:12])
     peers = (User("a", inputs[12:50], targets[12:50]), User("b", inputs[50:], targets[50:]))
     model = nn.Linear(3, 1)
-    return Problem(model, mse_loss, me, peers, torch.optim.SGD(model.parameters(), lr=0.05), steps=30, batch_size=8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    return RunSpec(model, mse_loss, me, peers, optimizer=sgd, steps=30, batch_size=8)
 
 
-def engine_of(problem: Problem) -> coterie.InProcess:
+def engine_of(problem: RunSpec) -> coterie.InProcess:
     return coterie.InProcess(problem.model, problem.loss, problem.me, problem.peers, batch_size=8)
 
 

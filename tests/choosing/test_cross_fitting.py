@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 import coterie
 from coterie import User
 from coterie.choosing.cross_fitting import cross_validate, fit_weights, split, training_masks
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 
 
 def test_cross_validation_is_training_without_the_fold() -> None:
@@ -20,7 +20,7 @@ def test_cross_validation_is_training_without_the_fold() -> None:
     torch.manual_seed(0)
     model = nn.Linear(D, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    posed = Problem(model, mse_loss, me, tuple(peers), optimizer, steps=20, batch_size=100)
+    posed = RunSpec(model, mse_loss, me, peers, optimizer=optimizer, steps=20, batch_size=100)
     fold = split(me, 3, seed=0)
     losses = cross_validate(posed, fold, np.array([[0.4, 0.3, 0.3]]))
     inputs, targets = me.examples.take(torch.arange(12))
@@ -52,7 +52,7 @@ def test_weights_are_equal_when_nobody_counts() -> None:
     strangers = [user(f"stranger {k}", 60, -TRUTH * (k + 1), noise=0.0) for k in range(3)]
     model = nn.Linear(D, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    posed = Problem(model, mse_loss, me, tuple(strangers), optimizer, steps=40, batch_size=100)
+    posed = RunSpec(model, mse_loss, me, strangers, optimizer=optimizer, steps=40, batch_size=100)
     fitted = fit_weights(posed, split(me, 5, 0))
     assert fitted.kappa[-1, 0] > 0.95
     assert fitted.tau.sum() == pytest.approx(1)

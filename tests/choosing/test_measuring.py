@@ -18,7 +18,7 @@ from coterie import theory
 from coterie.choosing.measuring import Sampling, before_training, measure
 from coterie.engines import Capabilities
 from coterie.errors import DataError
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 from coterie.recording.traffic import Traffic
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
@@ -79,8 +79,9 @@ def test_estimates_scale_as_their_dimensions(s: float, r: float) -> None:
 
 def setting(users: list[coterie.User], batch_size: int, model: nn.Module | None = None, **more: Any) -> Any:
     model = model or nn.Linear(20, 1, bias=False).double()
-    problem = Problem(
-        *(model, mse_loss, users[0], tuple(users[1:]), torch.optim.SGD(model.parameters(), lr=0.05)),
+    problem = RunSpec(
+        *(model, mse_loss, users[0], users[1:]),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
         batch_size=batch_size,
         **more,
     )

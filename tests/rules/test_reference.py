@@ -282,7 +282,7 @@ def test_training(problem: str, rule: str, optimizer: str) -> None:
         path.append(torch.cat([p.detach().flatten() for p in step.model.parameters()]))
 
     coterie.train(
-        make(), loss, users[0], users[1:], ours, optimizer=factory, steps=10, batch_size=4, seed=3, callbacks=[note]
+        make(), loss, users[0], users[1:], ours, optimizer=factory, steps=10, batch_size=4, seed=3, hooks=[note]
     )
     x = [value for p in make().parameters() for value in p.flatten().tolist()]
     tau = [] if rule == "alone" else weights_of(ours, NAMES)

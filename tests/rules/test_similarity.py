@@ -154,7 +154,7 @@ def test_training_by_it_prefers_users_alike(rule: Any, tmp_path: Any) -> None:
     whole = coterie.train(model, mse_loss, me, peers, rule, **settings)
     assert weights_in(whole.state)["alike"] > weights_in(whole.state)["contrary"]
     stopping: Any = [lambda step: step.step == 30]
-    coterie.train(model, mse_loss, me, peers, rule, out=tmp_path, callbacks=stopping, **settings)
+    coterie.train(model, mse_loss, me, peers, rule, out=tmp_path, hooks=stopping, **settings)
     resumed = coterie.train(model, mse_loss, me, peers, rule, out=tmp_path, resume=True, **settings)
     assert torch.equal(resumed.state["tau"], whole.state["tau"])
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))

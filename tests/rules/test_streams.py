@@ -160,7 +160,7 @@ def test_peers_that_come_and_go() -> None:
 def test_resuming_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     peers = [user("a"), user("b", -TRUTH)]
     whole = run(peers, steps=60)
-    run(peers, steps=60, out=tmp_path, callbacks=[lambda step: step.step == 33])
+    run(peers, steps=60, out=tmp_path, hooks=[lambda step: step.step == 33])
     resumed = run(peers, steps=60, out=tmp_path, resume=True)
     assert torch.equal(Parameters(resumed.model).vector(), Parameters(whole.model).vector())
     assert torch.equal(resumed.state["tau"], whole.state["tau"])

@@ -107,7 +107,12 @@ THINGS: dict[str, Callable[..., Any]] = {
     "Waffle": methods.Waffle,
     "averaging weights": methods.averaging_weights,
 }
-KEYWORDS: dict[str, str] = {"pool": "aggregator", "passing": "forward_options", "f": "n_byzantine"}
+KEYWORDS: dict[str, str] = {
+    "pool": "aggregator",
+    "passing": "forward_options",
+    "f": "n_byzantine",
+    "callbacks": "hooks",
+}
 """Keywords of things and of training that have another name now: "pool" or "FedAvg.pool" → the name now."""
 RENAMED: dict[str, str] = {
     "numbers_sent": "sent",
@@ -139,9 +144,10 @@ def train_many(model: nn.Module, loss: Any, wanted: Sequence[Mapping[str, Any]],
     specs = []
     for each in wanted:
         me, *peers = each["users"]
-        own = {name: value for name, value in each.items() if name != "users"}
-        specs.append(coterie.Wanted(me, peers, **keywords("wanted", own)))
-    return coterie.train_many(model, loss, specs, progress=False, **keywords("train_many", options))
+        own = {name: value for name, value in each.items() if name not in ("users", "model")}
+        start = each.get("model", model)
+        specs.append(coterie.RunSpec(start, loss, me, peers, **keywords("train_many", {**options, **own})))
+    return coterie.train_many(specs, progress=False)
 
 
 def is_method(rule: Any) -> bool:

@@ -42,7 +42,7 @@ def users() -> list[coterie.User]:
     return [me, *(coterie.User(f"peer {k}", *examples(size)) for k, size in enumerate((20, 7, 11)))]
 
 
-def batch_dependent(out: Path, callbacks: list[Any]) -> coterie.Run:
+def batch_dependent(out: Path, hooks: list[Any]) -> coterie.Run:
     """BatchNorm and dropout; bias correction; momentum under a cycle of rates."""
     me, *peers = users()
     torch.manual_seed(1)
@@ -51,11 +51,11 @@ def batch_dependent(out: Path, callbacks: list[Any]) -> coterie.Run:
         *(model, nn.functional.cross_entropy, me, peers, coterie.BiasCorrection(0.8, 0.05)),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=STEPS + 1),
-        **settings(out, callbacks),
+        **settings(out, hooks),
     )
 
 
-def plain(out: Path, callbacks: list[Any]) -> coterie.Run:
+def plain(out: Path, hooks: list[Any]) -> coterie.Run:
     """A plain network; half correction from zero; Adam with rates that follow the validation loss."""
     me, *peers = users()
     torch.manual_seed(2)
@@ -65,17 +65,17 @@ def plain(out: Path, callbacks: list[Any]) -> coterie.Run:
         optimizer=torch.optim.Adam,
         lr=0.05,
         scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.7),
-        **settings(out, callbacks),
+        **settings(out, hooks),
     )
 
 
-def settings(out: Path, callbacks: list[Any]) -> dict[str, Any]:
+def settings(out: Path, hooks: list[Any]) -> dict[str, Any]:
     return {
         "steps": STEPS,
         "batch_size": 6,
         "evaluate_every": 3,
         "checkpoint_every": 2,
-        "callbacks": callbacks,
+        "hooks": hooks,
         "out": out,
         "resume": True,
     }
@@ -89,7 +89,11 @@ def digest(run: coterie.Run, out: Path) -> str:
     digest = hashlib.sha256()
     states = [run.model.state_dict(), run.state]
     last = checkpoint.load(checkpoint.saved(out / "checkpoints")[-1])
-    states += [last["track"]["model"], *last["track"]["optimizer"]["state"].values(), last["track"]["scheduler"]]
+    states += [
+        last["learner"]["model"],
+        *last["learner"]["optimizer"]["state"].values(),
+        last["learner"]["scheduler"],
+    ]
     for state in states:
         for key, value in sorted(state.items()):
             digest.update(f"{key}=".encode())

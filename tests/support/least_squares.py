@@ -130,7 +130,7 @@ def last_of(run: coterie.Run) -> Tensor:
 def path_of(problem: LeastSquares, method: Method, **settings: Any) -> Tensor:
     """Return user 0's model after every round, a row each."""
     path: list[Tensor] = []
-    problem.train(method, callbacks=[lambda step: path.append(_flat(step.model))], **settings)
+    problem.train(method, hooks=[lambda step: path.append(_flat(step.model))], **settings)
     return torch.stack(path)
 
 

@@ -15,14 +15,15 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, ReduceLROnPlateau
 
 import coterie
-from coterie.engines.in_process.sampler import MAX_STEPS_AHEAD
 from coterie.errors import GradientError
-from coterie.learners.learner import Track
+from coterie.learners.learner import Learner
+from coterie.learners.spec import RunSpec
 from coterie.methods import FedAvg
 from coterie.recording.costs import Costs
 from coterie.rules import BiasCorrection, Rule, WeightedAveraging
 from coterie.training.captured import Captured
 from coterie.training.run import Run, Step
+from coterie.users.sampling import MAX_STEPS_AHEAD
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 STEPS = 2 * MAX_STEPS_AHEAD + 30
@@ -171,7 +172,7 @@ def test_callbacks_are_called_after_every_step_with_what_they_would_see() -> Non
             first = float(next(step.model.parameters()).detach().sum())
             seen.append((step.step, step.own_loss, step.weight, first))
 
-        train(RULES["a function of the step"], users(), capture=capture, callbacks=[watch])
+        train(RULES["a function of the step"], users(), capture=capture, hooks=[watch])
         return seen
 
     assert watched(capture=True) == watched(capture=False)
@@ -182,11 +183,11 @@ def test_the_host_looks_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     me, *peers = users()
     model = network()
     engine = coterie.InProcess(model, cross_entropy, me, peers, batch_size=16)
-    sgd = SGD(model.parameters(), lr=0.1)
+    spec = RunSpec(model, cross_entropy, me, peers, optimizer=SGD(model.parameters(), lr=0.1))
     costs = Costs({user.name: 16 for user in (me, *peers)})
-    track = Track(model, WeightedAveraging(0.5), engine, sgd, scheduler=None, costs=costs)
-    track.advance(track.gradients())
-    captured, looks = Captured(track), list[str]()
+    learner = Learner(spec, WeightedAveraging(0.5), engine, costs)
+    learner.next_step().take()
+    captured, looks = Captured(learner), list[str]()
 
     def look(name: str) -> None:
         before = getattr(torch.Tensor, name)

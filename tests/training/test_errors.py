@@ -36,7 +36,7 @@ def attempt(out: Path, make: Callable[[], dict[str, Any]]) -> None:
         "rule": coterie.WeightedAveraging(0.5),
         "steps": 3,
         "out": out,
-        "callbacks": [lambda _: pytest.fail("a step was taken")],
+        "hooks": [lambda _: pytest.fail("a step was taken")],
     }
     coterie.train(**(settings | make()))
 
@@ -217,7 +217,7 @@ def test_good_input_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
 def test_a_damaged_checkpoint(tmp_path: Path, damage: str) -> None:
-    attempt(tmp_path, lambda: {"callbacks": []})
+    attempt(tmp_path, lambda: {"hooks": []})
     path = checkpoint.saved(tmp_path / "checkpoints")[-1]
     data = bytearray(path.read_bytes())
     if damage == "flipped":

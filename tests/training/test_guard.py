@@ -112,7 +112,7 @@ def test_a_guarded_run_resumes_to_the_same_bits(me: coterie.User, tmp_path: Path
     rule = coterie.BiasCorrection(0.9, 0.05, correction=0.3)
     whole = run(me, kind, rule)
     stop = [lambda step: step.step == 53]
-    run(me, kind, rule, out=tmp_path, callbacks=stop)
+    run(me, kind, rule, out=tmp_path, hooks=stop)
     resumed = run(me, kind, rule, out=tmp_path, resume=True)
     assert resumed.record.points == whole.record.points
     assert resumed.test == whole.test

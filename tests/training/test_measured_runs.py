@@ -28,7 +28,7 @@ def test_a_measured_run_has_the_bits_of_one_that_is_not(
 
     run = trained()
     assert set(run.record.configuration.estimates["peers"]) == {"u1", "u2", "u3"}
-    monkeypatch.setattr("coterie.training.train._measured", lambda configuration, *_: configuration)
+    monkeypatch.setattr("coterie.training.train.with_estimates", lambda configuration, *_: configuration)
     plain = trained()
     assert not plain.record.configuration.estimates
     assert run.record.points == plain.record.points
@@ -43,7 +43,7 @@ def test_alone_and_huge_models_are_not_measured(monkeypatch: pytest.MonkeyPatch)
         return coterie.train(nn.Linear(20, 1).double(), mse_loss, users[0], users[1:], rule, steps=2)
 
     assert not trained(coterie.Alone()).record.configuration.estimates
-    monkeypatch.setattr("coterie.training.train.MOST", 3 * 21 * 8 - 1)
+    monkeypatch.setattr("coterie.training.choose.MAX_GRADIENT_BYTES", 3 * 21 * 8 - 1)
     run = trained(coterie.WeightedAveraging(0.5))
     assert "would take 0.0 GiB" in run.record.configuration.not_measured
     assert "constants not measured: every peer's gradient" in run.summary()

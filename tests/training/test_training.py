@@ -27,9 +27,10 @@ from coterie.choosing.measuring import before_training
 from coterie.engines import Capabilities
 from coterie.errors import GradientError, KnobError, ModelError
 from coterie.gradients.gradients import receive, weighted_sum
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 from coterie.recording import UserSummary, checkpoint
 from coterie.recording.traffic import Traffic
+from coterie.training.run import Stopped
 
 Users = Callable[..., list[coterie.User]]
 
@@ -86,7 +87,7 @@ def test_any_optimizer(make_users: Users, name: str) -> None:
         optimizer=OPTIMIZERS[name],
         steps=12,
         batch_size=4,
-        callbacks=[lambda step: last.update(state_of(step.model))],
+        hooks=[lambda step: last.update(state_of(step.model))],
     )
     for key, value in model.state_dict().items():
         torch.testing.assert_close(last[key], value, rtol=1e-9, atol=1e-12)
@@ -107,7 +108,7 @@ def test_parameter_groups_and_a_part_of_the_parameters(make_users: Users) -> Non
         optimizer=optimizer,
         steps=10,
         batch_size=4,
-        callbacks=[lambda step: last.update(state_of(step.model))],
+        hooks=[lambda step: last.update(state_of(step.model))],
     )
     assert same(model.state_dict(), start)
     assert not optimizer.state
@@ -170,7 +171,7 @@ def test_any_scheduler_and_its_resumption(make_users: Users, name: str, tmp_path
             scheduler=SCHEDULERS[name],
             steps=steps,
             batch_size=4,
-            callbacks=[note],
+            hooks=[note],
             **keywords,
         )
         return last
@@ -245,7 +246,7 @@ def test_the_best_model_is_that_of_the_lowest_validation_loss() -> None:
         lr=0.02,
         steps=40,
         evaluate_every=1,
-        callbacks=[lambda step: seen.append(the_number(step.model))],
+        hooks=[lambda step: seen.append(the_number(step.model))],
     )
     best = min(range(len(seen)), key=lambda i: abs(seen[i] - 3.0))
     assert 0 < best < 35
@@ -305,7 +306,7 @@ def test_the_same_seed_gives_the_same_bits(make_users: Users) -> None:
             steps=10,
             batch_size=4,
             seed=seed,
-            callbacks=[lambda step, last=last: last.update(state_of(step.model))],  # type: ignore[misc]  # bound now
+            hooks=[lambda step, last=last: last.update(state_of(step.model))],  # type: ignore[misc]  # bound now
         )
         found.append((last, run.record.points))
     assert same(found[0][0], found[1][0])
@@ -353,7 +354,7 @@ def spoilt_run(users: list[coterie.User], rule: Any, spoil: Any) -> tuple[dict[s
         lr=0.05,
         steps=15,
         engine=engine,
-        callbacks=[lambda step: last.update(state_of(step.model))],
+        hooks=[lambda step: last.update(state_of(step.model))],
     )
     return last, run
 
@@ -400,7 +401,7 @@ def test_peers_left_out_in_some_steps_are_counted(make_users: Users) -> None:
         *(model, cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.6)),
         steps=9,
         engine=engine,
-        callbacks=[lambda step: told.append(step.left_out)],
+        hooks=[lambda step: told.append(step.left_out)],
     )
     assert run.record.end.left_out == {"peer 2": {"not finite": 3}}
     assert [bool(left_out) for left_out in told] == [True, False, False] * 3
@@ -421,16 +422,16 @@ def test_callbacks(make_users: Users, tmp_path: Path) -> None:
         *(network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.25)),
         steps=20,
         evaluate_every=2,
-        callbacks=[stop, lambda step: others.append(step.step)],
+        hooks=[stop, lambda step: others.append(step.step)],
         out=tmp_path,
     )
     assert [step.step for step in steps] == others == [1, 2, 3, 4, 5]
     assert [step.point is not None for step in steps] == [False, True, False, True, False]
     assert all(step.weight == 0.25 and math.isfinite(step.own_loss) for step in steps)
-    assert (run.stopped, run.step) == ("a callback", 5)
+    assert (run.stopped, run.step) == (Stopped.HOOK, 5)
     assert run.test
-    assert "stopped by a callback at step 5 of 20" in run.summary()
-    assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["track"]["step"] == 5
+    assert "stopped by a hook at step 5 of 20" in run.summary()
+    assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["learner"]["step"] == 5
 
 
 def test_own_loss_is_the_mean_since_the_last_point(make_users: Users) -> None:
@@ -440,7 +441,7 @@ def test_own_loss_is_the_mean_since_the_last_point(make_users: Users) -> None:
         steps=7,
         evaluate_every=3,
         batch_size=4,
-        callbacks=[lambda step: losses.append(step.own_loss)],
+        hooks=[lambda step: losses.append(step.own_loss)],
     )
     steps, found = run.record.curve("own_loss")
     assert steps == [3, 6, 7]
@@ -498,7 +499,7 @@ def test_tensorboard_events_can_be_read(make_users: Users, tmp_path: Path) -> No
     events.Reload()
     steps, losses = run.record.curve("validation_loss")
     found = {event.step: event.value for event in events.Scalars("validation_loss")}
-    wanted = dict(zip(steps[1:], losses[1:], strict=True))
+    wanted = dict(zip(steps, losses, strict=True))
     assert found == pytest.approx(wanted, rel=1e-6)
     assert {"own_loss", "weight", "validation_accuracy"} <= set(events.Tags()["scalars"])
 
@@ -602,7 +603,7 @@ def test_ctrl_c_saves_stops_and_resumes_to_the_same_bits(make_users: Users, tmp_
             steps=20,
             evaluate_every=3,
             batch_size=4,
-            callbacks=[press],
+            hooks=[press],
             out=out,
             **keywords,
         )
@@ -631,7 +632,7 @@ def test_a_second_ctrl_c_stops_at_once(make_users: Users) -> None:
         done.append(step.step)
 
     with pytest.raises(KeyboardInterrupt):
-        coterie.train(*(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=9, callbacks=[press])
+        coterie.train(*(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=9, hooks=[press])
     assert not done
     assert signal.getsignal(signal.SIGINT) is handler
 
@@ -644,7 +645,7 @@ SCRIPT = """
         if step.step == 3:
             print("going", flush=True)
     run = coterie.train(torch.nn.Linear(3, 3), torch.nn.functional.cross_entropy, users[0], users[1:],
-                        coterie.WeightedAveraging(0.5), steps=10**7, evaluate_every=10**6, callbacks=[tell],
+                        coterie.WeightedAveraging(0.5), steps=10**7, evaluate_every=10**6, hooks=[tell],
                         checkpoint_every=10**6, out=sys.argv[1])
     print(run.stopped, run.step)
 """
@@ -663,7 +664,7 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert told[0] == "Ctrl-C"
     steps = int(told[1])
     assert 3 <= steps < 10**7
-    assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["track"]["step"] == steps
+    assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["learner"]["step"] == steps
 
 
 def test_a_thread_can_train(make_users: Users) -> None:
@@ -709,13 +710,13 @@ def test_a_non_finite_own_gradient_ends_the_run_with_the_last_good_state(
     probing = explosive(10**9)
     engine = coterie.InProcess(model, probing, users[0], users[1:])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before_training(engine, Problem(model, probing, users[0], tuple(users[1:]), optimizer))
+    before_training(engine, RunSpec(model, probing, users[0], users[1:], optimizer=optimizer))
     with pytest.raises(GradientError, match="own gradient is not finite at step 5") as caught:
         coterie.train(
             *(model, explosive(probing.calls + 5), users[0], users[1:], coterie.BiasCorrection(0.5, 0.1)),
             steps=20,
             checkpoint_every=100,
-            callbacks=[lambda step: good.append(state_of(step.model))],
+            hooks=[lambda step: good.append(state_of(step.model))],
             out=tmp_path if saved else None,
         )
     assert len(good) == 5
@@ -725,7 +726,7 @@ def test_a_non_finite_own_gradient_ends_the_run_with_the_last_good_state(
     if saved:
         (path,) = checkpoint.saved(tmp_path / "checkpoints")
         assert str(path) in str(caught.value)
-        held = checkpoint.load(path)["track"]
+        held = checkpoint.load(path)["learner"]
         assert held["step"] == 5
         assert same(held["model"], good[-1])
     else:

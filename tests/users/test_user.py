@@ -9,7 +9,7 @@ from scipy import stats
 from tests.support.counting import Lazy, counting, indices
 
 import coterie
-from coterie.engines.in_process.sampler import MAX_STEPS_AHEAD
+from coterie.users.sampling import MAX_STEPS_AHEAD
 
 
 def test_batch_depends_on_seed_name_and_step_alone() -> None:

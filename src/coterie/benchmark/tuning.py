@@ -19,16 +19,16 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 from coterie.benchmark.settings import RATES, Fixed, Knobs, Setting
 from coterie.benchmark.tasks import SetTask
 from coterie.choosing import chooser_for
-from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import errors, evaluate
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 from coterie.methods import Method
 from coterie.registry import RunFacts
 from coterie.rules import Rule, weights_in
-from coterie.training.many import Wanted, train_many
-from coterie.training.run import Run, Step
-from coterie.training.train import train
+from coterie.training.many import train_many
+from coterie.training.run import Run, Step, Stopped
+from coterie.training.setup import RunOptions
+from coterie.training.train import train_spec
 from coterie.users.examples import Examples
 from coterie.users.user import Loss
 
@@ -144,79 +144,55 @@ class Tuning:
     def _train_together(self, pairs: Sequence[tuple[Setting, float]]) -> None:
         """Train settings, those that follow a rule without a guard as one program."""
         rules = {(setting, lr): self._rule(setting) for setting, lr in pairs}
-        together: dict[tuple[Setting, float], tuple[Wanted, TailAverage | None]] = {}
+        together: dict[tuple[Setting, float], tuple[RunSpec, TailAverage | None]] = {}
         for (setting, lr), rule in rules.items():
             if isinstance(rule, Method) or setting.options:
                 self._trials[setting, lr] = self._train(setting, lr, rule)
             else:
-                together[setting, lr] = self._wanted(setting, lr, rule)
+                together[setting, lr] = self._spec(setting, lr, rule)
         if not together:
             return
         began = time.process_time()
-        runs = train_many(
-            self.model,
-            self.loss,
-            [wanted for wanted, _ in together.values()],
-            steps=self.steps,
-            batch_size=self.batch_size,
-            evaluate_every=max(1, self.steps // 10),
-            progress=False,
-        )
+        runs = train_many([spec for spec, _ in together.values()], progress=False)
         # A run's share of the program's time is that of its examples.
         examples = [sum(cost.examples for cost in run.record.end.costs.values()) for run in runs]
         seconds = [n / sum(examples) * (time.process_time() - began) for n in examples]
         for ((setting, lr), (_, tail)), run, share in zip(together.items(), runs, seconds, strict=True):
             self._trials[setting, lr] = self._trial(setting, lr, run, tail.model() if tail else run.model, share)
 
-    def _wanted(self, setting: Setting, lr: float, rule: Rule) -> tuple[Wanted, TailAverage | None]:
+    def _spec(self, setting: Setting, lr: float, rule: Rule | Method) -> tuple[RunSpec, TailAverage | None]:
         """Return the run of a setting, and what gathers its tail."""
         start = self.model if setting.start is None else self._best([setting.start]).model
         tail = TailAverage(start, self.steps) if setting.tail_average else None
-        wanted = Wanted(
-            self.me,
-            self.task.peers,
-            rule,
-            seed=self.seed,
+        # At equal gradients: a round of a method is as many steps as user 0 computes gradients in it.
+        steps = max(1, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
+        spec = RunSpec(
+            *(start, self.loss, self.me, self.task.peers, rule),
+            optimizer=None if isinstance(rule, Method) else partial(Adam, weight_decay=setting.weight_decay),
             lr=lr,
-            model=start,
-            optimizer=partial(Adam, weight_decay=setting.weight_decay),
             scheduler=self._falling if setting.lr_schedule == "decreasing" else None,
-            callbacks=[tail] if tail else [],
+            steps=steps,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            evaluate_every=max(1, steps // 10),
+            hooks=[tail] if tail else [],
         )
-        return wanted, tail
+        return spec, tail
 
     def _train(self, setting: Setting, lr: float, rule: Rule | Method) -> Trial:
         """Train a setting that cannot be trained with others."""
-        wanted, tail = self._wanted(setting, lr, cast("Rule", rule))
+        spec, tail = self._spec(setting, lr, rule)
         began = time.process_time()
-        # At equal gradients: a round of a method is as many steps as user 0 computes gradients in it.
-        steps = max(1, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
+        options = RunOptions(**{"progress": False, "measure": False, "guard": "off", **setting.options})
         try:
-            run = train(
-                wanted.model or self.model,
-                self.loss,
-                self.me,
-                self.task.peers,
-                rule,
-                optimizer=None if isinstance(rule, Method) else wanted.optimizer,
-                lr=lr,
-                scheduler=wanted.scheduler,
-                steps=steps,
-                batch_size=self.batch_size,
-                seed=self.seed,
-                evaluate_every=max(1, steps // 10),
-                callbacks=wanted.callbacks,
-                progress=False,
-                measure=False,
-                **{"guard": "off", **setting.options},
-            )
+            run = train_spec(spec, options)
         except GradientError as error:  # too large a step: what was best before counts, and seldom wins
             run = error.run
         model = tail.model() if tail else run.model
         return self._trial(setting, lr, run, model, time.process_time() - began)
 
     def _trial(self, setting: Setting, lr: float, run: Run, model: nn.Module, seconds: float) -> Trial:
-        if run.stopped == "Ctrl-C":
+        if run.stopped is Stopped.CTRL_C:
             raise KeyboardInterrupt
         loss = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
         return Trial(setting, lr, model, loss, self._wrong_weight(self._rule(setting), run), seconds)
@@ -228,20 +204,15 @@ class Tuning:
         if isinstance(rule, Method) or chooser is None:
             return cast("Rule", rule)
         if setting.make not in self._chosen:
-            began, model = time.process_time(), copy.deepcopy(self.model)
-            optimizer = Adam(model.parameters(), lr=min(RATES))
-            problem = Problem(
-                model,
-                self.loss,
-                self.me,
-                tuple(self.task.peers),
-                optimizer,
+            began = time.process_time()
+            spec = RunSpec(
+                *(self.model, self.loss, self.me, self.task.peers),
+                lr=min(RATES),
                 steps=self.steps,
                 batch_size=self.batch_size,
                 seed=self.seed,
-            )
-            engine = InProcess(model, self.loss, self.me, problem.peers, batch_size=self.batch_size, seed=self.seed)
-            choice = chooser.choose(problem, engine, progress=False)
+            ).prepared()
+            choice = chooser.choose(spec, spec.in_process(), progress=False)
             self._chosen[setting.make] = choice.rule, time.process_time() - began
         return self._chosen[setting.make][0]
 
@@ -258,7 +229,7 @@ class Tuning:
 
 
 class TailAverage:
-    """The mean of a model's parameters over the last half of the steps, gathered by a callback."""
+    """The mean of a model's parameters over the last half of the steps, gathered by a hook."""
 
     def __init__(self, start: nn.Module, steps: int) -> None:
         self.first, self.start, self.count = steps // 2, start, 0

@@ -20,11 +20,10 @@ from coterie.choosing.chooser import Choice
 from coterie.choosing.cross_fitting import Array, cross_validate, fit_weights, split
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
-from coterie.engines.in_process.engine import InProcess
 from coterie.errors import KnobError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.side_by_side import why_one_by_one
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 from coterie.rules import Alone, Rule, WeightedAveraging
 from coterie.rules.knobs import weights_over
 from coterie.rules.streams import StreamAveraging
@@ -109,7 +108,7 @@ class AdaptiveAveraging:
         if self.budget is not None and not self.budget >= PLANS[-1].cost:
             raise KnobError(f"`budget` must be at least {PLANS[-1].cost} runs, got {self.budget!r}")
 
-    def choose(self, spec: Problem, engine: Engine, progress: bool | None = None) -> Choice:
+    def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
         """Choose α and τ; see `Chooser`. The users must be in this process.
 
         The account holds `alpha` and `tau`; `candidates`, each with its cross-validated `loss`, the `difference` to
@@ -120,7 +119,7 @@ class AdaptiveAveraging:
         account = self._account(spec, progress)
         return Choice(self.rule_from(account), account)
 
-    def _account(self, problem: Problem, progress: bool | None) -> dict[str, Any]:
+    def _account(self, problem: RunSpec, progress: bool | None) -> dict[str, Any]:
         """Return the choice with its account, as plain data."""
         if problem.me.is_stream:
             return {
@@ -207,11 +206,9 @@ def plan_for(budget: float | None, n_parameters: int, n_examples: int) -> Plan:
     return dataclasses.replace(plan, folds=min(plan.folds, n_examples))
 
 
-def _usable(problem: Problem) -> tuple[Problem, dict[str, str]]:
+def _usable(problem: RunSpec) -> tuple[RunSpec, dict[str, str]]:
     """Return the problem without the peers whose gradients cannot be used at the start, and why they cannot."""
-    engine = InProcess(
-        problem.model, problem.loss, problem.me, problem.peers, batch_size=problem.batch_size, seed=problem.seed
-    )
+    engine = problem.in_process()
     equal = dict.fromkeys(engine.names, 1 / max(1, len(engine.names)))
     with engine.buffers_kept():
         left_out = dict(engine.gradients(Parameters(problem.model).vector(), 0, equal, rows=True).left_out)

@@ -16,7 +16,7 @@ from coterie.choosing.measuring import before_training
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.rules.knobs import value_at
 from coterie.theory.estimates import Estimates
@@ -52,7 +52,7 @@ class AutoAveraging:
 
     rule: WeightedAveraging
 
-    def choose(self, spec: Problem, engine: Engine, progress: bool | None = None) -> Choice:
+    def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
         """Measure the constants, and choose by them; see `Chooser`."""
         require(engine, "rows", f"`{type(self.rule).__name__}`", "to choose its knobs")
         try:
@@ -85,7 +85,7 @@ class AutoCorrection:
 
     rule: BiasCorrection
 
-    def choose(self, spec: Problem, engine: Engine, progress: bool | None = None) -> Choice:
+    def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
         """Measure the constants, and choose by them; see `Chooser`."""
         require(engine, "rows", f"`{type(self.rule).__name__}`", "to choose its knobs")
         try:
@@ -101,7 +101,7 @@ class AutoCorrection:
             peers,
             spec.steps,
             alpha=alpha,
-            lr=_rate(spec.optimizer),
+            lr=_rate(spec.made_optimizer),
             tau=_over(names, self.rule.tau),
             initial_error=0.0 if self.rule.warm_up else None,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from coterie.engines.engine import Engine
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 from coterie.rules import Rule
 from coterie.theory.estimates import Estimates
 
@@ -31,7 +31,7 @@ class Choice:
 class Chooser(Protocol):
     """What chooses a rule from the data before the first step."""
 
-    def choose(self, spec: Problem, engine: Engine, progress: bool | None = None) -> Choice:
+    def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
         """Choose a rule.
 
         Args:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.gradients.simplex import simplex_minimum
-from coterie.learners.side_by_side import side_by_side
-from coterie.learners.spec import Problem, Runs
+from coterie.learners.side_by_side import Runs, side_by_side
+from coterie.learners.spec import RunSpec
 from coterie.recording.progress import progress_bar
 from coterie.users.examples import InMemory
 from coterie.users.sampling import random_key
@@ -74,7 +74,7 @@ def split(me: User, folds: int, seed: int) -> Tensor:
     return torch.from_numpy(fold)
 
 
-def fit_weights(problem: Problem, folds: Tensor, progress: bool | None = False) -> FittedWeights:
+def fit_weights(problem: RunSpec, folds: Tensor, progress: bool | None = False) -> FittedWeights:
     """Fit the weights whose combination of gradients is nearest to the gradient on unseen examples.
 
         H = running mean over steps and runs of (G − 1hᵀ)(G − 1hᵀ)ᵀ,   κ = argmin over the simplex of κᵀHκ
@@ -107,7 +107,7 @@ def fit_weights(problem: Problem, folds: Tensor, progress: bool | None = False) 
     return FittedWeights(_late(np.array(kappa)), steps, np.array(kappa))
 
 
-def cross_validate(problem: Problem, folds: Tensor, weights: Array, progress: bool | None = False) -> Array:
+def cross_validate(problem: RunSpec, folds: Tensor, weights: Array, progress: bool | None = False) -> Array:
     """Return the held-out loss of each own example under each candidate.
 
     Args:

@@ -22,7 +22,7 @@ from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError
 from coterie.gradients.parameters import Parameters
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 from coterie.theory.estimates import Estimates, Measured, PeerEstimates
 
 Array = NDArray[np.float64]
@@ -99,7 +99,7 @@ def measure(
     return _estimates(sampled, measured, errors, in_run / of)
 
 
-def before_training(engine: Engine, problem: Problem) -> Estimates:
+def before_training(engine: Engine, problem: RunSpec) -> Estimates:
     """Measure at the point where training starts, and leave model and engine as they were.
 
     In this process the numbers of examples are known, and batches are at most half of user 0's examples, since all

@@ -8,25 +8,25 @@ from torch import Tensor
 
 from coterie.engines.in_process.copies import MAX_ACTIVATION_BYTES
 from coterie.engines.in_process.engine import InProcess
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
-from coterie.users.sampling import draw, random_key
+from coterie.users.sampling import BatchStream, IndexTable, random_key
 
 
 class Batched:
     """K runs as one program: the parameters stacked, the gradient mapped over them."""
 
-    def __init__(self, problem: Problem, engine: InProcess, seen: Tensor, starts: Tensor | None = None) -> None:
+    def __init__(self, spec: RunSpec, engine: InProcess, seen: Tensor, starts: Tensor | None = None) -> None:
         self._copies, self._engine, self._step = engine.copies(), engine, 0
-        self._me = engine.users[problem.me.name]
+        self._me = engine.users[spec.me.name]
         self._names = engine.names
         parameters = engine.parameters
         x = parameters.vector().expand(len(seen), -1) if starts is None else starts.to(parameters.device)
-        self._stack = Stack(x.clone(), [(problem, len(seen))])
-        name, seed = problem.me.name, problem.seed
+        self._stack = Stack(x.clone(), [(spec, len(seen))])
+        name, seed = spec.me.name, spec.seed
         self._seen = seen.to(parameters.device)
-        self._own = _Draws(seen, problem.batch_size, random_key(seed, name), x)
-        self._held_out = _Draws(~seen, problem.batch_size, random_key(seed, f"{name}/held out"), x)
+        self._own = _Draws(seen, spec.batch_size, random_key(seed, name), x)
+        self._held_out = _Draws(~seen, spec.batch_size, random_key(seed, f"{name}/held out"), x)
 
     @property
     def x(self) -> Tensor:
@@ -45,8 +45,8 @@ class Batched:
             shares.append(theirs.repeat_interleave(size, dim=1))
             inputs.append(batch.inputs)
             targets.append(batch.targets)
-        found = self._gradients(torch.cat(shares, dim=1), torch.cat(inputs), torch.cat(targets), slice(None))
-        self._stack.direction.copy_(found)
+        everything = torch.cat(shares, dim=1), torch.cat(inputs), torch.cat(targets)
+        self._stack.direction.copy_(self._gradients(*everything, slice(None)))
         self._stack.step()
         self._step += 1
 
@@ -62,8 +62,8 @@ class Batched:
         """Return the loss of each example that a run is blind to; see `Runs.held_out_losses`."""
         inputs, targets = self._me.examples.take(torch.arange(self._seen.shape[1]))
         chunks = torch.split(self.x, self._copies.max_copies(inputs, len(inputs)))
-        found = torch.cat([self._copies.losses(x[None], inputs[None], targets[None])[0] for x in chunks])
-        return found.double().masked_fill(self._seen, torch.nan)
+        by_run = torch.cat([self._copies.losses(x[None], inputs[None], targets[None])[0] for x in chunks])
+        return by_run.double().masked_fill(self._seen, torch.nan)
 
     def _grams(self, runs: slice) -> Tensor:
         """Return the Gram matrices of some runs."""
@@ -101,20 +101,20 @@ class _Draws:
     def __init__(self, part: Tensor, batch_size: int, key: int, like: Tensor) -> None:
         masks, self.which = torch.unique(part.cpu(), dim=0, return_inverse=True)
         self.parts = [mask.nonzero().flatten() for mask in masks]
-        self.n, self.batch_size, self.key, self.like = part.shape[1], batch_size, key, like[:1, :1]
-        self.whole = all(len(part) <= batch_size for part in self.parts)
+        self.n, self.like = part.shape[1], like[:1, :1]
+        self.streams = [BatchStream(key, len(part), min(batch_size, len(part))) for part in self.parts]
+        self.table = IndexTable(self.streams)
+        self.whole = all(stream.size == stream.n for stream in self.streams)
         self.kept: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the indices drawn by any run, and the weight of each in every run."""
         if self.kept is None or (self.kept[0] != step and not self.whole):
             shares = torch.zeros(len(self.parts), self.n, dtype=torch.float64)
-            for row, part in zip(shares, self.parts, strict=True):
-                size = min(self.batch_size, len(part))
-                if size:
-                    drawn = part[draw([self.key], [len(part)], size, [step])[0, 0]]
-                    row.index_put_((drawn,), row.new_tensor(1 / size), accumulate=True)
+            drawn = torch.split(self.table.row(step), [stream.size for stream in self.streams])
+            for row, part, places in zip(shares, self.parts, drawn, strict=True):
+                if len(places):
+                    row.index_put_((part[places],), row.new_tensor(1 / len(places)), accumulate=True)
             used = shares.any(0).nonzero().flatten()
-            found = used.to(self.like.device), shares[:, used][self.which].to(self.like)
-            self.kept = step, found
+            self.kept = step, (used.to(self.like.device), shares[:, used][self.which].to(self.like))
         return self.kept[1]

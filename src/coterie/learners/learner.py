@@ -1,64 +1,95 @@
-"""A model on its way: one step of Algorithm 1 after the other."""
+"""A learner: parameters, optimizer, the rule's state and the step count, and the one way to take a step."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.engine import Engine
-from coterie.gradients.gradients import Gradients
+from coterie.gradients.gradients import Gradients, is_finite
 from coterie.gradients.parameters import Parameters
+from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
-from coterie.rules import Rule, weights_in
+from coterie.rules import Rule, State, weights_in
 
 
-class Track:
+@dataclass(frozen=True, eq=False)
+class NextStep:
+    """A step that is computed and not yet taken.
+
+    Args:
+        own: user 0's gradient, or whatever is not finite where the step must not be taken.
+        own_loss: user 0's loss on its batch.
+        left_out: the peers left out of it, each with the reason.
+        take: takes it.
+    """
+
+    own: Tensor
+    own_loss: Tensor | float
+    left_out: Mapping[str, str]
+    take: Callable[[], None]
+
+    def is_finite(self) -> bool:
+        """Say whether the step can be taken."""
+        return is_finite(self.own)
+
+
+class Learner:
     """A model, the rule it follows, its optimizer, and the best it has been.
 
     Everything that a later step depends on is in `state_dict`; all randomness is a function of
     (seed, user, step), so there is no generator to save.
 
     Args:
-        model: whose parameters become views of the flat vector `x`.
+        spec: a run that is prepared; the parameters of its model become views of the flat vector `x`.
         rule: how gradients become a direction.
         engine: where the gradients come from.
-        optimizer: of the model's parameters.
-        scheduler: of the optimizer's step size.
         costs: where what is asked of the users is counted.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rule: Rule,
-        engine: Engine,
-        optimizer: Optimizer,
-        *,
-        scheduler: LRScheduler | None,
-        costs: Costs,
-    ) -> None:
-        self.model, self.rule, self.engine, self.costs = model, rule, engine, costs
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.parameters = Parameters(model)
+    def __init__(self, spec: RunSpec, rule: Rule, engine: Engine, costs: Costs) -> None:
+        self.model, self.rule, self.engine, self.costs = spec.model, rule, engine, costs
+        self.optimizer = spec.made_optimizer
+        self.scheduler = spec.scheduler and spec.scheduler(self.optimizer)
+        self.parameters = Parameters(spec.model)
         self.x = self.parameters.share()
-        self.state = rule.init(self.x)
+        self.state = self.initial_state()
         self.step = 0
         self.listens_from = 0
         self.best: dict[str, Any] = {}
+
+    @property
+    def followed(self) -> Any:
+        """What the learner follows: its rule, or a method."""
+        return self.rule
+
+    def initial_state(self) -> State:
+        """Return the rule's state before the first step."""
+        return self.rule.init(self.x)
+
+    def next_step(self) -> NextStep:
+        """Ask everybody for gradients at x, and return the step that the rule makes of them."""
+        g = self.gradients()
+        return NextStep(g.own, g.own_loss, g.left_out, partial(self.advance, g))
 
     def gradients(self) -> Gradients:
         """Ask everybody for gradients at x; nobody but user 0 before step `listens_from`."""
         weights = self.rule.weights(self.engine.names) if self.step >= self.listens_from else {}
         g = self.engine.gradients(self.x, self.step, weights, self.rule.needs_rows)
-        self.costs.compute([self.costs.me, *weights])
-        self.costs.exchange(list(weights), down=self.x.numel(), up=self.x.numel())
+        self.count([*weights])
         return g
+
+    def count(self, asked: list[str], steps: int = 1) -> None:
+        """Count what steps cost: a gradient of everybody asked, and the parameters sent there and back."""
+        self.costs.compute([self.costs.me, *asked], times=steps)
+        self.costs.exchange(asked, down=self.x.numel(), up=self.x.numel(), times=steps)
 
     def advance(self, g: Gradients) -> None:
         """Take the step that the rule makes of these gradients."""
@@ -66,8 +97,20 @@ class Track:
             direction, self.state = self.rule(g, self.state)
         else:
             direction, self.state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
+        self.follow(direction)
+
+    def follow(self, direction: Tensor) -> None:
+        """Take a step along a direction."""
+        self.optimize(direction)
+        self.finish_step()
+
+    def optimize(self, direction: Tensor) -> None:
+        """Let the optimizer move the parameters along a direction."""
         self.parameters.set_gradient(direction)
         self.optimizer.step()
+
+    def finish_step(self) -> None:
+        """Let the scheduler go on, and count the step."""
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self.step += 1
@@ -82,7 +125,7 @@ class Track:
 
     @property
     def weight(self) -> float:
-        """The weight that the peers had in the last step; not a number where there is no such thing."""
+        """The weight that the peers had in the last step; NaN where there is no such thing."""
         return float(self.state.get("weight", math.nan))
 
     def tau(self) -> Mapping[str, float]:
@@ -94,8 +137,8 @@ class Track:
         """Return the personal models of all users, where there are any beside user 0's."""
         return {}
 
-    def restart_from(self, other: Track, listens_from: int) -> None:
-        """Take over another track's model and optimizer, and listen to nobody until a step."""
+    def restart_from(self, other: Learner, listens_from: int) -> None:
+        """Take over another learner's model and optimizer, and listen to nobody until a step."""
         fresh = self.rule.init(self.x) | {"step": self.step}
         mine = {"rule": fresh, "best": self.best, "listens_from": listens_from}
         self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)  # else the optimizers would share tensors

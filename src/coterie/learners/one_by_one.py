@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.evaluate import losses
-from coterie.gradients.parameters import Parameters
-from coterie.learners.spec import Problem, scheduler_of
-from coterie.rules import WeightedAveraging
+from coterie.learners.learner import Learner
+from coterie.learners.spec import RunSpec
+from coterie.recording.costs import Costs
+from coterie.rules import Alone, WeightedAveraging
 from coterie.users.examples import FromDataset, InMemory
 from coterie.users.user import User
 
@@ -20,13 +21,13 @@ from coterie.users.user import User
 class OneByOne:
     """K runs in a plain loop: the readable twin of `Batched`, for any model, loss and optimizer."""
 
-    def __init__(self, problem: Problem, seen: Tensor, starts: Tensor | None = None) -> None:
-        self._runs = [_One(problem, kept, None if starts is None else starts[q]) for q, kept in enumerate(seen)]
+    def __init__(self, spec: RunSpec, seen: Tensor, starts: Tensor | None = None) -> None:
+        self._runs = [_One(spec, kept, None if starts is None else starts[q]) for q, kept in enumerate(seen)]
 
     @property
     def x(self) -> Tensor:
         """The parameters of each run, of shape (K, d)."""
-        return torch.stack([run.x for run in self._runs])
+        return torch.stack([run.learner.x for run in self._runs])
 
     def advance(self, weights: Tensor) -> None:
         """Take one step in every run; see `Runs.advance`."""
@@ -45,48 +46,38 @@ class OneByOne:
 class _One:
     """One run of `OneByOne`: its own copy of model and optimizer, its own view of user 0's examples."""
 
-    def __init__(self, problem: Problem, seen: Tensor, start: Tensor | None) -> None:
-        self.model, self.optimizer = copy.deepcopy((problem.model, problem.optimizer))
-        self.scheduler = scheduler_of(problem.scheduler, self.optimizer)
-        self.parameters = Parameters(self.model)
-        self.x = self.parameters.share()
+    def __init__(self, spec: RunSpec, seen: Tensor, start: Tensor | None) -> None:
+        model, optimizer = copy.deepcopy((spec.model, spec.made_optimizer))
+        self.spec = replace(spec, model=model, optimizer=optimizer, me=_part(spec.me, seen))
+        self.engine = self.spec.in_process()
+        costs = Costs(dict.fromkeys([spec.me.name, *self.engine.names], spec.batch_size))
+        self.learner = Learner(self.spec, Alone(), self.engine, costs)
         if start is not None:
-            self.x.copy_(start)
-        self.me = _part(problem.me, seen)
-        self.engine = InProcess(
-            self.model, problem.loss, self.me, problem.peers, batch_size=problem.batch_size, seed=problem.seed
-        )
-        self.seen, self.loss, self.step = seen, problem.loss, 0
-        self.held_out = None if bool(seen.all()) else _part(problem.me, ~seen).to(self.parameters.device)
-        self.batch_size, self.seed = problem.batch_size, problem.seed
+            self.learner.x.copy_(start)
+        self.seen = seen
+        self.held_out = None if bool(seen.all()) else _part(spec.me, ~seen).to(self.learner.x.device)
 
     def advance(self, own: float, peers: list[float]) -> None:
-        alpha = sum(peers)
+        alpha, x = sum(peers), self.learner.x
         tau = {name: weight / alpha for name, weight in zip(self.engine.names, peers, strict=True) if weight}
         rule = WeightedAveraging(min(1.0, max(0.0, 1 - own)), tau or None)
-        g = self.engine.gradients(self.x, self.step, tau)
-        direction = rule(g, rule.init(self.x))[0] if tau else g.own
-        self.parameters.set_gradient(direction)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.step += 1
+        g = self.engine.gradients(x, self.learner.step, tau)
+        self.learner.follow(rule(g, rule.init(x))[0] if tau else g.own)
 
     def gram(self) -> Tensor:
         n = 1 + len(self.engine.names)
         if self.held_out is None:
             return torch.full((n, n), torch.nan, dtype=torch.float64)
-        batch = _named(self.held_out, f"{self.me.name}/held out").batch(
-            self.batch_size, seed=self.seed, step=self.step
-        )
-        held_out = self.engine.gradient_on(self.x, batch)
-        return self.engine.gram(self.x, self.step, held_out).cpu()
+        x, step, spec = self.learner.x, self.learner.step, self.spec
+        other = _named(self.held_out, f"{spec.me.name}/held out")
+        held_out = self.engine.gradient_on(x, other.batch(spec.batch_size, seed=spec.seed, step=step))
+        return self.engine.gram(x, step, held_out).cpu()
 
     def held_out_losses(self) -> Tensor:
-        found = torch.full((len(self.seen),), torch.nan, dtype=torch.float64)
+        by_example = torch.full((len(self.seen),), torch.nan, dtype=torch.float64)
         if self.held_out is not None:
-            found[~self.seen] = losses(self.model, self.loss, self.held_out.examples)
-        return found
+            by_example[~self.seen] = losses(self.spec.model, self.spec.loss, self.held_out.examples)
+        return by_example
 
 
 def _part(user: User, kept: Tensor) -> User:

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from coterie.engines.in_process.copies import Copies
 from coterie.learners.sharing import Needs, Pass, passes
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
 from coterie.learners.stacked_rules import StackedRules
 from coterie.learners.tables import Pool
-from coterie.rules import Alone, FormulaRule, State
+from coterie.rules import State
 from coterie.users.examples import InMemory
 from coterie.users.user import User
-
-Listening: TypeAlias = Alone | FormulaRule
-"""The rules that a program knows."""
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """One run of a program.
-
-    Args:
-        problem: what it learns, from whom, and how.
-        rule: how gradients become its direction.
-    """
-
-    problem: Problem
-    rule: Listening
 
 
 class Program:
@@ -42,30 +24,29 @@ class Program:
 
     Args:
         copies: the model, in as many copies as there are runs.
-        members: the runs; those of one setting of the optimizer one after the other.
+        specs: the runs, prepared, each with its rule; those of one setting of the optimizer one after the other.
         stack: their parameters, in that order.
     """
 
-    def __init__(self, copies: Copies, members: Sequence[Member], stack: Stack) -> None:
+    def __init__(self, copies: Copies, specs: Sequence[RunSpec], stack: Stack) -> None:
         self.copies, self.stack, self.step = copies, stack, 0
         device, own, peers = stack.x.device, Needs(), Needs()
-        pool = Pool((user for m in members for user in (m.problem.me, *m.problem.peers)), device)
-        for run, member in enumerate(members):
-            p = member.problem
-            own[run] = {pool.draws(p.me, p.batch_size, p.seed): 1.0}
-            tau = member.rule.weights([peer.name for peer in p.peers])
-            found = {pool.draws(u, p.batch_size, p.seed): tau[u.name] for u in p.peers if u.name in tau}
-            if found:
-                peers[run] = found
+        pool = Pool((user for spec in specs for user in (spec.me, *spec.peers)), device)
+        for run, spec in enumerate(specs):
+            own[run] = {pool.stream(spec.me, spec.batch_size, spec.seed): 1.0}
+            tau = spec.rule.weights([peer.name for peer in spec.peers])
+            asked = [user for user in spec.peers if user.name in tau]
+            if asked:
+                peers[run] = {pool.stream(u, spec.batch_size, spec.seed): tau[u.name] for u in asked}
         self._own, self._peers = (passes(copies, pool, needs, stack.x) for needs in (own, peers))
-        self._held_out = _validation(copies, [member.problem.me for member in members], stack.x)
+        self._held_out = _validation(copies, [spec.me for spec in specs], stack.x)
         self._heard = torch.cat([each.runs for each in self._peers]) if peers else None
         heard = [] if self._heard is None else self._heard.tolist()
-        rules = {run: cast("FormulaRule", members[run].rule) for run in heard}
+        rules = {run: specs[run].rule for run in heard}
         self._rules = StackedRules(rules, stack.x[heard])
         self._listening = set(heard)
-        self.own_loss = stack.x.new_zeros(len(members), dtype=torch.float64)
-        self._sums = stack.x.new_zeros(len(members))
+        self.own_loss = stack.x.new_zeros(len(specs), dtype=torch.float64)
+        self._sums = stack.x.new_zeros(len(specs))
 
     def advance(self) -> None:
         """Take one step in every run."""
@@ -98,15 +79,15 @@ class Program:
 
     def held_out(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the outputs and targets on the validation set of each run that has one in memory."""
-        found = {}
+        by_run = {}
         for each in self._held_out:
             outputs, targets = each.outputs(self.copies, self.stack.x)
-            sizes = [sum(draws.size for draws in group) for group in each.table.groups]
+            sizes = [sum(stream.size for stream in group) for group in each.table.groups]
             for place, run in enumerate(each.runs.tolist()):
                 group, copy_ = divmod(place, outputs.shape[1])
                 size = sizes[group]
-                found[run] = outputs[group, copy_, :size], targets[group, :size]
-        return found
+                by_run[run] = outputs[group, copy_, :size], targets[group, :size]
+        return by_run
 
 
 def _validation(copies: Copies, users: Sequence[User], x: Tensor) -> list[Pass]:
@@ -119,4 +100,4 @@ def _validation(copies: Copies, users: Sequence[User], x: Tensor) -> list[Pass]:
     if not held:
         return []
     pool = Pool(held.values(), x.device)
-    return passes(copies, pool, {run: {pool.draws(user, len(user), 0): 1.0} for run, user in held.items()}, x)
+    return passes(copies, pool, {run: {pool.stream(user, len(user), 0): 1.0} for run, user in held.items()}, x)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from coterie.engines.in_process.copies import Copies
-from coterie.learners.tables import Draws, Pool, Table
+from coterie.learners.tables import Pool, Table
+from coterie.users.sampling import BatchStream
 
 T = TypeVar("T")
-Needs: TypeAlias = dict[int, dict[Draws, float]]
+Needs: TypeAlias = dict[int, dict[BatchStream, float]]
 """For each run, the batches that it needs, and what the mean loss over each weighs."""
 
 SPARE = 1.25
@@ -37,8 +38,8 @@ class Pass:
 
     def gradients(self, copies: Copies, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the gradients of the weighted losses, of shape (G M, d), and those losses, of shape (G M,)."""
-        found, losses = copies.gradients(self._rows(x), self.shares, *self.table.at(step))
-        return found.flatten(0, 1), losses.flatten()
+        gradients, losses = copies.gradients(self._rows(x), self.shares, *self.table.at(step))
+        return gradients.flatten(0, 1), losses.flatten()
 
     def outputs(self, copies: Copies, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs on batches that are all there is, of shape (G, M, R, …), and their targets."""
@@ -60,27 +61,27 @@ def passes(copies: Copies, pool: Pool, needs: Needs, x: Tensor) -> list[Pass]:
         needs: by run.
         x: the parameters, for their dtype and device.
     """
-    cut: list[tuple[list[int], list[Draws]]] = []
-    for runs, draws in _groups(needs):
-        most = copies.max_copies(pool.examples.inputs, _rows(draws))
-        cut += [(list(some), draws) for some in _evenly(runs, most)]
+    cut: list[tuple[list[int], list[BatchStream]]] = []
+    for runs, streams in _groups(needs):
+        most = copies.max_copies(pool.examples.inputs, _rows(streams))
+        cut += [(list(some), streams) for some in _evenly(runs, most)]
     cut.sort(key=lambda group: (len(group[0]), _rows(group[1])))
-    found = []
+    together = []
     for size, same in groupby(cut, key=lambda group: len(group[0])):
         alike = list(same)
         most = copies.max_copies(pool.examples.inputs, _rows(alike[-1][1]))
         for some in _evenly(alike, max(1, most // size)):
-            table = Table(pool.examples, [draws for _, draws in some])
+            table = Table(pool.examples, [streams for _, streams in some])
             shares = table.shares([[needs[run] for run in runs] for runs, _ in some])
             order = torch.tensor([run for runs, _ in some for run in runs], device=x.device)
-            found.append(Pass(order, table, shares.to(x)))
-    return found
+            together.append(Pass(order, table, shares.to(x)))
+    return together
 
 
-def _groups(needs: Needs) -> list[tuple[list[int], list[Draws]]]:
+def _groups(needs: Needs) -> list[tuple[list[int], list[BatchStream]]]:
     """Return runs that need nearly the same, and all that they need."""
-    groups: list[tuple[list[int], dict[Draws, None], int]] = []
-    known: dict[frozenset[Draws], int] = {}
+    groups: list[tuple[list[int], dict[BatchStream, None], int]] = []
+    known: dict[frozenset[BatchStream], int] = {}
     for run, need in needs.items():
         wanted, rows = frozenset(need), _rows(need)
         if wanted not in known:
@@ -97,8 +98,8 @@ def _groups(needs: Needs) -> list[tuple[list[int], list[Draws]]]:
     return [(runs, list(there)) for runs, there, _ in groups]
 
 
-def _rows(draws: Iterable[Draws]) -> int:
-    return sum(each.size for each in draws)
+def _rows(streams: Iterable[BatchStream]) -> int:
+    return sum(each.size for each in streams)
 
 
 def _evenly(values: Sequence[T], most: int) -> list[Sequence[T]]:

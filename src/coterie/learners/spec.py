@@ -1,73 +1,132 @@
-"""What is to be trained, and what many runs of it can do."""
+"""The specification of a run: what is trained, for whom, with whom and how."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+import torch
+from torch import nn
+from torch.optim import LBFGS, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from coterie.engines.in_process.engine import InProcess
+from coterie.errors import KnobError, ModelError
+from coterie.evaluation.metrics import Metric
+from coterie.gradients.parameters import Parameters
 from coterie.users.user import Loss, User
 
+OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
+"""An optimizer of the model, or what makes one from its parameters."""
+
 Scheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
+"""What makes a scheduler of an optimizer's step size."""
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """What is to be learned and how, as `coterie.train` was told.
+class RunSpec:
+    """A run, specified: `dataclasses.replace(spec, rule=…, seed=…)` is another.
 
     Args:
-        model: the model, at the parameters to start from.
+        model: any module; training starts from its parameters.
         loss: the mean loss of a batch from (output, target).
         me: user 0.
         peers: the others.
-        optimizer: an optimizer of this model that has taken no step.
+        rule: how gradients become a direction; or what chooses such a rule before the first step; or a method of
+            `coterie.methods`. `AdaptiveAveraging` when None.
+        optimizer: a class of `torch.optim` (or a function of the parameters), or an optimizer of this very model;
+            Adam when None.
+        lr: the step size; the optimizer's own default when None, and 0.1 for a method.
         scheduler: a function of the optimizer that returns a learning-rate scheduler.
-        steps: how many steps a run takes.
-        batch_size: examples each user draws for a gradient.
-        seed: what batches are drawn from, with the user's name and the step.
+        steps: how many steps to take.
+        batch_size: examples each user draws for a gradient; all of them where it has fewer.
+        seed: what batches and dropout are drawn from, with the user's name and the step.
+        device: where to train; where the model is when None.
+        metrics: by name, functions of (outputs, targets) over a whole set; accuracy or RMSE when None.
+        evaluate_every: steps between evaluations; a fiftieth of the run when None.
+        hooks: called while the run goes on; see `coterie.training.hooks`.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> me, peer = (User(name, [[1.0]], [[1.0]]) for name in ("me", "a"))
+        >>> base = RunSpec(nn.Linear(1, 1), nn.functional.mse_loss, me, [peer], lr=0.1)
+        >>> [replace(base, seed=seed).seed for seed in range(3)]
+        [0, 1, 2]
     """
 
     model: nn.Module
     loss: Loss
     me: User
-    peers: tuple[User, ...]
-    optimizer: Optimizer
+    peers: Sequence[User]
+    rule: Any = None
+    optimizer: OptimizerLike | None = None
+    lr: float | None = None
     scheduler: Scheduler | None = None
     steps: int = 1000
     batch_size: int = 32
     seed: int = 0
+    device: torch.device | str | None = None
+    metrics: Mapping[str, Metric] | None = None
+    evaluate_every: int | None = None
+    hooks: Sequence[Any] = ()
 
-
-class Runs(Protocol):
-    """K runs side by side."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peers", tuple(self.peers))
+        for name in ("steps", "batch_size", "seed"):
+            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
-    def x(self) -> Tensor:
-        """The parameters of each run, of shape (K, d)."""
+    def every(self) -> int:
+        """Steps between evaluations."""
+        return max(1, self.steps // 50) if self.evaluate_every is None else int(self.evaluate_every)
 
-    def advance(self, weights: Tensor) -> None:
-        """Take one step in every run.
+    def prepared(self) -> RunSpec:
+        """Return the same run with a copy of the model on the device, and with a copy of its optimizer, made."""
+        if isinstance(self.optimizer, Optimizer):
+            if self.lr is not None:
+                raise KnobError(
+                    f"`lr` ({self.lr}) and an optimizer that has its own were both given; set it in the optimizer"
+                )
+            model, optimizer = copy.deepcopy((self.model, self.optimizer))
+            model = _moved(model, self.device)
+        else:
+            model = _moved(copy.deepcopy(self.model), self.device)
+            trainable = list(Parameters(model).named.values())
+            make: Callable[..., Optimizer] = self.optimizer or Adam
+            optimizer = make(trainable) if self.lr is None else make(trainable, lr=self.lr)
+        ours = {id(p) for p in model.parameters()}
+        if any(id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
+            raise ModelError("the optimizer holds parameters of another model; make it from `model.parameters()`")
+        if isinstance(optimizer, LBFGS):
+            raise KnobError(
+                "LBFGS evaluates the loss several times a step; use an optimizer that takes one gradient"
+            )
+        return replace(self, model=model, optimizer=optimizer, lr=None, device=None)
 
-        Args:
-            weights: of shape (K, 1 + N): of the own gradient, then of each peer's; every row sums to 1.
-        """
+    @property
+    def made_optimizer(self) -> Optimizer:
+        """The optimizer of a run that is prepared."""
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError("this run has no optimizer yet; call `prepared()` first")
+        return self.optimizer
 
-    def grams(self) -> Tensor:
-        """Return what each gradient lacks of the held-out one, multiplied out, of shape (K, 1 + N, 1 + N).
+    def in_process(self, **options: Any) -> InProcess:
+        """Return an engine over the users of a run that is prepared, in this process."""
+        users = self.me, self.peers
+        return InProcess(self.model, self.loss, *users, batch_size=self.batch_size, seed=self.seed, **options)
 
-        With the rows of G the own gradient on the examples that the run sees and the peers' gradients, and h
-        the gradient on those it is blind to: (G − 1hᵀ)(G − 1hᵀ)ᵀ, in double precision.
-        """
-
-    def held_out_losses(self) -> Tensor:
-        """Return the loss of each of user 0's examples, of shape (K, n); NaN where the run sees it."""
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return the scheduler of an optimizer; None if it follows the validation loss, which is not known here."""
+        made = self.scheduler and self.scheduler(optimizer)
+        return None if isinstance(made, ReduceLROnPlateau) else made
 
 
-def scheduler_of(scheduler: Scheduler | None, optimizer: Optimizer) -> LRScheduler | None:
-    """Return the scheduler; none in the place of one that waits for a validation loss, which runs here have not."""
-    made = scheduler and scheduler(optimizer)
-    return None if isinstance(made, ReduceLROnPlateau) else made
+def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch was built without it, or there is none
+        raise KnobError(
+            f"`device` {str(device)!r} cannot be used here: {error}; leave it out for the CPU"
+        ) from error

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from coterie.gradients.parameters import Parameters
-from coterie.learners.spec import Problem, scheduler_of
+from coterie.learners.spec import RunSpec
 
 
 class Stack:
@@ -21,15 +21,16 @@ class Stack:
 
     Args:
         x: of shape (K, d): where each run starts; it is changed in place.
-        settings: in the order of the rows, a problem of which they have model, optimizer and scheduler, and how
+        settings: in the order of the rows, a prepared run whose model, optimizer and scheduler they have, and how
             many rows those are.
 
     Example:
         >>> from coterie import User
         >>> model = torch.nn.Linear(1, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> problem = Problem(model, torch.nn.functional.mse_loss, User("me", [[1.0]], [[1.0]]), (), sgd)
-        >>> stack = Stack(torch.zeros(3, 2), [(problem, 3)])
+        >>> me = User("me", [[1.0]], [[1.0]])
+        >>> spec = RunSpec(model, torch.nn.functional.mse_loss, me, (), optimizer=sgd)
+        >>> stack = Stack(torch.zeros(3, 2), [(spec, 3)])
         >>> stack.direction.copy_(torch.tensor([[2.0, 0.0]]))
         tensor([[2., 0.],
                 [2., 0.],
@@ -39,14 +40,14 @@ class Stack:
         tensor([-1.,  0.])
     """
 
-    def __init__(self, x: Tensor, settings: Sequence[tuple[Problem, int]]) -> None:
+    def __init__(self, x: Tensor, settings: Sequence[tuple[RunSpec, int]]) -> None:
         self.x, self.direction = x, torch.zeros_like(x)
         self._steps: list[tuple[Optimizer, LRScheduler | None]] = []
         first = 0
-        for problem, count in settings:
+        for spec, count in settings:
             rows = slice(first, first + count)
-            optimizer = _over(problem, x[rows], self.direction[rows])
-            self._steps.append((optimizer, scheduler_of(problem.scheduler, optimizer)))
+            optimizer = _over(spec, x[rows], self.direction[rows])
+            self._steps.append((optimizer, spec.schedule(optimizer)))
             first += count
 
     def step(self) -> None:
@@ -57,9 +58,9 @@ class Stack:
                 scheduler.step()
 
 
-def _over(problem: Problem, x: Tensor, direction: Tensor) -> Optimizer:
+def _over(spec: RunSpec, x: Tensor, direction: Tensor) -> Optimizer:
     """Return a copy of the optimizer that holds rows of parameters in the place of the model's."""
-    model, optimizer = copy.deepcopy((problem.model, problem.optimizer))
+    model, optimizer = copy.deepcopy((spec.model, spec.made_optimizer))
     parameters = Parameters(model)
     names = {id(p): name for name, p in parameters.named.items()}
     values, slopes = parameters.unflatten(x), parameters.unflatten(direction)

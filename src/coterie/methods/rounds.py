@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters
-from coterie.learners.learner import Track
+from coterie.learners.learner import Learner, NextStep
+from coterie.learners.spec import RunSpec
 from coterie.methods.clients import Clients
-from coterie.rules import State
+from coterie.rules import Alone, State
 
 
 @runtime_checkable
@@ -41,52 +40,41 @@ class Method(Protocol):
         """Return the personal models: a row for each user, user 0 first; one row where there is one for all."""
 
 
-class Rounds(Track):
-    """The model of user 0 on its way through the rounds of a method.
+class Rounds(Learner):
+    """The learner of a method: a step is a round.
 
     Args:
-        model: whose parameters become views of the flat vector `x`.
+        spec: a run that is prepared; its optimizer is plain SGD, whose step size the rounds take.
         method: what a round is.
         users: who takes part.
-        optimizer: plain SGD of the model's parameters, whose step size the rounds take.
-        scheduler: of that step size.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        method: Method,
-        users: Clients,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-    ) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self.method, self.users, self.engine = method, users, users.engine
-        self.parameters = Parameters(model)
-        self.x = self.parameters.share()
-        self.state = method.init(users, self.x.clone())
-        self.step, self.listens_from = 0, 0
-        self.best: dict[str, Any] = {}
-        self.costs = users.costs
-        self._next = self.state
+    def __init__(self, spec: RunSpec, method: Method, users: Clients) -> None:
+        self.method, self.users = method, users
+        super().__init__(spec, Alone(), users.engine, users.costs)
 
-    def gradients(self) -> Gradients:
-        """Play a round, and return what it moves user 0's model by, as if that were a gradient."""
+    @property
+    def followed(self) -> Method:
+        """The method."""
+        return self.method
+
+    def initial_state(self) -> State:
+        """Return the method's state before the first round."""
+        return self.method.init(self.users, self.x.clone())
+
+    def next_step(self) -> NextStep:
+        """Play a round, and return user 0's model after it as the step to take."""
         self.users.left_out, self.users.own_losses = {}, []
-        lr = self.optimizer.param_groups[0]["lr"]
-        self._next = self.method.round(self.users, copy.copy(self.state), lr)
-        losses = self.users.own_losses
-        moved = (self.x - self.method.models(self._next)[0]) / lr
+        state = self.method.round(self.users, copy.copy(self.state), self.optimizer.param_groups[0]["lr"])
+        losses, model = self.users.own_losses, self.method.models(state)[0]
         mean = sum(losses) / len(losses) if losses else math.nan
-        return Gradients(own=moved, x=self.x, own_loss=mean, left_out=self.users.left_out)
+        return NextStep(model, mean, self.users.left_out, partial(self._take, state, model))
 
-    def advance(self, g: Gradients) -> None:
-        """Take over what the round gave."""
-        self.state = self._next
-        self.x.copy_(self.method.models(self.state)[0])
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.step += 1
+    def _take(self, state: State, model: Tensor) -> None:
+        """Take over what a round gave."""
+        self.state = state
+        self.x.copy_(model)
+        self.finish_step()
 
     def tau(self) -> Mapping[str, float]:
         """Return the peers' weights, where the method learns them."""
@@ -95,9 +83,9 @@ class Rounds(Track):
 
     def models(self) -> dict[str, nn.Module]:
         """Return the personal model of each user, as it is now."""
-        found = {}
+        models = {}
         rows = self.method.models(self.state).expand(len(self.users.names), -1)
         for name, row in zip(self.users.names, rows, strict=True):
-            found[name] = copy.deepcopy(self.model)
-            Parameters(found[name]).load(row)
-        return found
+            models[name] = copy.deepcopy(self.model)
+            Parameters(models[name]).load(row)
+        return models

@@ -17,24 +17,24 @@ import torch
 from torch.optim import SGD
 
 from coterie.engines.in_process.side_stream import side_stream
-from coterie.learners.learner import Track
+from coterie.learners.learner import Learner
 from coterie.rules import Capturable
-from coterie.training.step_tables import Foreseen
+from coterie.training.step_tables import StepTables
 
 WARM_UP = 3
 """How many steps are taken by the program before it is captured, in which libraries set up what they need."""
 
 
 class Captured:
-    """The steps of a model's track, and of its guard's shadow, as one program.
+    """The steps of a learner, and of its guard's shadow, as one program.
 
     Args:
-        tracks: the model's, and the shadow's where there is a guard; `why_not` has nothing against either.
+        learners: the run's, and the shadow's where there is a guard; `why_not_captured` returns None for each.
     """
 
-    def __init__(self, *tracks: Track) -> None:
-        self.tracks = [Foreseen(track) for track in tracks]
-        self.device = tracks[0].x.device
+    def __init__(self, *learners: Learner) -> None:
+        self.tables = [StepTables(learner) for learner in learners]
+        self.device = learners[0].x.device
         self.failed: str | None = None  # why a graph could not be captured
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured_with: object = None
@@ -43,19 +43,19 @@ class Captured:
 
     def advance(self, most: int) -> list[float] | None:
         """Take at most so many steps and return user 0's loss in each; None where the next is no such step."""
-        step = self.tracks[0].track.step
+        step = self.tables[0].learner.step
         wanted = 0 if self.failed or step < self._careful_until else most
-        n = min(track.known(wanted) for track in self.tracks) if wanted else 0
+        n = min(table.known(wanted) for table in self.tables) if wanted else 0
         if not n:
             return None
-        saved = [track.save() for track in self.tracks]
-        for track in self.tracks:
-            track.fill(n)
-        if self._take(n) and all(math.isfinite(track.total.item()) for track in self.tracks):
-            losses, *_ = [track.count(n) for track in self.tracks]
+        saved = [table.save() for table in self.tables]
+        for table in self.tables:
+            table.fill(n)
+        if self._take(n) and all(math.isfinite(table.total.item()) for table in self.tables):
+            losses, *_ = [table.count(n) for table in self.tables]
             return losses
-        for track, before in zip(self.tracks, saved, strict=True):
-            track.restore(before)
+        for table, before in zip(self.tables, saved, strict=True):
+            table.restore(before)
         self._careful_until = step + n * 2**self._undone  # a peer may be bad at every step
         self._undone += 1
         return None
@@ -70,13 +70,13 @@ class Captured:
             return False
         for _ in range(n - alone):
             self._graph.replay()  # type: ignore[union-attr]  # captured above
-        for track in self.tracks:
-            track.draw_ahead(n)  # while the device is at work
+        for table in self.tables:
+            table.draw_ahead(n)  # while the device is at work
         return True
 
     def _capture(self) -> bool:
         """Capture the step, where that has not been done yet, and say whether it could be."""
-        now = [track.signature() for track in self.tracks]
+        now = [table.signature() for table in self.tables]
         if self._graph is not None and self._captured_with == now:
             return True
         self._graph = None
@@ -88,29 +88,29 @@ class Captured:
                 self._step(0)
         except RuntimeError as error:
             self.failed = str(error).splitlines()[0]
-            tell(self.failed)
+            warn_not_captured(self.failed)
             return False
         self._graph, self._captured_with = graph, now
         return True
 
     def _step(self, taken: int) -> None:
-        """Take one step of every track, the shadow's beside the model's."""
-        first, *others = self.tracks
+        """Take one step of every learner, the shadow's on a stream beside the first."""
+        first, *others = self.tables
         joins = []
-        for track in others:
+        for table in others:
             with side_stream(self.device) as join:
-                track.step(taken)
+                table.step(taken)
             joins.append(join)
         first.step(taken)
         for join in joins:
             join()
 
 
-def why_not(track: Track) -> str | None:
-    """Say why the steps of a track cannot be captured, or None where they can."""
-    if type(track) is not Track:
+def why_not_captured(learner: Learner) -> str | None:
+    """Say why the steps of a learner cannot be captured, or None where they can."""
+    if type(learner) is not Learner:
         return "a method takes rounds of its own"
-    engine, rule, optimizer = track.engine, track.rule, track.optimizer
+    engine, rule, optimizer = learner.engine, learner.rule, learner.optimizer
     if not isinstance(rule, Capturable):
         return f"`{type(rule).__name__}` does not say beforehand what a step needs"
     if getattr(rule, "aggregator", None) is not None:
@@ -122,9 +122,9 @@ def why_not(track: Track) -> str | None:
     return can.rows_not_captured if rule.needs_rows else can.not_captured
 
 
-def tell(why: str) -> None:
+def warn_not_captured(why: str) -> None:
     """Say that steps are not captured, and why."""
     warnings.warn(
         f"steps are taken one by one, not captured, which is slower: {why}; `capture=False` says the same",
-        stacklevel=4,
+        stacklevel=5,  # where `train` is called
     )

@@ -2,13 +2,14 @@
 
 No rule of averaging can promise that: a peer that sends plausible, slowly alternating drift beats every robust
 average. So user 0 also keeps a shadow, the same model trained alone, at the price of one more own gradient a
-step. Every so often the two are compared on held-out examples; where the collaborative track is significantly
+step. Every so often the two are compared on held-out examples; where the collaborative learner is significantly
 worse it restarts from the shadow and listens to nobody for a while, twice as long each time. What is served is
 the better of the two.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,15 +18,16 @@ from typing import Any
 from torch import nn
 
 from coterie.evaluation.evaluate import losses
-from coterie.learners.learner import Track
+from coterie.learners.learner import Learner
+from coterie.recording.result import GuardCheck, GuardDecision
 from coterie.users.examples import Examples
 from coterie.users.user import Loss
 
-ENOUGH = 100
+MIN_HELD_OUT = 100
 """How many held-out examples a guard needs by default: with fewer it would mostly judge noise."""
 
-WORSE = 2.0
-"""By how many standard errors the collaborative track must be worse to be restarted."""
+WORSE_BY_ERRORS = 2.0
+"""By how many standard errors the collaborative learner must be worse to be restarted."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,13 @@ class Guard:
     """A shadow trained alone, and the comparison with it.
 
     Args:
-        shadow: a track of the same model, optimizer and batches that follows `Alone`.
+        shadow: a learner of the same model, optimizer and batches that follows `Alone`.
         loss: the mean loss of a batch from (output, target).
         held_out: the examples to compare on.
         every: the steps between comparisons.
     """
 
-    def __init__(self, shadow: Track, loss: Loss, held_out: Examples, every: int) -> None:
+    def __init__(self, shadow: Learner, loss: Loss, held_out: Examples, every: int) -> None:
         self.shadow, self.loss, self.held_out, self.every = shadow, loss, held_out, every
         self.restarts = 0
 
@@ -64,17 +66,44 @@ class Guard:
         error = float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else math.inf
         return Comparison(float(change.mean()), error, float(theirs.mean()))
 
-    def check(self, track: Track) -> Comparison:
-        """Compare the collaborative track with the shadow, and restart it where it is significantly worse."""
-        found = self.compare(track.model, self.shadow.model)
-        self.shadow.consider(found.alone)
-        if not found.difference <= WORSE * found.error:  # a loss that is not a number is worse
-            self.restart(track)
-        return found
+    def check(self, learner: Learner) -> GuardCheck:
+        """Compare the collaborative learner with the shadow, and restart it where it is significantly worse."""
+        compared = self.compare(learner.model, self.shadow.model)
+        self.shadow.consider(compared.alone)
+        if not compared.difference <= WORSE_BY_ERRORS * compared.error:  # a loss that is not a number is worse
+            self.restart(learner)
+        return GuardCheck(
+            alone_loss=compared.alone,
+            difference=compared.difference,
+            error=compared.error,
+            restarts=self.restarts,
+        )
 
-    def restart(self, track: Track) -> None:
-        """Let the track go on from the shadow, listening to nobody for twice as long as the last time."""
-        track.restart_from(self.shadow, listens_from=track.step + self.every * 2**self.restarts)
+    def decide(
+        self, model: nn.Module, best: dict[str, Any]
+    ) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
+        """Return the better of a model and the best of the shadow, what it was the best of, and the decision.
+
+        Args:
+            model: the collaborative model.
+            best: what it was the best of, from `Learner.best`.
+        """
+        if not self.shadow.best:
+            return model, best, None
+        alone = copy.deepcopy(self.shadow.model)
+        alone.load_state_dict(self.shadow.best["model"])
+        compared = self.compare(model, alone)
+        keep_alone = not best or self.shadow.best["loss"] < best["loss"]
+        decision = GuardDecision(
+            served="alone" if keep_alone else "collaborative",
+            difference=compared.difference,
+            error=compared.error,
+        )
+        return (alone, self.shadow.best, decision) if keep_alone else (model, best, decision)
+
+    def restart(self, learner: Learner) -> None:
+        """Let the learner go on from the shadow, listening to nobody for twice as long as the last time."""
+        learner.restart_from(self.shadow, listens_from=learner.step + self.every * 2**self.restarts)
         self.restarts += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs as they go together: each with its track and record, all taking the steps of one program."""
+"""The loop of many runs: each has its own learner and record, and all take the steps of one program."""
 
 from __future__ import annotations
 
@@ -6,109 +6,101 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from coterie.choosing import Chooser, chooser_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.evaluate import scores
-from coterie.evaluation.metrics import Metric
-from coterie.learners.program import Listening, Member, Program
-from coterie.learners.spec import Problem
+from coterie.learners.program import Program
+from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
-from coterie.methods.rounds import Method
 from coterie.recording.configuration import Configuration
 from coterie.recording.progress import Show
 from coterie.recording.record import Record
 from coterie.recording.result import Point
-from coterie.rules import Alone, Rule
-from coterie.training.loop import TrainingState
-from coterie.training.run import Callback, Run, Step
-from coterie.training.train import costs_of, track_of
+from coterie.rules import Alone
+from coterie.training.loop import TrainingLoop
+from coterie.training.run import Run, Stopped
+from coterie.training.setup import costs_of, learner_of
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class ReadyRun:
     """A run before its first step.
 
     Args:
-        place: its place among those wanted.
-        problem: what it learns, from whom, and how.
-        rule: how gradients become its direction.
+        place: its place among the runs asked for.
+        spec: the run, prepared; its rule is the one to follow, once it is chosen.
         engine: over its users, with a model like its own.
         configuration: what its record begins with.
-        callbacks: called after every step.
-        why: why it cannot take part in a program, or None.
+        why_by_itself: why it cannot take part in a program, or None.
     """
 
     place: int
-    problem: Problem
-    rule: Rule | Chooser | Method
+    spec: RunSpec
     engine: InProcess
     configuration: Configuration
-    callbacks: Sequence[Callback]
-    why: str | None
+    why_by_itself: str | None
 
-    def state(self, metrics: Mapping[str, Metric] | None) -> TrainingState:
-        """Return the run as it goes, for which somebody else steps the optimizer."""
-        p = self.problem
-        costs = costs_of(p.me, self.engine.names, self.configuration.peers, p.batch_size)
-        rule = Alone() if isinstance(self.rule, Chooser) or chooser_for(self.rule) else self.rule
-        track = track_of(replace(p, scheduler=None), rule, self.engine, costs)
-        state = TrainingState(track, p.loss, p.me, metrics, None)
-        state.record = Record(self.configuration)
-        return state
+    def loop(self, *, follows: bool = True) -> TrainingLoop:
+        """Return its loop, of which the program takes the steps; without the rule where that is not chosen."""
+        costs = costs_of(self.spec, self.engine.names, self.configuration.peers)
+        rule = self.spec.rule if follows else Alone()
+        learner = learner_of(replace(self.spec, scheduler=None), rule, self.engine, costs)
+        loop = TrainingLoop(self.spec, learner, self.spec.hooks)
+        loop.begin(Record(self.configuration))
+        return loop
 
-    def not_begun(self, metrics: Mapping[str, Metric] | None) -> Run:
+    def not_started(self) -> Run:
         """Return the run as Ctrl-C left it: with no step taken."""
-        state = self.state(metrics)
-        state.evaluate()
-        return state.finish("Ctrl-C", 0.0)
+        loop = self.loop(follows=False)
+        loop.evaluate()
+        return loop.finish(Stopped.CTRL_C, 0.0)
 
 
-class Together:
+class ManyLoop:
     """Runs that take the steps of one program.
 
     Args:
-        begun: the runs.
-        metrics: by name, functions of (outputs, targets) over a whole set.
-        every: steps between evaluations.
+        ready: the runs; they have steps and evaluations in common.
     """
 
-    def __init__(self, begun: Sequence[Begun], metrics: Mapping[str, Metric] | None, every: int) -> None:
-        self.began, self.every, self.metrics = time.monotonic(), every, metrics
-        alike: dict[Any, list[Begun]] = {}
-        for each in begun:
-            alike.setdefault(_setting(each.problem), []).append(each)
-        self.begun = [each for some in alike.values() for each in some]
-        self.states = [each.state(metrics) for each in self.begun]
-        for state in self.states:
-            record, how = state.record, f"one program of {len(begun)}"
-            record.configuration = replace(record.configuration, runs=how)
-        x = torch.stack([state.track.x for state in self.states])
-        stack = Stack(x, [(some[0].problem, len(some)) for some in alike.values()])
-        for state, row in zip(self.states, x, strict=True):
-            state.track.x = state.track.parameters.share(row)
-        members = [Member(each.problem, cast("Listening", each.rule)) for each in self.begun]
-        self.program = Program(self.begun[0].engine.copies(), members, stack)
+    def __init__(self, ready: Sequence[ReadyRun]) -> None:
+        self.began = time.monotonic()
+        alike: dict[Any, list[ReadyRun]] = {}
+        for each in ready:
+            alike.setdefault(_setting(each.spec), []).append(each)
+        together = f"one program of {len(ready)}"
+        self.ready = [
+            replace(each, configuration=replace(each.configuration, runs=together))
+            for some in alike.values()
+            for each in some
+        ]
+        self.steps, self.every = ready[0].spec.steps, ready[0].spec.every
+        self.loops = [each.loop() for each in self.ready]
+        x = torch.stack([loop.learner.x for loop in self.loops])
+        stack = Stack(x, [(some[0].spec, len(some)) for some in alike.values()])
+        for loop, row in zip(self.loops, x, strict=True):
+            loop.learner.x = loop.learner.parameters.share(row)
+        self.program = Program(self.ready[0].engine.copies(), [each.spec for each in self.ready], stack)
         self.losses = torch.zeros_like(self.program.own_loss)
-        self.running = set(range(len(begun)))
+        self.running = set(range(len(ready)))
         self.runs: dict[int, Run] = {}
 
     def train(self, interrupted: Callable[[], bool], show: Show) -> tuple[dict[int, Run], bool]:
         """Take all steps; return the runs by place, less those that failed, and whether Ctrl-C was pressed."""
-        steps, stopped = self.begun[0].problem.steps, False
+        stopped = False
         self._evaluate()
-        while self.program.step < steps and self.running and not stopped:
+        while self.program.step < self.steps and self.running and not stopped:
             self.program.advance()
             self.losses += self.program.own_loss
-            due = self.program.step % self.every == 0 or self.program.step == steps
+            due = self.program.step % self.every == 0 or self.program.step == self.steps
             points = self._evaluate() if due else {}
-            self._call(points)
+            self._call_hooks(points)
             show(self.program.step, float(self.program.own_loss.mean()) if due else math.nan, math.nan, None)
             stopped = interrupted()
-        self._finish(self.running, "Ctrl-C" if stopped else None)
+        self._finish(self.running, Stopped.CTRL_C if stopped else None)
         return self.runs, stopped
 
     def _evaluate(self) -> dict[int, Point]:
@@ -119,49 +111,47 @@ class Together:
         losses = (self.losses / since).tolist()
         self.losses.zero_()
         for run in sorted(self.running):
-            state = self._at_step(run)
-            state.losses = [losses[run]] if program.step else []
-            found = scores(*held_out[run], state.loss, self.metrics) if run in held_out else None
-            points[run] = state.evaluate(found)
+            loop = self._at_step(run)
+            loop.losses = [losses[run]] if program.step else []
+            spec = self.ready[run].spec
+            validation = scores(*held_out[run], spec.loss, spec.metrics) if run in held_out else None
+            points[run] = loop.evaluate(validation)
         return points
 
-    def _at_step(self, run: int) -> TrainingState:
-        """Return the state of a run, brought up to the program's step."""
-        state, step = self.states[run], self.program.step
-        state.track.step, state.track.state = step, self.program.state(run)
-        return state
+    def _at_step(self, run: int) -> TrainingLoop:
+        """Return the loop of a run, brought up to the program's step."""
+        loop = self.loops[run]
+        loop.learner.step, loop.learner.state = self.program.step, self.program.state(run)
+        return loop
 
     def _drop_failed(self) -> None:
         self.running -= {run for run, failed in enumerate(self.program.failed()) if failed}
 
-    def _call(self, points: Mapping[int, Point]) -> None:
-        """Tell the callbacks of this step, and end the runs for which one returns True."""
-        called = [run for run in sorted(self.running) if self.begun[run].callbacks]
+    def _call_hooks(self, points: Mapping[int, Point]) -> None:
+        """Tell the hooks of this step, and end the runs for which one returns True."""
+        called = [run for run in sorted(self.running) if self.ready[run].spec.hooks]
         own_loss = self.program.own_loss.tolist() if called else []
         for run in called:
-            weight, model = self.program.weight(run), self.states[run].track.model
-            told = Step(self.program.step, own_loss[run], weight, {}, points.get(run), model)
-            if [callback for callback in self.begun[run].callbacks if callback(told) is True]:
-                self._finish({run}, "a callback")
+            loop = self._at_step(run)
+            if loop.hooks.step(loop.step_of(own_loss[run], {}, points.get(run))):
+                self._finish({run}, Stopped.HOOK)
 
-    def _finish(self, runs: set[int], stopped: str | None) -> None:
+    def _finish(self, runs: set[int], stopped: Stopped | None) -> None:
         """End runs that have not failed."""
         self._drop_failed()
-        share = (time.monotonic() - self.began) / len(self.begun)
+        share = (time.monotonic() - self.began) / len(self.ready)
         for run in sorted(runs & self.running):
-            state = self._at_step(run)
-            costs, asked = state.track.costs, list(state.track.rule.weights(state.track.engine.names))
-            sent, times = state.track.x.numel(), self.program.step
-            costs.compute([costs.me, *asked], times=times)
-            costs.exchange(asked, down=sent, up=sent, times=times)
-            self.runs[self.begun[run].place] = state.finish(stopped, share)
+            loop = self._at_step(run)
+            asked = list(loop.learner.rule.weights(loop.learner.engine.names))
+            loop.learner.count(asked, steps=self.program.step)
+            self.runs[self.ready[run].place] = loop.finish(stopped, share)
             self.running.discard(run)
 
 
-def _setting(problem: Problem) -> tuple[Any, ...]:
+def _setting(spec: RunSpec) -> tuple[Any, ...]:
     """Return what runs must have in common to share an optimizer and its scheduler."""
-    names = {id(p): name for name, p in problem.model.named_parameters()}
-    groups = problem.optimizer.param_groups
+    names = {id(p): name for name, p in spec.model.named_parameters()}
+    groups = spec.made_optimizer.param_groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     held = tuple(tuple(names[id(p)] for p in group["params"]) for group in groups)
-    return type(problem.optimizer), str(options), held, id(problem.scheduler)
+    return type(spec.made_optimizer), str(options), held, id(spec.scheduler)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import TypeAlias
 
 from torch import nn
 
@@ -15,9 +15,18 @@ from coterie.reporting.summary import summary
 from coterie.rules import State
 
 
+class Stopped(StrEnum):
+    """What ended a run before its last step."""
+
+    CTRL_C = "Ctrl-C"
+    HOOK = "a hook"
+    NOT_FINITE = "a non-finite gradient"
+    PEER_LOST = "a lost peer"
+
+
 @dataclass(frozen=True)
 class Step:
-    """What a callback is told after a step.
+    """What hooks are told of a step.
 
     Args:
         step: how many steps are done.
@@ -26,6 +35,8 @@ class Step:
         left_out: the peers left out of this step, each with the reason.
         point: what was recorded after this step, where something was.
         model: the model as it is now.
+        best_loss: the least validation loss so far, where something is held out.
+        tau: gives each peer's share of the peers' weight, by name.
     """
 
     step: int
@@ -34,10 +45,8 @@ class Step:
     left_out: Mapping[str, str]
     point: Point | None
     model: nn.Module
-
-
-Callback: TypeAlias = Callable[[Step], object]
-"""Called after every step; training stops when it returns True."""
+    best_loss: float | None = None
+    tau: Callable[[], Mapping[str, float]] = dict
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Run:
         step: how many steps were taken.
         best_step: the step that `model` is of.
         test: loss and metrics on user 0's test set, looked at once, when the run has ended; else empty.
-        stopped: what ended the run early ("Ctrl-C", "a callback", "a non-finite gradient"), or None.
+        stopped: what ended the run early, or None.
         models: the last personal model of every user, by name, where a method makes them for all.
     """
 
@@ -61,7 +70,7 @@ class Run:
     step: int
     best_step: int
     test: Mapping[str, float]
-    stopped: str | None = None
+    stopped: Stopped | None = None
     models: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""The steps of one track with all that can be known beforehand in tables, and the rest the same work every time."""
+"""The steps of one learner: what is known beforehand lies in tables, the rest is the same work every time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.capabilities import require
-from coterie.learners.learner import Track
+from coterie.learners.learner import Learner
 from coterie.rules import Alone, Capturable, State
 
 
@@ -28,21 +28,21 @@ class Saved:
     rates: list[Any]
 
 
-class Foreseen:
-    """A track whose next steps are foreseen: for each a row of indices of examples and one of knobs and step sizes.
+class StepTables:
+    """The next steps of a learner: for each a row of indices of examples, and one of knobs and step sizes.
 
     Args:
-        track: one that `why_not` has nothing against.
+        learner: one for which `why_not_captured` returns None.
     """
 
-    def __init__(self, track: Track) -> None:
-        self.track, self.engine = track, require(track.engine, "capture", "a captured step")
-        self.device = track.x.device
-        self.scheduler = None if isinstance(track.scheduler, ReduceLROnPlateau) else track.scheduler
+    def __init__(self, learner: Learner) -> None:
+        self.learner, self.engine = learner, require(learner.engine, "capture", "a captured step")
+        self.device = learner.x.device
+        self.scheduler = None if isinstance(learner.scheduler, ReduceLROnPlateau) else learner.scheduler
         self.counter = torch.zeros(1, dtype=torch.long, device=self.device)  # the row of the next step
-        self.total = track.x.new_zeros(())  # of all directions: not finite if a gradient is not
-        self.indices, self.numbers = self.counter.new_zeros(0, 0), track.x.new_zeros(0, 0)
-        self.losses = track.x.new_zeros(0)
+        self.total = learner.x.new_zeros(())  # of all directions: not finite if a gradient is not
+        self.indices, self.numbers = self.counter.new_zeros(0, 0), learner.x.new_zeros(0, 0)
+        self.losses = learner.x.new_zeros(0)
         self.first = -1  # the step of the first row
         self.names: tuple[str, ...] = ("",)  # the peers asked
         self.next: Tensor | None = None  # the indices after these
@@ -55,27 +55,27 @@ class Foreseen:
     @property
     def listens(self) -> bool:
         """Whether the peers are asked."""
-        return self.track.step >= self.track.listens_from
+        return self.learner.step >= self.learner.listens_from
 
     @property
     def rule(self) -> Capturable:
-        """The rule, or that of a track that listens to nobody for a while."""
-        return cast("Capturable", self.track.rule) if self.listens else Alone()
+        """The rule, or that of a learner that listens to nobody for a while."""
+        return cast("Capturable", self.learner.rule) if self.listens else Alone()
 
     def known(self, most: int) -> int:
         """Return for how many of the next steps, at most so many, the tables can hold what they need."""
-        track = self.track
-        if not track.step or not self.rule.repeats(track.state):
+        learner = self.learner
+        if not learner.step or not self.rule.repeats(learner.state):
             return 0  # in the first step of all an optimizer makes what it remembers
         self.weights = self.rule.weights(self.engine.names)
         self._draw()
-        known = min(most, self.first + len(self.indices) - track.step)
-        return known if self.listens else min(known, track.listens_from - track.step)
+        known = min(most, self.first + len(self.indices) - learner.step)
+        return known if self.listens else min(known, learner.listens_from - learner.step)
 
     def fill(self, n: int) -> None:
         """Put what n steps need in the tables, and let the schedule of step sizes run ahead."""
-        track, state, rows = self.track, self.track.state, []
-        groups = track.optimizer.param_groups
+        learner, state, rows = self.learner, self.learner.state, []
+        groups = learner.optimizer.param_groups
         self.rates = []
         for _ in range(n):
             knobs, plain = self.rule.next_knobs(state)
@@ -85,59 +85,57 @@ class Foreseen:
             if self.scheduler is not None:
                 self.scheduler.step()
         self._remember(state)
-        numbers, row = torch.tensor(rows, dtype=track.x.dtype).reshape(n, -1), track.step - self.first
+        numbers, row = torch.tensor(rows, dtype=learner.x.dtype).reshape(n, -1), learner.step - self.first
         if self.numbers.shape != (len(self.indices), numbers.shape[1]):
-            self.numbers = track.x.new_zeros(len(self.indices), numbers.shape[1])
+            self.numbers = learner.x.new_zeros(len(self.indices), numbers.shape[1])
         self.numbers[row : row + n].copy_(numbers)
         self.counter.fill_(row)
         self.total.zero_()
-        _make_capturable(track)
+        _make_capturable(learner)
 
     def step(self, taken: int) -> None:
         """Take one step, by what the tables say for it; it is that many steps after the block's first."""
-        track, rule = self.track, self.rule
+        learner, rule = self.learner, self.rule
         numbers = self.numbers.index_select(0, self.counter)[0].unbind()
         drawn = self.indices.index_select(0, self.counter)[0]
-        g = self.engine.gradients_of(track.x, drawn, self.weights, rows=rule.needs_rows)
-        direction, state = rule.with_knobs(dict(zip(self.knobs, numbers, strict=False)))(g, track.state)
+        g = self.engine.gradients_of(learner.x, drawn, self.weights, rows=rule.needs_rows)
+        direction, state = rule.with_knobs(dict(zip(self.knobs, numbers, strict=False)))(g, learner.state)
         for key, tensor in self.memory.items():
             if key in state:
                 tensor.copy_(state[key])
         self.total.add_(direction.sum())
-        track.parameters.set_gradient(direction)
         with self._step_sizes(self.rates[taken], numbers[len(self.knobs) :]):
-            track.optimizer.step()
+            learner.optimize(direction)
         self.losses.index_copy_(0, self.counter, cast("Tensor", g.own_loss).reshape(1))
         self.counter.add_(1)
 
     def draw_ahead(self, n: int) -> None:
         """Draw what the tables will hold next, once n steps take longer than that, or it is due after them."""
         end = self.first + len(self.indices)
-        if self.next is None and (self.track.step + n == end or n >= len(self.indices) // 4):
+        if self.next is None and (self.learner.step + n == end or n >= len(self.indices) // 4):
             self.next = self.engine.indices(self.names, end)
 
     def count(self, n: int) -> list[float]:
-        """Let the track know that it has taken n steps; return user 0's loss in each."""
-        track, names, row = self.track, list(self.weights), self.track.step - self.first
+        """Let the learner know that it has taken n steps; return user 0's loss in each."""
+        learner, names, row = self.learner, list(self.weights), self.learner.step - self.first
         losses: list[float] = self.losses[row : row + n].tolist()
-        track.state, track.step = self.after, track.step + n
-        track.costs.compute([track.costs.me, *names], times=n)
-        track.costs.exchange(names, down=track.x.numel(), up=track.x.numel(), times=n)
+        learner.state, learner.step = self.after, learner.step + n
+        learner.count(names, steps=n)
         return losses
 
     def save(self) -> Saved:
         """Return what a block changes, as it is before it."""
-        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.track.state.items()}
+        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.learner.state.items()}
         schedule = None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
-        rates = [group["lr"] for group in self.track.optimizer.param_groups]
+        rates = [group["lr"] for group in self.learner.optimizer.param_groups]
         return Saved([tensor.clone() for tensor in self._changed()], state, schedule, rates)
 
     def restore(self, saved: Saved) -> None:
         """Undo a block."""
-        self.track.state = saved.state
+        self.learner.state = saved.state
         for tensor, value in zip(self._changed(), saved.tensors, strict=True):
             tensor.copy_(value)
-        for group, rate in zip(self.track.optimizer.param_groups, saved.rates, strict=True):
+        for group, rate in zip(self.learner.optimizer.param_groups, saved.rates, strict=True):
             group["lr"] = rate
         if self.scheduler is not None and saved.schedule is not None:
             self.scheduler.load_state_dict(saved.schedule)
@@ -147,13 +145,13 @@ class Foreseen:
         tensors = (*self._changed(), *self.memory.values(), self.indices, self.numbers, self.losses)
         settings = [
             {key: value for key, value in group.items() if key != "params" and not (key == "lr" and self.scheduler)}
-            for group in self.track.optimizer.param_groups
+            for group in self.learner.optimizer.param_groups
         ]
         return [t.data_ptr() for t in tensors], self.weights, self.listens, self.knobs, str(settings)
 
     def _draw(self) -> None:
         """Let the tables hold the examples of the next step."""
-        step, names = self.track.step, tuple(self.weights)
+        step, names = self.learner.step, tuple(self.weights)
         end = self.first + len(self.indices)
         if names == self.names and self.first <= step < end:
             return
@@ -162,43 +160,43 @@ class Foreseen:
         if self.indices.shape == drawn.shape:
             self.indices.copy_(drawn)  # where a graph looks for it
         else:
-            self.indices, self.losses = drawn.to(self.device), self.track.x.new_zeros(len(drawn))
+            self.indices, self.losses = drawn.to(self.device), self.learner.x.new_zeros(len(drawn))
         self.first, self.names, self.next = step, names, None
 
     def _remember(self, after: Mapping[str, Any]) -> None:
         """Let the rule's tensors lie where the steps look for them, and note its state after the block."""
-        for key, value in self.track.state.items():
+        for key, value in self.learner.state.items():
             if isinstance(value, Tensor) and key in self.memory and self.memory[key].shape == value.shape:
                 self.memory[key].copy_(value)
             elif isinstance(value, Tensor):
                 self.memory[key] = value.clone()
-        self.track.state = {**self.track.state, **self.memory}
+        self.learner.state = {**self.learner.state, **self.memory}
         self.after = {**after, **self.memory}
 
     def _changed(self) -> list[Tensor]:
         """Return the parameters and what the optimizer remembers."""
-        states = self.track.optimizer.state.values()
-        return [self.track.x, *(v for state in states for v in state.values() if isinstance(v, Tensor))]
+        states = self.learner.optimizer.state.values()
+        return [self.learner.x, *(v for state in states for v in state.values() if isinstance(v, Tensor))]
 
     @contextlib.contextmanager
     def _step_sizes(self, numbers: Sequence[float], tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let the optimizer use the step sizes of this step; the schedule has run ahead."""
-        groups = self.track.optimizer.param_groups
+        groups = self.learner.optimizer.param_groups
         before = [dict(group) for group in groups]
         for group, rate in zip(groups, tensors if self.device.type == "cuda" else numbers, strict=False):
             group["lr"] = rate
-            if isinstance(rate, Tensor) and isinstance(self.track.optimizer, SGD):
+            if isinstance(rate, Tensor) and isinstance(self.learner.optimizer, SGD):
                 group["fused"], group["foreach"] = True, False  # which alone reads a step size on the device
         yield
         for group, was in zip(groups, before, strict=True):
             group.update(was)
 
 
-def _make_capturable(track: Track) -> None:
+def _make_capturable(learner: Learner) -> None:
     """Let an optimizer count its steps on the device."""
-    if track.x.is_cuda and not isinstance(track.optimizer, SGD):
-        track.optimizer._warned_capturable_if_run_uncaptured = True  # single steps beside captured ones are meant
-        for group in track.optimizer.param_groups:
+    if learner.x.is_cuda and not isinstance(learner.optimizer, SGD):
+        learner.optimizer._warned_capturable_if_run_uncaptured = True  # single steps beside captured ones are meant
+        for group in learner.optimizer.param_groups:
             group["capturable"] = True
-        for parameter, state in track.optimizer.state.items():
+        for parameter, state in learner.optimizer.state.items():
             state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, Tensor)})

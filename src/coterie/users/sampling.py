@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,78 @@ def draw(streams: Sequence[int], sizes: Sequence[int], batch: int, steps: Sequen
     length = np.array(sizes)[:, None]
     indices = ((position + uniform) * (length / batch)).astype(np.int64)
     return torch.from_numpy(np.minimum(indices, length - 1))  # rounding may reach the end of a slice
+
+
+MAX_STEPS_AHEAD = 64
+"""For how many steps indices are computed at a time, at most; what they are does not depend on it."""
+
+
+@dataclass(frozen=True)
+class BatchStream:
+    """One user's batches under one seed, step after step.
+
+    Args:
+        key: of the random stream, from `random_key`.
+        n: how many examples the user has.
+        size: how many of them a batch has.
+        first: where the user's examples begin in a pool of examples.
+    """
+
+    key: int
+    n: int
+    size: int
+    first: int = 0
+
+
+class IndexTable:
+    """The examples that several users draw, a row for each step. This is where indices of batches are drawn.
+
+    Args:
+        streams: the users' batches.
+        places: the column where each user's batch begins; one after the other when None.
+        filled: the row before anything is drawn, which says what stands in columns that are nobody's.
+        max_entries: how many indices are computed at a time, at most.
+
+    Example:
+        >>> all_of_both = [BatchStream(random_key(0, "a"), 3, 3), BatchStream(random_key(0, "b"), 2, 2, first=3)]
+        >>> IndexTable(all_of_both).row(7)
+        tensor([0, 1, 2, 3, 4])
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[BatchStream],
+        places: Sequence[int] | None = None,
+        filled: Tensor | None = None,
+        *,
+        max_entries: int = 2**18,
+    ) -> None:
+        ends = np.cumsum([0, *(stream.size for stream in streams)]).tolist()
+        self._filled = torch.zeros(ends[-1], dtype=torch.int64) if filled is None else filled
+        self._ahead = max(1, min(MAX_STEPS_AHEAD, max_entries // max(1, len(self._filled))))
+        self._sizes: list[tuple[list[BatchStream], Tensor, Tensor]] = []
+        begins = ends[:-1] if places is None else places
+        for size in sorted({stream.size for stream in streams if stream.size}):
+            same = [(stream, begin) for stream, begin in zip(streams, begins, strict=True) if stream.size == size]
+            alike, at = zip(*same, strict=True)
+            columns = (torch.tensor(at)[:, None] + torch.arange(size)).flatten()
+            self._sizes.append((list(alike), columns, torch.tensor([stream.first for stream in alike])[:, None]))
+        self._block: tuple[int, Tensor] | None = None
+
+    def block(self, step: int) -> Tensor:
+        """Return the rows of a step and of some after it."""
+        steps = range(step, step + self._ahead)
+        rows = self._filled.repeat(len(steps), 1)
+        for alike, columns, first in self._sizes:
+            drawn = draw([s.key for s in alike], [s.n for s in alike], alike[0].size, steps) + first
+            rows[:, columns] = drawn.flatten(1)
+        return rows
+
+    def row(self, step: int, device: torch.device | None = None) -> Tensor:
+        """Return the row of a step, from a block that is kept on the device."""
+        if self._block is None or not self._block[0] <= step < self._block[0] + len(self._block[1]):
+            self._block = step, self.block(step).to(device)
+        return self._block[1][step - self._block[0]]
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴/φ, SplitMix64's increment

@@ -89,7 +89,7 @@ def test_training_passes_so_and_evaluation_in_full_precision() -> None:
         EVERYONE[1:],
         coterie.BiasCorrection(0.5, 0.1),
         forward_options=forward_options,
-        callbacks=[note],
+        hooks=[note],
         **options,
     )
     assert seen == {(True, True, True), (False, False, False)}

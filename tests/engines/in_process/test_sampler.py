@@ -7,7 +7,8 @@ import torch
 from tests.support.counting import Lazy, counting
 
 import coterie
-from coterie.engines.in_process.sampler import MAX_STEPS_AHEAD, BatchSampler
+from coterie.engines.in_process.sampler import BatchSampler
+from coterie.users.sampling import MAX_STEPS_AHEAD
 
 
 @pytest.mark.parametrize("sizes", [(20, 20, 20), (20, 7, 33), (3, 100, 8)])

@@ -325,7 +325,7 @@ class Cluster:
             os.write(self.write, bytes([step.step]))
             time.sleep(0.01)
 
-        settings = {"out": self.out, "resume": True, "checkpoint_every": 4, "callbacks": [tell]}
+        settings = {"out": self.out, "resume": True, "checkpoint_every": 4, "hooks": [tell]}
         try:
             run = trained(engine, self.model(), coterie.BiasCorrection(0.8, 0.1), **settings)
         except PeerLost as error:

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from coterie.errors import DataError
 from coterie.users.examples import Examples, InMemory
-from coterie.users.sampling import draw, random_key
+from coterie.users.sampling import BatchStream, IndexTable, random_key
 from coterie.users.user import User
-
-MAX_STEPS_AHEAD = 64
-"""For how many steps indices are computed at a time; the indices do not depend on it."""
 
 MAX_KEPT_SELECTIONS = 4
 """For how many selections of peers indices are kept; a method may ask all users and user 0 alone in turn."""
@@ -94,7 +91,7 @@ class BatchSampler:
         self._pool: InMemory | None = None
         self._offsets: dict[str, int] = {}
         self._groups: dict[tuple[str, ...], list[_Group]] = {}
-        self._indices: dict[tuple[str, ...], tuple[int, Tensor]] = {}
+        self._tables: dict[tuple[str, ...], IndexTable] = {}
         held = [user.examples for user in self.users.values() if isinstance(user.examples, InMemory)]
         if len(held) == len(self.users):
             self._pool = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held]))
@@ -107,7 +104,7 @@ class BatchSampler:
     def with_batch_size(self, size: int) -> BatchSampler:
         """Return the same users, on the same memory, with batches of another size."""
         other = copy.copy(self)
-        other.batch_size, other._groups, other._indices = size, {}, {}
+        other.batch_size, other._groups, other._tables = size, {}, {}
         return other
 
     def one(self, name: str, step: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +115,7 @@ class BatchSampler:
         """Return user 0's batch at a step, and those of these peers, grouped by size."""
         if self._pool is None:
             return self.one(self.me.name, step), [self._read(group, step) for group in self._grouped(names)[1:]]
-        return self.at(names, self._indices_at(names, step))
+        return self.at(names, self._table(names).row(step, self.device))
 
     @property
     def in_memory(self) -> bool:
@@ -127,10 +124,7 @@ class BatchSampler:
 
     def indices(self, names: tuple[str, ...], step: int) -> Tensor:
         """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
-        groups = self._grouped(names)
-        total = sum(group.size * len(group.users) for group in groups)
-        steps = range(step, step + max(1, min(MAX_STEPS_AHEAD, 2**18 // total)))
-        return torch.cat([self._rows_of_pool(group, steps) for group in groups], dim=1)
+        return self._table(names).block(step)
 
     def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
         """Return user 0's batch, and those of these peers, from a row of `indices`."""
@@ -154,20 +148,19 @@ class BatchSampler:
         self._groups[names] = [own, *peers]
         return self._groups[names]
 
-    def _indices_at(self, names: tuple[str, ...], step: int) -> Tensor:
-        """Return the rows of the pool that a step's batches are, from a block computed ahead."""
-        first, block = self._indices.get(names, (step, None))
-        if block is None or not first <= step < first + len(block):
-            first, block = step, self.indices(names, step).to(self.device)
-            if len(self._indices) >= MAX_KEPT_SELECTIONS:
-                self._indices.clear()
-            self._indices[names] = first, block
-        return block[step - first]
-
-    def _rows_of_pool(self, group: _Group, steps: range) -> Tensor:
-        streams = [random_key(self.seed, user.name) for user in group.users]
-        drawn = draw(streams, [len(user) for user in group.users], group.size, steps)
-        return (drawn + torch.tensor([self._offsets[user.name] for user in group.users])[:, None]).flatten(1)
+    def _table(self, names: tuple[str, ...]) -> IndexTable:
+        """Return the rows of the pool that user 0 and these peers draw."""
+        if names not in self._tables:
+            if len(self._tables) >= MAX_KEPT_SELECTIONS:
+                self._tables.clear()
+            self._tables[names] = IndexTable(
+                [
+                    BatchStream(random_key(self.seed, user.name), len(user), group.size, self._offsets[user.name])
+                    for group in self._grouped(names)
+                    for user in group.users
+                ]
+            )
+        return self._tables[names]
 
     def _read(self, group: _Group, step: int) -> Batches:
         inputs, targets = zip(*(self.one(user.name, step) for user in group.users), strict=True)

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.many_runs import from_disk, my_loss
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import coterie
 from coterie.gradients.parameters import Parameters
 from coterie.learners.side_by_side import ELEMENTWISE, Batched, OneByOne, side_by_side, why_one_by_one
-from coterie.learners.spec import Problem
+from coterie.learners.spec import RunSpec
 
 Users = Callable[..., list[coterie.User]]
 
@@ -34,13 +35,13 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def problem(users: list[coterie.User], model: nn.Module, **changed: Any) -> Problem:
+def problem(users: list[coterie.User], model: nn.Module, **changed: Any) -> RunSpec:
     settings: dict[str, Any] = {
         "optimizer": torch.optim.Adam(model.parameters(), lr=0.03),
         "steps": 6,
         "batch_size": 4,
     } | changed
-    return Problem(model, settings.pop("loss", cross_entropy), users[0], tuple(users[1:]), **settings)
+    return RunSpec(model, settings.pop("loss", cross_entropy), users[0], users[1:], **settings)
 
 
 def folds(n: int, count: int = 3) -> Tensor:
@@ -124,19 +125,8 @@ def test_runs_may_start_anywhere_and_groups_of_parameters_are_kept(make_users: U
         together.advance(some_weights(3, 3))
         apart.advance(some_weights(3, 3))
     torch.testing.assert_close(together.x, apart.x, rtol=1e-9, atol=1e-12)
-    assert not posed.optimizer.state
+    assert not posed.made_optimizer.state
     assert torch.equal(Parameters(model).vector(), Parameters(network()).vector())  # what was passed is untouched
-
-
-def from_disk(user: coterie.User) -> coterie.User:
-    """Return a user whose examples are read when needed, not held in memory."""
-    held = torch.utils.data.TensorDataset(*user.examples.take(torch.arange(len(user))))
-    data: torch.utils.data.Dataset[Any] = torch.utils.data.ConcatDataset([held])
-    return coterie.User.from_dataset(user.name, data)
-
-
-def my_loss(output: Tensor, target: Tensor) -> Tensor:
-    return cross_entropy(output, target).sqrt()
 
 
 def test_what_cannot_be_one_program_goes_one_by_one_and_says_why(make_users: Users) -> None:

@@ -1,0 +1,56 @@
+"""Before the first step: a chooser chooses the rule, and the theory's constants are measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from coterie.choosing import Choice, chooser_for
+from coterie.choosing.measuring import before_training
+from coterie.engines.engine import Engine
+from coterie.errors import DataError
+from coterie.gradients.parameters import Parameters
+from coterie.learners.spec import RunSpec
+from coterie.methods.rounds import Method
+from coterie.recording.configuration import Configuration
+from coterie.rules import Alone, Rule
+
+MAX_GRADIENT_BYTES = 2**30
+"""How many bytes of peers' gradients may be held to measure constants that no knob waits for."""
+
+
+def choose(
+    spec: RunSpec, engine: Engine, configuration: Configuration, *, progress: bool | None
+) -> tuple[Rule | Method, Configuration]:
+    """Return the rule to follow, chosen now or before, and the configuration with the account of the choice."""
+    chooser = chooser_for(spec.rule)
+    if chooser is None:
+        return cast("Rule | Method", spec.rule), configuration
+    if not configuration.choice:
+        configuration = with_choice(configuration, chooser.choose(spec, engine, progress))
+    return chooser.rule_from(configuration.choice), configuration
+
+
+def with_choice(configuration: Configuration, choice: Choice) -> Configuration:
+    """Return a configuration with the account of a choice, and with the constants measured for it, if any."""
+    estimates = configuration.estimates if choice.estimates is None else choice.estimates.to_plain()
+    return replace(configuration, choice=dict(choice.account), estimates=estimates)
+
+
+def with_estimates(
+    configuration: Configuration, spec: RunSpec, engine: Engine, rule: Rule | Method
+) -> Configuration:
+    """Return a configuration with the constants at the start, or with why they are not measured."""
+    if configuration.estimates or configuration.not_measured:
+        return configuration
+    if isinstance(rule, Alone | Method) or not engine.capabilities.local:
+        return configuration  # elsewhere gradients may have a price
+    parameters = Parameters(spec.model)
+    held = len(engine.names) * parameters.size * parameters.dtype.itemsize
+    if held > MAX_GRADIENT_BYTES and not rule.needs_rows:
+        why = f"every peer's gradient at once would take {held / 2**30:.1f} GiB"
+        return replace(configuration, not_measured=why)
+    try:
+        return replace(configuration, estimates=before_training(engine, spec).to_plain())
+    except DataError as error:
+        return replace(configuration, not_measured=str(error))
