@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,12 @@ from coterie.benchmark.settings import BUDGET, RATES, Fixed, Setting
 from coterie.benchmark.tasks import SetTask
 from coterie.benchmark.tuning import Tuning
 from coterie.evaluation.evaluate import evaluate
+from coterie.learners.spec import RunSpec
 from coterie.registry import RunFacts
 from coterie.rules import Alone
 from coterie.training.many import train_many
-from coterie.training.train import train
+from coterie.training.setup import RunOptions
+from coterie.training.train import train, train_spec
 from coterie.users.examples import InMemory
 from coterie.users.user import User
 
@@ -66,15 +69,15 @@ def test_test_rows_influence_neither_preparation_nor_training() -> None:
 def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[User] = []
 
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        seen.append(args[2])
-        return train(*args, **kwargs)
+    def spy(spec: RunSpec, options: RunOptions) -> Any:
+        seen.append(spec.me)
+        return train_spec(spec, options)
 
-    def spy_many(*args: Any, **kwargs: Any) -> Any:
-        seen.extend(wanted.me for wanted in args[2])
-        return train_many(*args, **kwargs)
+    def spy_many(specs: Sequence[RunSpec], **options: Any) -> Any:
+        seen.extend(spec.me for spec in specs)
+        return train_many(specs, **options)
 
-    monkeypatch.setattr("coterie.benchmark.tuning.train", spy)
+    monkeypatch.setattr("coterie.benchmark.tuning.train_spec", spy)
     monkeypatch.setattr("coterie.benchmark.tuning.train_many", spy_many)
     task = make(people())
     tuned = Tuning(task, MODELS["linear"](3, 4), steps=2, batch_size=32, seed=0)
