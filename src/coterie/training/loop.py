@@ -238,7 +238,7 @@ class TrainingLoop:
         """Go on from a state; one of another run is a `CheckpointError`."""
         check_same_run(configuration, Configuration.from_plain(state["configuration"]), path)
         try:
-            self.learner.load_state_dict(state["learner" if "learner" in state else "track"])  # its earlier name
+            self.learner.load_state_dict(state["learner"])
             if self.guard is not None:
                 self.guard.load_state_dict(state["guard"])
         except (RuntimeError, ValueError) as error:
