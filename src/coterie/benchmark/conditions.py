@@ -20,7 +20,7 @@ the peers whose labels are wrong."""
 def honest(
     people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
 ) -> tuple[Population, tuple[str, ...]]:
-    """Leave everything as it is."""
+    """Leave the data as it is."""
     return people, ()
 
 
@@ -36,14 +36,14 @@ def wrong_labels(
 def permuted(
     people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
 ) -> tuple[Population, tuple[str, ...]]:
-    """Shuffle all examples among the users, each keeping its number: nobody differs, pooling is best."""
+    """Shuffle the examples among the users, each keeping its number: nobody differs, and pooling is best."""
     return replace(people, owners=rng.permutation(people.owners)), ()
 
 
 def stranger(
     people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
 ) -> tuple[Population, tuple[str, ...]]:
-    """Relabel user 0's examples, of training, validation and test alike, so that nobody resembles it."""
+    """Change user 0's labels, in training, validation and test alike: no peer resembles it, and alone is best."""
     return _relabelled(people, [me]), ()
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.benchmark.cells import Store, write
+from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.settings import BUDGET, PLAIN_RATES, RATES
 from coterie.benchmark.summary import HARMED, PLACE, SIGNIFICANT, overall, summary, table
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-MEANING = {
-    "honest": "The data as it is.",
-    "wrong-labels": "Half of the peers have wrong labels throughout.",
-    "permuted": "The examples are shuffled among the users, so that nobody differs: pooling is best.",
-    "stranger": "User 0's labels are exchanged, in training, validation and test alike: nobody resembles it, "
-    "and the best is to learn alone.",
-}
 
 
 def write_results(store: Store, out: Path) -> pd.DataFrame:
@@ -101,7 +95,9 @@ def _write_page(path: Path, store: Store, means: pd.DataFrame, totals: pd.DataFr
     for condition, part in means.groupby("condition", sort=False):
         rows = [{k: v for k, v in row.items() if k != "condition"} for row in _by_place(part)]
         figures = _figures(part)
-        sections.append(Section(f"Condition: {condition}", [MEANING.get(str(condition), "")], [rows], figures))
+        sections.append(
+            Section(f"Condition: {condition}", [inspect.getdoc(CONDITIONS[str(condition)]) or ""], [rows], figures)
+        )
     sections.append(
         Section("Everything", ["Seconds are of CPU time, of all settings tried."], [_everything(means)])
     )
