@@ -26,9 +26,10 @@ from coterie.evaluation import METRICS
 from coterie.methods import METHODS
 from coterie.registry import Registry, import_user_code
 from coterie.rules import RULES
+from coterie.training.trackers import TRACKERS
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
-REGISTRIES: tuple[Registry[Any], ...] = (RULES, METHODS, AGGREGATORS, SETS, METRICS)
+REGISTRIES: tuple[Registry[Any], ...] = (RULES, METHODS, AGGREGATORS, SETS, METRICS, TRACKERS)
 LOSS = nn.functional.cross_entropy
 RUNNER = CliRunner()
 
@@ -138,20 +139,44 @@ def coterie_command(folder: Path, *words: str) -> str:
 
 
 def test_the_command_line_trains_by_the_rule(folder: Path) -> None:
-    imports = ["--import", "own_rule.py", "--import", "own_metric"]  # a file, and a module in this folder
+    imports = [
+        "--import",
+        "own_rule.py",
+        "--import",
+        "own_tracker.py",
+        "--import",
+        "own_metric",
+    ]  # files and a module
     data = ["--data", "clinics/visits.csv", "--user-column", "clinic", "--target", "ill", "--me", "a"]
-    options = ["--rule", "clipped", "--knob", "limit=0.1", "--metric", "recall", "--steps", "20", "--out", "run"]
+    options = [
+        "--rule",
+        "clipped",
+        "--knob",
+        "limit=0.1",
+        "--metric",
+        "recall",
+        "--tracker",
+        "best",
+        "--steps",
+        "20",
+        "--out",
+        "run",
+    ]
     assert "Clipped(limit=0.1)" in coterie_command(folder, *imports, "train", *data, *options)
     record = coterie.Record.load(folder / "run" / "record.jsonl")
     assert record.configuration.rule == "Clipped(limit=0.1)"
     assert record.end is not None
     assert set(record.end.test) == {"loss", "accuracy", "recall"}
+    best = min(point.validation["loss"] for point in record.points)
+    assert (folder / "run" / "best.txt").read_text(encoding="utf-8") == f"{best:.6g} after 20 steps\n"
+    assert not (folder / "run" / "tensorboard").exists()
 
 
 def test_the_help_and_the_list_name_them(own: ModuleType) -> None:
     shown = " ".join(re.sub(r"[│\s]+", " ", RUNNER.invoke(app, ["train", "--help"]).output).split())
     assert "data-interpolation, clipped." in shown
     assert "rmse, recall." in shown
+    assert "tensorboard, best;" in shown
     listed = RUNNER.invoke(app, ["list", "aggregators"]).output
     assert "  bounded              Cut every row to a multiple of the median length, and average." in listed
 

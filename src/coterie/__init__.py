@@ -24,6 +24,7 @@ from coterie.rules import (
 from coterie.training.hooks import Hook
 from coterie.training.many import train_many
 from coterie.training.run import Run, Step
+from coterie.training.trackers import register_tracker
 from coterie.training.train import train
 from coterie.users import User
 
@@ -58,6 +59,7 @@ __all__ = [
     "register_method",
     "register_metric",
     "register_rule",
+    "register_tracker",
     "theory",
     "train",
     "train_many",

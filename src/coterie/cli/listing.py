@@ -14,12 +14,13 @@ class Kind(StrEnum):
     aggregators = "aggregators"
     sets = "sets"
     metrics = "metrics"
+    trackers = "trackers"
 
 
 def list_(
     kinds: Annotated[list[Kind] | None, typer.Argument(help="Which kinds; all when none is named.")] = None,
 ) -> None:
-    """List the rules, methods, aggregators, data sets and metrics by name, your own among them.
+    """List rules, methods, aggregators, data sets, metrics and trackers by name, your own among them.
 
     Example: coterie --import own.py list rules
     """
@@ -29,8 +30,9 @@ def list_(
     from coterie.methods import METHODS
     from coterie.registry import Registry
     from coterie.rules import RULES
+    from coterie.training.trackers import TRACKERS
 
-    all_registries: list[Registry[Any]] = [RULES, METHODS, AGGREGATORS, SETS, METRICS]
+    all_registries: list[Registry[Any]] = [RULES, METHODS, AGGREGATORS, SETS, METRICS, TRACKERS]
     registries = dict(zip(Kind, all_registries, strict=True))
     for kind in kinds or list(Kind):
         typer.echo(f"{kind.value}:")

@@ -15,11 +15,12 @@ from coterie.errors import KnobError
 from coterie.evaluation import METRICS
 from coterie.registry import Entry, FromRun, Registry
 from coterie.rules import RULES
+from coterie.training.trackers import TRACKERS
 
 CONTAINERS: dict[Any, Any] = {tuple: Sequence, list: Sequence, Sequence: Sequence, Mapping: Mapping, dict: Mapping}
 """What a knob's type is called, and what is written for it."""
 
-REGISTRIES: dict[str, Registry[Any]] = {"{rules}": RULES, "{metrics}": METRICS}
+REGISTRIES: dict[str, Registry[Any]] = {"{rules}": RULES, "{metrics}": METRICS, "{trackers}": TRACKERS}
 """What stands for the names of a registry in the help of an option."""
 
 

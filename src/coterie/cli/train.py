@@ -97,6 +97,12 @@ def train(
             help="A metric to report beside the usual one; repeat it. All metrics: {metrics}.",
         ),
     ] = None,
+    tracker: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="What follows the run, of {trackers}; tensorboard if left out; repeat it."
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps to take.")] = 1000,
     lr: Annotated[float, typer.Option(help="Adam's step size.")] = 0.01,
     batch_size: Annotated[int, typer.Option(help="Rows each user draws for a gradient.")] = 32,
@@ -145,6 +151,7 @@ def train(
     columns: dict[str, Any] = {"user_column": user_column, "target": target, "me": me}
     columns |= {"kind": kind.value, "categorical": categorical or (), "own_examples": own_examples, "seed": seed}
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
+    settings |= {"trackers": tracker} if tracker else {}
     if engine is EngineName.torch:
         if hasattr(entry.thing, "choose"):
             raise KnobError(f"`--rule {rule}` needs all rows in one process; choose wga or bc for `--engine torch`")

@@ -14,7 +14,6 @@ from coterie.methods.rounds import Method
 from coterie.recording.configuration import Configuration
 from coterie.recording.progress import progress_bar
 from coterie.recording.result import Point
-from coterie.recording.tensorboard import tensorboard
 from coterie.rules import Rule
 from coterie.training.run import Run, Step
 
@@ -176,23 +175,3 @@ class ProgressHook(Hook):
     def on_step(self, step: Step) -> None:
         """Show the step."""
         self._show(step.step, step.own_loss, step.weight, step.best_loss)
-
-
-class TensorBoardHook(Hook):
-    """Write every point to TensorBoard, where it is installed.
-
-    Args:
-        folder: for the events; None writes nothing.
-        stack: closes the file.
-    """
-
-    def __init__(self, folder: Path | None, stack: ExitStack) -> None:
-        self._folder, self._stack = folder, stack
-
-    def on_start(self, start: Start) -> None:
-        """Open the file."""
-        self._write = self._stack.enter_context(tensorboard(self._folder))
-
-    def on_evaluation(self, point: Point) -> None:
-        """Write the point."""
-        self._write(point)

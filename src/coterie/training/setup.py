@@ -39,6 +39,7 @@ class RunOptions:
     """How a run is taken: what may differ between two runs of one specification. See `coterie.train`."""
 
     out: Path | str | None = None
+    trackers: Sequence[str] = ("tensorboard",)
     checkpoint_every: int | None = None
     resume: bool = False
     progress: bool | None = None

@@ -23,11 +23,12 @@ from coterie.recording.interruption import interruptible
 from coterie.rules import Rule
 from coterie.training import setup
 from coterie.training.choose import choose, with_estimates
-from coterie.training.hooks import HookLike, ProgressHook, TensorBoardHook
+from coterie.training.hooks import HookLike, ProgressHook
 from coterie.training.loop import TrainingLoop
 from coterie.training.resuming import with_earlier_choice
 from coterie.training.run import Run
 from coterie.training.setup import RunOptions
+from coterie.training.trackers import TRACKERS
 from coterie.users.user import Loss, User
 
 
@@ -49,6 +50,7 @@ def train(
     evaluate_every: int | None = None,
     hooks: Sequence[HookLike] = (),
     out: Path | str | None = None,
+    trackers: Sequence[str] = ("tensorboard",),
     checkpoint_every: int | None = None,
     resume: bool = False,
     progress: bool | None = None,
@@ -86,7 +88,9 @@ def train(
         evaluate_every: steps between evaluations; a fiftieth of the run when None.
         hooks: called as the run goes on: functions of a `Step`, called after every step, or instances of
             `coterie.Hook`. One that returns True from a step ends the run.
-        out: a folder for the record, checkpoints and TensorBoard's events (where it is installed).
+        out: a folder for the record, checkpoints and what trackers write.
+        trackers: names of trackers that follow a run with `out`: TensorBoard, where it is installed, and those that
+            are registered; see docs/extending.md.
         checkpoint_every: steps between checkpoints in `out`; a tenth of the run when None.
         resume: go on from the last checkpoint in `out`; from the start where there is none.
         progress: show a progress bar; None: when standard error is a terminal.
@@ -126,6 +130,7 @@ def train(
     )
     options = RunOptions(
         out=out,
+        trackers=trackers,
         checkpoint_every=checkpoint_every,
         resume=resume,
         progress=progress,
@@ -143,6 +148,7 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
     began, folder = time.monotonic(), options.folder
     save_every = options.save_every(spec.steps)
     setup.check(spec, save_every)
+    trackers = [] if folder is None else [TRACKERS[name](folder) for name in options.trackers]
     spec = setup.with_rule(spec, options.guard).prepared()
     guarded, guard = setup.guard_mode(options.guard, spec)
     with ExitStack() as stack:
@@ -159,13 +165,8 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
         watch = setup.guard_of(spec, costs, options.forward_options) if guarded else None
         learner = setup.learner_of(spec, rule, engine, costs)
         captured, how = setup.captured(options.capture, learner, watch)
-        hooks = [
-            TensorBoardHook(folder and folder / "tensorboard", stack),
-            ProgressHook(options.progress, stack),
-        ]
-        loop = TrainingLoop(
-            *(spec, learner, [*hooks, *spec.hooks]), save_every=save_every, guard=watch, captured=captured
-        )
+        hooks = [*trackers, ProgressHook(options.progress, stack), *spec.hooks]
+        loop = TrainingLoop(spec, learner, hooks, save_every=save_every, guard=watch, captured=captured)
         interrupted = stack.enter_context(interruptible())
         loop.open(replace(configuration, capture=how), folder, options.resume)
         stopped = loop.run(interrupted)
