@@ -139,29 +139,11 @@ def coterie_command(folder: Path, *words: str) -> str:
 
 
 def test_the_command_line_trains_by_the_rule(folder: Path) -> None:
-    imports = [
-        "--import",
-        "own_rule.py",
-        "--import",
-        "own_tracker.py",
-        "--import",
-        "own_metric",
-    ]  # files and a module
+    files = ("own_rule.py", "own_tracker.py", "own_metric")  # the last as a module of this folder
+    imports = [word for name in files for word in ("--import", name)]
     data = ["--data", "clinics/visits.csv", "--user-column", "clinic", "--target", "ill", "--me", "a"]
-    options = [
-        "--rule",
-        "clipped",
-        "--knob",
-        "limit=0.1",
-        "--metric",
-        "recall",
-        "--tracker",
-        "best",
-        "--steps",
-        "20",
-        "--out",
-        "run",
-    ]
+    options = ["--rule", "clipped", "--knob", "limit=0.1", "--metric", "recall", "--tracker", "best"]
+    options += ["--steps", "20", "--out", "run"]
     assert "Clipped(limit=0.1)" in coterie_command(folder, *imports, "train", *data, *options)
     record = coterie.Record.load(folder / "run" / "record.jsonl")
     assert record.configuration.rule == "Clipped(limit=0.1)"
