@@ -1,7 +1,5 @@
 """What can go wrong, by kind. Every message names the value at fault and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

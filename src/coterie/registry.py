@@ -4,8 +4,6 @@ The command line, the benchmark and the docs read names from here. Another packa
 of the registry's group, for instance `coterie.rules`; a script or a notebook by a decorator or a call.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

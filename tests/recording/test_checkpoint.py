@@ -46,7 +46,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "new" / "folder", 40, CONTENT)
     assert same(checkpoint.load(path), CONTENT)
     head, _, body = path.read_bytes().partition(b"\n")
-    assert head == b"coterie-checkpoint 2 " + hashlib.sha256(body).hexdigest().encode()
+    assert head == b"coterie-checkpoint 3 " + hashlib.sha256(body).hexdigest().encode()
 
 
 def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:

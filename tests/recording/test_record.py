@@ -28,6 +28,7 @@ def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
         *(record.configuration, record.versions, record.points, record.end),
         path,
     )
+    assert sorted(read.versions) == ["coterie", "numpy", "platform", "python", "scipy", "torch"]
 
 
 def test_numbers_come_back_to_the_bit(tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def state_of(run: Any) -> dict[str, Any]:
 def numbers_of(run: Any) -> dict[str, Any]:
     """Return what else is a number, or can be told by one."""
     configuration, end = run.record.configuration, run.record.end.to_plain()
+    guard = end["guard"] or {}
     kept = ("bytes_sent", "bytes_received", "rounding")  # the rest is time
     return {
         "step": run.step,
@@ -231,9 +232,9 @@ def numbers_of(run: Any) -> dict[str, Any]:
         "costs": end["costs"],
         "left out": {name: sum(reasons.values()) for name, reasons in end["left_out"].items()},
         "guard": {
-            "alone": end.get("served") == "alone",
-            "difference": end.get("difference"),
-            "error": end.get("error"),
+            "alone": guard.get("served") == "alone",
+            "difference": guard.get("difference"),
+            "error": guard.get("error"),
         },
         "traffic": {name: {key: each[key] for key in kept} for name, each in end["traffic"].items()},
     }

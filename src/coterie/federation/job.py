@@ -1,7 +1,5 @@
 """The job that NVFLARE runs: it names classes that everybody has installed, and carries no code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

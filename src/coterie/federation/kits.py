@@ -1,7 +1,5 @@
 """What user 0 hands out: a folder a site, with its settings and one page that says what to do and what is given."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

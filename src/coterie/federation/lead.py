@@ -1,7 +1,5 @@
 """User 0's run: the ordinary training, with sites for peers."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import logging

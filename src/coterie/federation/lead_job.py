@@ -1,7 +1,5 @@
 """User 0's side of a job: what NVFLARE makes at the server, and how the sites are asked."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +31,7 @@ class CollabSites:
     def __init__(self) -> None:
         self.server = os.getppid()
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> CollabReplies:
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> "CollabReplies":
         """Send a request to sites and return at once; one that is not in this job does not answer."""
         here = {client.name for client in collab.clients}
         asked = [name for name in names if name in here]

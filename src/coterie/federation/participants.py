@@ -1,7 +1,5 @@
 """A participant: its examples, its model and the loss, from its settings and its own code."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The consortium's folders: certificates and settings for user 0 and for every site."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a participant sets: a `coterie.toml` in user 0's folder, and one in each site's."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields

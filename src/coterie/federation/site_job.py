@@ -1,7 +1,5 @@
 """A site's side of a job: what NVFLARE makes there. The code is the site's own; the job only names it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

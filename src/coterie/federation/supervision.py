@@ -1,7 +1,5 @@
 """User 0's command: submit the job, show how it goes, and go on with what is left where NVFLARE ends it early."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

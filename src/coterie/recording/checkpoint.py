@@ -1,11 +1,9 @@
 """Checkpoints that survive a kill and show damage: atomic, with a SHA-256, read without running code.
 
-A file is one line, `coterie-checkpoint 2 <SHA-256 of the rest>`, followed by what `torch.save` writes.
+A file is one line, `coterie-checkpoint 3 <SHA-256 of the rest>`, followed by what `torch.save` writes.
 torch's own loader accepts flipped bits in tensors, hence the digest; `weights_only=True` keeps it from
 running code.
 """
-
-from __future__ import annotations
 
 import hashlib
 import io
@@ -18,8 +16,8 @@ import torch
 
 from coterie.errors import CheckpointError
 
-MAGIC = b"coterie-checkpoint 2 "
-EARLIER = b"coterie-checkpoint 1 "
+MAGIC = b"coterie-checkpoint 3 "
+EARLIER = (b"coterie-checkpoint 1 ", b"coterie-checkpoint 2 ")
 KEPT = 2
 
 
@@ -27,19 +25,7 @@ def save(folder: Path, step: int, content: dict[str, Any]) -> Path:
     """Write a checkpoint of a step, keep the last two, and return its path.
 
     The file is written beside its place, flushed to the disk and renamed, so that at any moment the folder
-    holds whole checkpoints only.
-
-    Args:
-        folder: where a run's checkpoints are.
-        step: the number of steps taken.
-        content: tensors, numbers, strings and containers of them.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> path = save(folder, 20, {"x": torch.ones(2)})
-        >>> path.name, load(path)["x"]
-        ('step-00000020.ckpt', tensor([1., 1.]))
+    holds whole checkpoints only. The content is tensors, numbers, strings and containers of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
@@ -52,7 +38,11 @@ def save(folder: Path, step: int, content: dict[str, Any]) -> Path:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
-    _sync_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # the new name is on the disk too
+    finally:
+        os.close(descriptor)
     for old in saved(folder)[:-KEPT]:
         old.unlink()
     return path
@@ -64,12 +54,7 @@ def saved(folder: Path) -> list[Path]:
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint; any damage is a `CheckpointError`.
-
-    Args:
-        path: the file.
-        device: where its tensors are put.
-    """
+    """Read a checkpoint, with its tensors on a device; any damage is a `CheckpointError`."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -82,18 +67,16 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         )
     if not head.startswith(MAGIC):
         raise CheckpointError(f"{path} is not a checkpoint of coterie; {_remedy(path)}")
-    digest = hashlib.sha256(body).hexdigest()
-    if head[len(MAGIC) :].decode("ascii", "replace") != digest:
+    digest, written = hashlib.sha256(body).hexdigest(), head.removeprefix(MAGIC).decode("ascii", "replace")
+    if written != digest:
         raise CheckpointError(
             f"the checkpoint {path} is damaged (truncated or altered): its SHA-256 is {digest[:12]}… instead "
-            f"of {head[len(MAGIC) :][:12].decode('ascii', 'replace')}…; {_remedy(path)}"
+            f"of {written[:12]}…; {_remedy(path)}"
         )
     try:
         content: dict[str, Any] = torch.load(io.BytesIO(body), map_location=device, weights_only=True)
     except Exception as error:  # not written by `save`, so anything may be wrong with it
-        raise CheckpointError(
-            f"the checkpoint {path} holds what is not plain data: {error}; {_remedy(path)}"
-        ) from error
+        raise CheckpointError(f"the checkpoint {path} is not plain data: {error}; {_remedy(path)}") from error
     return content
 
 
@@ -109,11 +92,3 @@ def _plain(content: Any) -> Any:
 def _remedy(path: Path) -> str:
     others = [other for other in saved(path.parent) if other != path]
     return f"delete it to go on from {others[-1].name}" if others else "delete it and start the run again"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,39 +1,18 @@
 """What a run costs each user: gradients, examples, and numbers sent and received."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_RENAMED = {"sent": "numbers_sent", "received": "numbers_received"}  # in earlier versions
-
 
 @dataclass
 class Cost:
-    """What a run has cost one user.
+    """What a run has cost one user."""
 
-    Args:
-        gradients: how many it computed.
-        examples: over how many examples, counted every time.
-        numbers_sent: how many numbers it sent.
-        numbers_received: how many it received.
-    """
-
-    gradients: int = 0
-    examples: int = 0
+    gradients: int = 0  # how many it computed
+    examples: int = 0  # over how many examples, counted every time
     numbers_sent: int = 0
     numbers_received: int = 0
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, int]) -> Cost:
-        """Return the cost that `dataclasses.asdict` gave, now or in an earlier version.
-
-        Example:
-            >>> Cost.from_plain({"gradients": 2, "examples": 8, "sent": 5, "received": 3}).numbers_sent
-            5
-        """
-        return cls(**{_RENAMED.get(name, name): value for name, value in plain.items()})
 
 
 class Costs:
@@ -90,4 +69,4 @@ class Costs:
 
     def load(self, before: Mapping[str, Mapping[str, int]]) -> None:
         """Go on from the counts of an earlier session, given as plain data."""
-        self.by_user().update({name: Cost.from_plain(each) for name, each in before.items()})
+        self.by_user().update({name: Cost(**each) for name, each in before.items()})

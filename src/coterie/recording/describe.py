@@ -1,7 +1,5 @@
 """What a rule, a loss or a model is, in one line."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -10,19 +8,10 @@ import torch
 
 
 def describe(thing: Any) -> str:
-    """Return what a rule, loss or optimizer is in one line that is the same in every process.
-
-    Example:
-        >>> from coterie import WeightedAveraging
-        >>> describe(WeightedAveraging(0.5)), describe(torch.nn.functional.mse_loss)
-        ('WeightedAveraging(alpha=0.5)', 'mse_loss')
-    """
+    """Return what a rule, loss or optimizer is in one line that is the same in every process."""
     if is_dataclass(thing) and not isinstance(thing, type):
-        shown = [
-            f"{f.name}={describe(getattr(thing, f.name))}"
-            for f in fields(thing)
-            if getattr(thing, f.name) != f.default
-        ]
+        values = [(f.name, getattr(thing, f.name), f.default) for f in fields(thing)]
+        shown = [f"{name}={describe(value)}" for name, value, default in values if value != default]
         return f"{type(thing).__name__}({', '.join(shown)})"
     if isinstance(thing, torch.nn.Module):
         return " ".join(repr(thing).split())

@@ -1,7 +1,5 @@
 """A Ctrl-C that waits for the step to end."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The progress bar."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import sys
@@ -16,28 +14,16 @@ loss if there is one."""
 
 @contextmanager
 def progress_bar(wanted: bool | None, description: str, steps: int) -> Iterator[Show]:
-    """Give a function that shows progress; it does nothing where no bar is wanted.
-
-    Args:
-        wanted: whether to show a bar; None: when standard error is a terminal.
-        description: what is running.
-        steps: how many steps there will be.
-    """
-    if wanted is None:
-        wanted = sys.stderr.isatty()
+    """Give a function that shows progress; it does nothing where no bar is wanted (None: outside a terminal)."""
+    wanted = sys.stderr.isatty() if wanted is None else wanted
     if not wanted or importlib.util.find_spec("rich") is None:
         yield lambda *_: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
-    )
+    numbers = TextColumn("{task.fields[numbers]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=steps, numbers="")
 

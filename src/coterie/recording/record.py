@@ -1,14 +1,12 @@
 """The record of a run: configuration, versions and curves, on disk as it grows."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import scipy
@@ -72,11 +70,7 @@ class Record:
         self._append({"end": end.to_plain()})
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps at which a quantity was recorded, and its values.
-
-        Args:
-            name: as in the file: "own_loss", "weight", "validation_loss", "validation_accuracy", ….
-        """
+        """Return the steps at which a quantity was recorded ("own_loss", "validation_loss", …), and its values."""
         values = [(point.step, point.to_plain().get(name)) for point in self.points]
         recorded = [(step, value) for step, value in values if value is not None]
         return [step for step, _ in recorded], [value for _, value in recorded]
@@ -94,20 +88,9 @@ class Record:
                 os.fsync(file.fileno())
 
     @classmethod
-    def load(cls, path: Path | str) -> Record:
-        """Read a record, also of an earlier version; a last line that was cut off by a kill is left out.
-
-        Example:
-            >>> import tempfile
-            >>> from coterie.recording import Configuration, Point, UserSummary
-            >>> path = Path(tempfile.mkdtemp()) / "record.jsonl"
-            >>> me = UserSummary(name="me", examples=12)
-            >>> Record(Configuration(rule="Alone()", me=me, peers={}, steps=1), path).add(Point(step=1))
-            >>> Record.load(path).points[0].step
-            1
-        """
-        path = Path(path)
-        lines = []
+    def load(cls, path: Path | str) -> Self:
+        """Read a record; a last line that was cut off by a kill is left out."""
+        path, lines = Path(path), []
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 lines.append(json.loads(text))
@@ -115,17 +98,17 @@ class Record:
                 break
         if not lines or "configuration" not in lines[0]:
             raise DataError(f"{path} is not the record of a run: its first line must hold the configuration")
-        record = cls.__new__(cls)
-        record.path, record.versions = path, lines[0].get("versions", {})
+        written_by = lines[0].get("versions", {})
         try:
-            record.configuration = Configuration.from_plain(lines[0]["configuration"])
+            record = cls(Configuration.from_plain(lines[0]["configuration"]))
             record.points = [Point.from_plain(line) for line in lines[1:] if "step" in line]
             record._end = next((End.from_plain(line["end"]) for line in lines[1:] if "end" in line), None)
-        except (DataError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} holds a record that this version cannot read ({error}); read it with the version that "
-                f"wrote it (coterie {record.versions.get('coterie', 'of unknown version')}), or train again"
+                f"wrote it (coterie {written_by.get('coterie', 'of unknown version')}), or train again"
             ) from error
+        record.path, record.versions = path, written_by
         return record
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -144,25 +127,16 @@ class Record:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result may depend on.
-
-    Example:
-        >>> sorted(versions())
-        ['coterie', 'numpy', 'platform', 'python', 'scipy', 'torch']
-    """
+    """Return the versions that a result may depend on."""
+    try:
+        coterie = metadata.version("coterie")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        coterie = "not installed"
     return {
-        "coterie": _version(),
+        "coterie": coterie,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "numpy": np.__version__,
         "scipy": scipy.__version__,
     }
-
-
-def _version() -> str:
-    """Return the installed version; from a source tree that is not installed, none is known."""
-    try:
-        return metadata.version("coterie")
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,7 +1,5 @@
 """Figures, one function each, drawn without global state: every function returns a Matplotlib `Figure`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

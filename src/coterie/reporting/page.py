@@ -1,7 +1,5 @@
 """One self-contained HTML page: text, tables and figures in a single file that opens anywhere."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ class Section:
     title: str
     text: Sequence[str] = ()
     tables: Sequence[Sequence[Mapping[str, Any]]] = ()
-    figures: Sequence[Figure] = field(default_factory=list)
+    figures: Sequence["Figure"] = field(default_factory=list)
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section]) -> Path:
@@ -56,7 +54,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> Path:
     return path
 
 
-def _svg(figure: Figure) -> str:
+def _svg(figure: "Figure") -> str:
     """Return a figure as an SVG element; the same figure gives the same text."""
     import matplotlib as mpl
 

@@ -1,7 +1,5 @@
 """The page of one run: its summary, curves, weights, candidates, and the constants with their plan."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run in a few lines of text, from its record."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from coterie.recording.record import Record

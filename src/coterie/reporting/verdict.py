@@ -1,7 +1,5 @@
 """The verdict: whether collaboration helped, by how much, and who had weight."""
 
-from __future__ import annotations
-
 from coterie.recording.record import Record
 
 NAMED = 5

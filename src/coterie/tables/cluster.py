@@ -4,8 +4,6 @@ What all must agree on is left as notes: from user 0 the name of the target, how
 its training rows) and the model; from each peer its name, its number of rows and, in classification, its classes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -54,7 +52,7 @@ def lead(
 
 
 def follow(
-    group: Group, rows: Callable[[], tuple[str, pd.DataFrame]], model: str | None, device: str, **settings: Any
+    group: Group, rows: Callable[[], tuple[str, "pd.DataFrame"]], model: str | None, device: str, **settings: Any
 ) -> int:
     """Answer user 0's requests with gradients of this peer's rows, until the run ends; return how many.
 
@@ -92,7 +90,7 @@ def here(device: str) -> str:
 
 def part_of(
     group: Group, data: str, user_column: str, me: str, leave_out: Sequence[str]
-) -> tuple[str, pd.DataFrame]:
+) -> tuple[str, "pd.DataFrame"]:
     """Return whose rows this peer's are, and the rows.
 
     With `{rank}` in the name of the file, every rank has a file of its own, of one user. Otherwise the users of the

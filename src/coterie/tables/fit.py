@@ -1,7 +1,5 @@
 """From a table to a personal model in a folder."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence

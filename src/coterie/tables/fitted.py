@@ -1,7 +1,5 @@
 """What training from a table gave: the personal model beside the one trained alone, and the verdict."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

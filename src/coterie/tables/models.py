@@ -1,7 +1,5 @@
 """The models that the command line offers, how it finds one's own, and the loss for a kind of target."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """From the folder of a personal model to predictions for the rows of a table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def predict(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
+def predict(folder: Path, rows: "pd.DataFrame") -> "pd.DataFrame":
     """Return the predictions of a folder's model for the rows of a table, in order."""
     try:
         about = json.loads((folder / "model.json").read_text(encoding="utf-8"))

@@ -247,7 +247,7 @@ class TrainingLoop:
                 "folder"
             ) from error
         self.left_out, self.losses = state["left_out"], state["losses"]
-        self.travelled = {name: Traffic.from_plain(each) for name, each in state["traffic"].items()}
+        self.travelled = {name: Traffic(**each) for name, each in state["traffic"].items()}
         self.learner.costs.load(state["costs"])
 
     def tau(self) -> dict[str, float]:

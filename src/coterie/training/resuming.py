@@ -10,7 +10,7 @@ from coterie.recording import checkpoint
 from coterie.recording.configuration import Configuration
 from coterie.recording.record import Record
 
-MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates", "capture"})
+MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates", "not_measured", "capture"})
 """Settings that may change when a run is resumed."""
 
 

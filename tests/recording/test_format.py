@@ -1,4 +1,4 @@
-"""Records of earlier versions are read; what cannot be read says so, with the remedy."""
+"""The lines of a record on disk; what this version cannot read, as of earlier ones, is refused with the remedy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 
 from coterie.errors import CheckpointError, DataError
 from coterie.recording import Cost, GuardCheck, GuardDecision, Record, Traffic, UserSummary, checkpoint
+from coterie.recording.traffic import total
 
 CONFIGURATION: dict[str, Any] = {
+    "alone": False,
     "rule": "BiasCorrection(alpha=0.5, beta=0.1)",
     "optimizer": "Adam(lr=0.001)",
     "parameter_groups": [{"lr": "0.001"}],
@@ -23,13 +25,14 @@ CONFIGURATION: dict[str, Any] = {
     "batch_size": 32,
     "seed": 4,
     "steps": 10,
-    "engine": "in process",
-    "device": "cpu",
-    "average": "one pass",
-    "rows": "by layer",
+    "engine": {"engine": "in process", "device": "cpu", "average": "one pass", "rows": "by layer"},
     "guard": "held-out: 100 validation examples",
     "evaluate_every": 5,
-    "estimates": {"not measured": "no peer's gradient can be used"},
+    "data": "",
+    "choice": {},
+    "estimates": {},
+    "not_measured": "no peer's gradient can be used",
+    "runs": "",
     "capture": "off",
 }
 POINTS: list[dict[str, Any]] = [
@@ -52,24 +55,30 @@ END: dict[str, Any] = {
     "best_step": 10,
     "stopped": None,
     "test": {"loss": 0.4},
-    "served": "collaborative",
-    "difference": -0.1,
-    "error": 0.02,
+    "guard": {"served": "collaborative", "difference": -0.1, "error": 0.02},
     "tau": {"a": 1.0},
     "left_out": {"b": {"not finite": 3}},
-    "costs": {"me": {"gradients": 20, "examples": 400, "sent": 50, "received": 60}},
-    "traffic": {"me": {"sent": 200, "received": 240, "waiting": 0.5, "computing": 1.5, "rounding": 0.0}},
+    "costs": {"me": {"gradients": 20, "examples": 400, "numbers_sent": 50, "numbers_received": 60}},
+    "traffic": {
+        "me": {
+            "bytes_sent": 200,
+            "bytes_received": 240,
+            "seconds_waiting": 0.5,
+            "seconds_computing": 1.5,
+            "rounding": 0.0,
+        }
+    },
     "seconds": 2.5,
 }
 
 
-def written(path: Path, configuration: dict[str, Any]) -> Path:
-    lines = [{"configuration": configuration, "versions": {"coterie": "0.0.9"}}, *POINTS, {"end": END}]
+def written(path: Path, configuration: dict[str, Any], end: dict[str, Any] = END) -> Path:
+    lines = [{"configuration": configuration, "versions": {"coterie": "0.0.9"}}, *POINTS, {"end": end}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
-def test_a_record_with_the_names_of_before_is_read(tmp_path: Path) -> None:
+def test_a_record_is_read(tmp_path: Path) -> None:
     record = Record.load(written(tmp_path / "record.jsonl", CONFIGURATION))
     configuration, (first, last), end = record.configuration, record.points, record.end
     assert (configuration.rule, configuration.alone, configuration.seed) == (CONFIGURATION["rule"], False, 4)
@@ -88,26 +97,45 @@ def test_a_record_with_the_names_of_before_is_read(tmp_path: Path) -> None:
         "me": Traffic(bytes_sent=200, bytes_received=240, seconds_waiting=0.5, seconds_computing=1.5)
     }
     assert end.left_out == {"b": {"not finite": 3}}
-    assert configuration.to_plain() == CONFIGURATION | {"alone": False}
+    assert configuration.to_plain() == CONFIGURATION
+    assert end.to_plain() == END
 
 
-def test_that_a_run_was_alone_was_told_by_its_rule(tmp_path: Path) -> None:
-    path = written(tmp_path / "record.jsonl", CONFIGURATION | {"rule": "Alone()"})
-    assert Record.load(path).configuration.alone
+REMEDY = r"with the version that wrote it \(coterie 0.0.9\), or train again"
 
 
 @pytest.mark.parametrize("missing", ["rule", "me", "peers", "steps"])
 def test_a_record_that_cannot_be_read_names_the_remedy(tmp_path: Path, missing: str) -> None:
     rest = {name: value for name, value in CONFIGURATION.items() if name != missing}
     path = written(tmp_path / "record.jsonl", rest)
-    with pytest.raises(
-        DataError, match=rf"`{missing}`.*with the version that wrote it \(coterie 0.0.9\), or train again"
-    ):
+    with pytest.raises(DataError, match=rf"'{missing}'.*{REMEDY}"):
         Record.load(path)
 
 
-def test_a_checkpoint_of_an_earlier_version_names_the_remedy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("configuration", "end"),
+    [
+        ({**CONFIGURATION, "engine": "in process", "device": "cpu"}, END),  # the engine's entries beside the others
+        (CONFIGURATION, {**END, "costs": {"me": {"gradients": 20, "examples": 400, "sent": 50, "received": 60}}}),
+        (CONFIGURATION, {**END, "traffic": {"me": {"sent": 200, "received": 240}}}),
+        (CONFIGURATION, {"step": 10, "best_step": 10, "seconds": 2.5, "stopped": None, "served": "alone"}),
+    ],
+)
+def test_a_record_with_the_names_of_before_is_refused(
+    tmp_path: Path, configuration: dict[str, Any], end: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match=REMEDY):
+        Record.load(written(tmp_path / "record.jsonl", configuration, end))
+
+
+@pytest.mark.parametrize("version", [b"1", b"2"])
+def test_a_checkpoint_of_an_earlier_version_names_the_remedy(tmp_path: Path, version: bytes) -> None:
     path = checkpoint.save(tmp_path, 3, {"step": 3})
-    path.write_bytes(path.read_bytes().replace(checkpoint.MAGIC, b"coterie-checkpoint 1 ", 1))
+    path.write_bytes(path.read_bytes().replace(checkpoint.MAGIC, b"coterie-checkpoint " + version + b" ", 1))
     with pytest.raises(CheckpointError, match=r"by an earlier version.*resume with that version, or start again"):
         checkpoint.load(path)
+
+
+def test_the_traffic_of_sessions_adds_up() -> None:
+    both = total({"a": Traffic(bytes_sent=40, rounding=0.01)}, {"a": Traffic(bytes_sent=2, rounding=0.02)})
+    assert both == {"a": Traffic(bytes_sent=42, rounding=0.02)}
