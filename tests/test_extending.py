@@ -54,7 +54,6 @@ def own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import the files, and let the registries forget them afterwards."""
     for registry in REGISTRIES:
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-        monkeypatch.setattr(registry, "_sources", dict(registry._sources))
     everything = ModuleType("own")
     for path in sorted(folder.glob("own_*.py")):
         name = f"coterie_imported_{path.stem}"

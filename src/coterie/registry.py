@@ -4,7 +4,6 @@ The command line, the benchmark and the docs read names from here. Another packa
 of the registry's group, for instance `coterie.rules`; a script or a notebook by a decorator or a call.
 """
 
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -85,12 +84,7 @@ class Entry(Generic[T]):
     benchmark_settings: Sequence[Mapping[str, Any]] | None = None
 
     def build(self, knobs: Mapping[str, Any], run: RunFacts) -> Any:
-        """Call the thing with its defaults and these knobs.
-
-        Args:
-            knobs: by name; one that the thing does not take is refused.
-            run: what `FromRun` values depend on.
-        """
+        """Call the thing with its defaults and these knobs; one that it does not take is refused."""
         taken = self.parameters
         for knob in knobs:
             if knob not in taken:
@@ -100,14 +94,12 @@ class Entry(Generic[T]):
         missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in values]
         if missing:
             raise KnobError(f"{self.name!r} needs `{missing[0]}`")
-        make: Any = self.thing
-        return make(**values)
+        return self.thing(**values)  # type: ignore[operator]  # what has knobs can be called
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The knobs that the thing takes."""
-        make: Any = self.thing
-        return dict(inspect.signature(make).parameters)
+        return dict(inspect.signature(self.thing).parameters)  # type: ignore[arg-type]  # as above
 
 
 class Registry(Generic[T]):
@@ -135,7 +127,6 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, group: str) -> None:
         self.kind, self.group = kind, group
         self._entries: dict[str, Entry[T]] = {}
-        self._sources: dict[str, object] = {}
         self._looked_for_entry_points = False
 
     @overload
@@ -151,22 +142,17 @@ class Registry(Generic[T]):
         Args:
             name: by which it is asked for.
             thing: what is registered.
-            about: `description`, `defaults`, `benchmark_settings`: see `Entry`. The description is the first
-                line of the docstring when left out.
+            about: fields of `Entry`; the description is the first line of the docstring when left out.
         """
         if thing is None:
-            return functools.partial(self._add, name, about=about)
-        return self._add(name, thing, about=about)
-
-    def _add(self, name: str, thing: T, *, about: Mapping[str, Any]) -> T:
-        source = _source(thing)
-        if name in self._entries and self._sources[name] != source:
+            return lambda thing: self.register(name, thing, **about)
+        before = self._entries.get(name)
+        if before is not None and _source(before.thing) != _source(thing):
             raise KnobError(
-                f"the {self.kind} {name!r} is already {self._entries[name].thing!r}; choose another name for "
-                f"{thing!r}"
+                f"the {self.kind} {name!r} is already {before.thing!r}; choose another name for {thing!r}"
             )
-        described = {"description": (inspect.getdoc(_origin(thing)) or "").partition("\n")[0], **about}
-        self._entries[name], self._sources[name] = Entry(name, thing, **described), source
+        description = (inspect.getdoc(_origin(thing)) or "").partition("\n")[0]
+        self._entries[name] = Entry(name, thing, **{"description": description, **about})
         return thing
 
     def entry(self, name: str) -> Entry[T]:
@@ -181,7 +167,7 @@ class Registry(Generic[T]):
         return self.entry(name).thing
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries or any(name == known for known in self)
+        return name in self._entries or name in list(self)
 
     def __iter__(self) -> Iterator[str]:
         self._load_entry_points()
@@ -208,11 +194,7 @@ class Registry(Generic[T]):
 
 
 def import_user_code(name: str) -> None:
-    """Import a Python file or a dotted module, so that what it registers is known.
-
-    Args:
-        name: a path that ends in `.py`, or a module that Python finds, the current folder included.
-    """
+    """Import a file, `….py`, or a module, also of the current folder, so that what it registers is known."""
     if name.endswith(".py"):
         path = Path(name)
         if not path.is_file():

@@ -21,6 +21,7 @@ from coterie.cli import app
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.peer import Caps
 from coterie.errors import CoterieError, DataError, KnobError
+from coterie.federation.job import write_job
 from coterie.federation.kits import set_up
 from coterie.federation.lead import RUN, SUMMARY, lead, rule_of
 from coterie.federation.participants import lead_participant, peer_of, site_participant
@@ -261,3 +262,9 @@ def test_user_0_prepares_its_rows_as_the_sites_were_told(folder: Path, tmp_path:
     assert task is not None
     assert isinstance(task.me.examples, InMemory)
     assert float(task.me.examples.inputs[:, 0].mean()) > 3  # in the spreads of the rows that the sites know of
+
+
+def test_the_job_is_three_files_and_no_code(tmp_path: Path) -> None:
+    files = [path for path in write_job(tmp_path).rglob("*") if path.is_file()]
+    names = ["config_fed_client.json", "config_fed_server.json", "meta.json"]
+    assert sorted(path.name for path in files) == names

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support.records import configuration
 from tests.support.regressions import users_with_validation
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import coterie
+from coterie.recording import Point
+from coterie.reporting.page import Section, write_page
+from coterie.reporting.run_page import sections
 
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:
@@ -22,3 +26,11 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         assert ("What was compared" in page) == isinstance(rule, coterie.AdaptiveAveraging)
         for line in run.summary().splitlines():
             assert line.replace("'", "&#39;") in page
+
+
+def test_a_page_has_what_the_record_tells(tmp_path: Path) -> None:
+    record = coterie.Record(configuration(peers={}))
+    record.add(Point(step=9, own_loss=0.5))
+    assert [section.title for section in sections(record, ["done"])] == ["Result", "Learning curves"]
+    page = write_page(tmp_path / "page.html", "A title", [Section("Result", ["a < b"], [[{"loss": 1.0}]])])
+    assert "a &lt; b" in page.read_text(encoding="utf-8")

@@ -14,13 +14,7 @@ _INLINE = {"np_download_chunk_size": 0}
 
 
 def write_job(folder: Path, name: str = "coterie") -> Path:
-    """Write the job to a folder, and return its path.
-
-    Example:
-        >>> import tempfile
-        >>> sorted(p.name for p in write_job(Path(tempfile.mkdtemp())).rglob("*.json"))
-        ['config_fed_client.json', 'config_fed_server.json', 'meta.json']
-    """
+    """Write the job to a folder, and return its path."""
     server: dict[str, Any] = {
         "format_version": 2,
         "workflows": [{"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server", "props": {}}}],

@@ -68,15 +68,10 @@ def set_up(
     kind: str = "auto",
     examples: int = 1,
 ) -> None:
-    """Write user 0's folder and one for each site.
+    """Write user 0's folder, which must hold no consortium yet, and one for each site.
 
-    Args:
-        folder: where; it must hold no consortium yet.
-        consortium: who takes part.
-        settings: user 0's; its table is read to learn how rows become inputs.
-        categorical: columns of numbers to take as categories.
-        kind: what the target is: "auto", "classification" or "regression".
-        examples: how many rows must be behind a gradient, unless a site sets otherwise.
+    User 0's table is read to learn how rows become inputs. At least so many examples must be behind a gradient,
+    unless a site sets otherwise.
     """
     rows = read_table(settings.data.table)
     task = lead_task(rows, settings, categorical=categorical, kind=kind)
@@ -88,26 +83,11 @@ def set_up(
     for site in consortium.sites:
         kit = folder / "sites" / site
         preparation.save(kit)
-        page = README.format(
-            site=site,
-            name=consortium.name,
-            me=settings.me,
-            file=FILE,
-            server=consortium.server,
-            port=consortium.port,
-        )
+        page = README.format(site=site, me=settings.me, file=FILE, **vars(consortium))
         (kit / "README.md").write_text(page, encoding="utf-8")
         columns = "\n".join(f"# {_toml(c)} = {_toml(c)}" for c in (*preparation.numeric, *preparation.categorical))
-        (kit / FILE).write_text(
-            SITE.format(
-                name=_toml(site),
-                target=_toml(settings.data.target),
-                columns=columns,
-                model=_lines(settings.model),
-                examples=examples,
-            ),
-            encoding="utf-8",
-        )
+        values = {"name": _toml(site), "target": _toml(settings.data.target), "model": _lines(settings.model)}
+        (kit / FILE).write_text(SITE.format(columns=columns, examples=examples, **values), encoding="utf-8")
 
 
 def _lead_file(settings: LeadSettings) -> str:

@@ -29,12 +29,7 @@ SUMMARY = "summary.txt"
 
 
 def lead(folder: Path, sites: Sites) -> None:
-    """Train, or go on training, with the settings in user 0's folder; all results go to `run` in it.
-
-    Args:
-        folder: user 0's, with `coterie.toml`.
-        sites: what carries the messages.
-    """
+    """Train, or go on training, with the settings in user 0's folder; all results go to `run` in it."""
     settings, out = lead_settings(folder), folder / RUN
     torch.set_num_threads(settings.threads)
     out.mkdir(exist_ok=True)
@@ -42,15 +37,8 @@ def lead(folder: Path, sites: Sites) -> None:
     with _only_one(out), _news(out / NEWS):
         held, task = lead_participant(folder, settings)
         rule, knobs = rule_of(settings), settings.training
-        engine = functools.partial(
-            Flare,
-            sites=sites,
-            names=settings.sites,
-            timeout=knobs.timeout,
-            misses=knobs.misses,
-            probe_every=knobs.probe_every,
-            minimum=knobs.minimum,
-        )
+        patience = {name: getattr(knobs, name) for name in ("timeout", "misses", "probe_every", "minimum")}
+        engine = functools.partial(Flare, sites=sites, names=settings.sites, **patience)
         options: dict[str, Any] = {name: getattr(knobs, name) for name in ("steps", "lr", "batch_size", "seed")}
         options |= {"engine": engine, "resume": True, "progress": False}
         if task is not None:

@@ -42,15 +42,11 @@ class CollabSites:
 
 
 class CollabReplies:
-    """What sites answer, as it comes.
-
-    Args:
-        queue: Collab's, or None where nobody was asked.
-        server: the process that this one was started by, without which no site can be reached.
-    """
+    """What sites answer, as it comes."""
 
     def __init__(self, queue: Any, server: int) -> None:
-        self.queue, self.server = queue, server
+        self.queue = queue  # Collab's, or None where nobody was asked
+        self.server = server  # the process that this one was started by, without which no site can be reached
 
     def done(self) -> bool:
         """Say whether every site has answered, failed or run out of time."""

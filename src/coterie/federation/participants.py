@@ -15,7 +15,6 @@ from coterie.engines.peer import Peer
 from coterie.errors import DataError, KnobError
 from coterie.federation.settings import Data, LeadSettings, Model, SiteSettings, site_settings
 from coterie.tables import models
-from coterie.tables.models import loss_of
 from coterie.users.user import Loss, User
 
 LOG = "requests.jsonl"
@@ -23,27 +22,15 @@ LOG = "requests.jsonl"
 
 @dataclass(frozen=True)
 class Participant:
-    """The examples, the model and the loss of user 0 or of a site.
-
-    Args:
-        user: its examples.
-        model: its model.
-        loss: the mean loss of a batch from (output, target).
-        preparation: how rows become inputs, where the examples are a table's.
-    """
+    """The examples, the model and the loss of user 0 or of a site."""
 
     user: User
     model: nn.Module
     loss: Loss
-    preparation: Preparation | None = None
 
 
 def peer_of(folder: Path) -> Peer:
-    """Return a site's peer, from the settings in its folder.
-
-    Args:
-        folder: the site's folder, with `coterie.toml` and the preparation that user 0 gave out.
-    """
+    """Return a site's peer, from the settings in its folder and the preparation that user 0 gave out."""
     settings = site_settings(folder)
     torch.set_num_threads(settings.threads)
     held = site_participant(folder, settings)
@@ -61,7 +48,7 @@ def site_participant(folder: Path, settings: SiteSettings) -> Participant:
     if rows.empty:
         raise DataError(f"no row of {settings.data.table} has a class that user 0 knows: {preparation.classes}")
     user = User(settings.name, preparation.inputs(rows), preparation.targets(rows[settings.data.target]))
-    return Participant(user, *_model(settings.model, preparation), preparation)
+    return Participant(user, *_model(settings.model, preparation))
 
 
 def lead_participant(folder: Path, settings: LeadSettings) -> tuple[Participant, TableTask | None]:
@@ -70,7 +57,7 @@ def lead_participant(folder: Path, settings: LeadSettings) -> tuple[Participant,
     if settings.data.loader:
         return _loaded(folder, settings.data, settings.model), None
     task = lead_task(_rows(folder, settings.data), settings, Preparation.load(folder))
-    return Participant(task.me, *_model(settings.model, task.preparation), task.preparation), task
+    return Participant(task.me, *_model(settings.model, task.preparation)), task
 
 
 def lead_task(
@@ -100,7 +87,7 @@ def _rows(folder: Path, data: Data) -> Any:
 
 def _model(model: Model, preparation: Preparation) -> tuple[nn.Module, Loss]:
     made = models.build(model.name, preparation.n_inputs, preparation.n_outputs)
-    return made, _imported(model.loss) if model.loss else loss_of(preparation)
+    return made, _imported(model.loss) if model.loss else models.loss_of(preparation)
 
 
 def _loaded(folder: Path, data: Data, model: Model) -> Participant:

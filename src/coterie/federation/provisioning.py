@@ -1,7 +1,10 @@
 """The consortium's folders: certificates and settings for user 0 and for every site."""
 
+import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +18,31 @@ MAX_EXTRA_BYTES = 16 * 2**20
 """How many bytes a message may have beside the numbers of the model."""
 
 
+PROJECT = """api_version: 3
+name: {name}
+description: a consortium of coterie
+participants:
+  - {{name: {server}, type: server, org: user0, fed_learn_port: {port}, admin_port: {admin_port}}}
+{clients}
+  - {{name: {lead}, type: admin, org: user0, role: lead}}
+builders:
+  - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
+  - path: nvflare.lighter.impl.static_file.StaticFileBuilder
+    args: {{config_folder: config, scheme: tcp}}  # TLS with certificates on both sides
+  - path: nvflare.lighter.impl.cert.CertBuilder
+  - path: nvflare.lighter.impl.signature.SignatureBuilder
+"""
+
+
 @dataclass(frozen=True)
 class Consortium:
-    """Who takes part and where user 0 can be reached.
-
-    Args:
-        name: of the consortium.
-        server: the host name of user 0's server, as the sites reach it.
-        sites: the names of the sites.
-        port: where the server listens for sites.
-        admin_port: where it listens for user 0's own commands.
-    """
+    """Who takes part and where user 0 can be reached."""
 
     name: str
-    server: str
+    server: str  # the host name of user 0's server, as the sites reach it
     sites: tuple[str, ...]
-    port: int = 8002
-    admin_port: int = 8003
+    port: int = 8002  # where the server listens for sites
+    admin_port: int = 8003  # where it listens for user 0's own commands
 
     def __post_init__(self) -> None:
         if not self.sites or len(set(self.sites)) < len(self.sites):
@@ -44,37 +55,15 @@ class Consortium:
 
     def project(self) -> str:
         """Return the provisioning project of NVFLARE, as YAML."""
-        people = [
-            f"  - {{name: {self.server}, type: server, org: user0, "
-            f"fed_learn_port: {self.port}, admin_port: {self.admin_port}}}",
-            *(f"  - {{name: {site}, type: client, org: {site.replace('-', '_')}}}" for site in self.sites),
-            f"  - {{name: {LEAD}, type: admin, org: user0, role: lead}}",
-        ]
-        return "\n".join(
-            [
-                "api_version: 3",
-                f"name: {self.name}",
-                "description: a consortium of coterie",
-                "participants:",
-                *people,
-                "builders:",
-                "  - path: nvflare.lighter.impl.workspace.WorkspaceBuilder",
-                "  - path: nvflare.lighter.impl.static_file.StaticFileBuilder",
-                "    args: {config_folder: config, scheme: tcp}  # TLS with certificates on both sides",
-                "  - path: nvflare.lighter.impl.cert.CertBuilder",
-                "  - path: nvflare.lighter.impl.signature.SignatureBuilder",
-                "",
-            ]
-        )
+        clients = (f"  - {{name: {site}, type: client, org: {site.replace('-', '_')}}}" for site in self.sites)
+        return PROJECT.format(clients="\n".join(clients), lead=LEAD, **vars(self))
 
 
 def provision(consortium: Consortium, folder: Path, size: int) -> None:
     """Write `project.yml`, make the certificates, and lay out `server`, `lead` and `sites/NAME`.
 
-    Args:
-        consortium: who takes part.
-        folder: user 0's; `authority` in it holds the key that all certificates are signed with.
-        size: how many numbers the model has; a message far larger is refused before it is held in memory.
+    `authority` in the folder holds the key that all certificates are signed with. The size is how many numbers the
+    model has: a message far larger is refused before it is held in memory.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "project.yml").exists():
@@ -95,10 +84,6 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
 
 
 def _nvflare_provision(project: Path, workspace: Path) -> None:
-    import importlib.util
-    import subprocess
-    import sys
-
     if importlib.util.find_spec("nvflare") is None:
         raise CoterieError("NVFLARE is not installed; `pip install coterie[flare]`")
     command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(project), "-w", str(workspace)]

@@ -15,38 +15,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Data:
-    """Where a participant's examples are.
+    """Where a participant's examples are: in a table, or what a loader returns."""
 
-    Args:
-        table: a CSV or Parquet file with one example a row, beside the settings or an absolute path.
-        loader: instead of a table, "module.path:function": a function of the participant's folder that returns a
-            `coterie.User`.
-        target: the column to predict.
-        columns: how columns are called in this table, where their names differ from user 0's.
-        own_examples: user 0 only: how many rows to train on, at most.
-    """
-
-    table: str = ""
-    loader: str = ""
-    target: str = ""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    own_examples: int | None = None
+    table: str = ""  # a CSV or Parquet file with one example a row, beside the settings or an absolute path
+    loader: str = ""  # "module.path:function" of the participant's folder that returns a `coterie.User`
+    target: str = ""  # the column to predict
+    columns: Mapping[str, str] = field(default_factory=dict)  # this table's names, where they differ from user 0's
+    own_examples: int | None = None  # user 0 only: how many rows to train on, at most
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model, which everybody builds from code of its own.
+    """The model, which everybody builds from code of its own."""
 
-    Args:
-        name: "linear", "mlp", or "module.path:factory(n_inputs, n_outputs)".
-        loss: "module.path:function" of (output, target); by the kind of target when empty.
-        n_inputs: with a loader: the number of inputs.
-        n_outputs: with a loader: the number of outputs.
-    """
-
-    name: str = "linear"
-    loss: str = ""
-    n_inputs: int | None = None
+    name: str = "linear"  # or "mlp", or "module.path:factory(n_inputs, n_outputs)"
+    loss: str = ""  # "module.path:function" of (output, target); by the kind of target when empty
+    n_inputs: int | None = None  # with a loader only, as the next
     n_outputs: int | None = None
 
 

@@ -33,15 +33,8 @@ def supervise(
     """Submit the job, follow it to its end, and return the result in a few lines.
 
     NVFLARE ends a whole job when one site's worker dies. What is left is then submitted again, from the last
-    checkpoint, to the sites that are still there; with none left, user 0 goes on alone.
-
-    Args:
-        folder: user 0's.
-        resume: go on with the run that is there.
-        wait: seconds to wait for the server and for the sites to connect.
-        attempts: how often to submit.
-        show_line: shows a line of text.
-        progress: show a progress bar; None: when standard error is a terminal.
+    checkpoint, to the sites that are still there; with none left, user 0 goes on alone. `wait` is how many seconds
+    the server and the sites have to connect, `attempts` how often the job is submitted.
     """
     settings = lead_settings(folder)
     out = folder / RUN

@@ -1,6 +1,7 @@
 """Figures, one function each, drawn without global state: every function returns a Matplotlib `Figure`."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,21 +24,10 @@ MARKS = ("o", "s", "^")
 def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
     """Draw the speedup 1/(1 − α*) of weighted averaging over Lσ_0²/(μTζ²) and N, for m = 0.
 
-    Args:
-        mark: a point (Lσ_0²/(μTζ²), N) to mark, with its speedup.
-
-    Example:
-        >>> gain_factor(mark=(0.5, 10)).axes[0].get_title()
-        'Speedup of weighted averaging over training alone'
+    A point (Lσ_0²/(μTζ²), N) may be marked, with its speedup.
     """
-    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    label_axes(
-        axes,
-        "Speedup of weighted averaging over training alone",
-        "noise against accumulated bias,  Lσ₀² / (μTζ²)",
-        "number of peers  N",
-    )
+    title = "Speedup of weighted averaging over training alone"
+    figure, axes = _new_figure(4.2, title, "noise against accumulated bias,  Lσ₀² / (μTζ²)", "number of peers  N")
     ratio, n_peers = np.geomspace(1e-3, 1e5, 161), np.geomspace(1, 1e4, 121)
     speedup = np.asarray(gain(ratio, n_peers[:, None]))
     logarithmic_axes(axes)
@@ -66,17 +56,9 @@ def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
 def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]], ylabel: str) -> Figure:
     """Draw the mean curve of each method over its runs, with a band of one standard error.
 
-    Args:
-        curves: by method, the (steps, values) of each run; runs of one method have the same steps.
-        ylabel: what the values are.
-
-    Example:
-        >>> learning_curves({"Alone": [([0, 1], [2.0, 1.0])]}, "loss").axes[0].get_ylabel()
-        'loss'
+    The curves are (steps, values) of each run, by method; runs of one method have the same steps.
     """
-    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    label_axes(axes, "", "steps taken", ylabel)
+    figure, axes = _new_figure(4.2, "", "steps taken", ylabel)
     for i, (method, runs) in enumerate(curves.items()):
         steps, values = runs[0][0], np.array([run[1] for run in runs])
         mean, error = values.mean(0), values.std(0, ddof=min(1, len(runs) - 1)) / np.sqrt(len(runs))
@@ -89,19 +71,8 @@ def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
 
 
 def weights_over_steps(weights: Mapping[str, tuple[Sequence[int], Sequence[float]]], title: str) -> Figure:
-    """Draw how weights went over the steps, a line a name; those beyond the sixth in grey.
-
-    Args:
-        weights: by name, steps and values, the most important first.
-        title: the heading.
-
-    Example:
-        >>> weights_over_steps({"own": ([0, 5], [1.0, 0.4])}, "weights").axes[0].get_ylabel()
-        'weight'
-    """
-    figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    label_axes(axes, title, "steps taken", "weight")
+    """Draw how weights went over the steps, a line a name, the most important first; beyond the sixth in grey."""
+    figure, axes = _new_figure(3.6, title, "steps taken", "weight")
     for i, (name, (steps, values)) in enumerate(weights.items()):
         if i < len(COLOURS):
             axes.plot(steps, values, color=COLOURS[i], linestyle=DASHES[i], label=name)
@@ -116,20 +87,12 @@ def weights_over_steps(weights: Mapping[str, tuple[Sequence[int], Sequence[float
 def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: str, unit: str) -> Figure:
     """Draw the difference of each method to Alone with two standard errors, a group of lines a set.
 
-    Args:
-        values: by set, by method, the difference and its standard error.
-        title: the heading.
-        unit: what the difference is of.
-
-    Example:
-        >>> differences({"digits": {"wga": (0.05, 0.01)}}, "honest", "accuracy").axes[0].get_xlabel()
-        'difference to Alone, accuracy, ± 2 standard errors'
+    The values are the difference and its standard error, by set, by method.
     """
     methods = list(dict.fromkeys(method for of_set in values.values() for method in of_set))
     height = len(values) * (len(methods) + 1.5)
-    figure = Figure(figsize=(7.6, 1.3 + 0.13 * height), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    label_axes(axes, title, f"difference to Alone, {unit}, ± 2 standard errors", "")
+    xlabel = f"difference to Alone, {unit}, ± 2 standard errors"
+    figure, axes = _new_figure(1.3 + 0.13 * height, title, xlabel, "", width=7.6)
     axes.axvline(0, color="#444444", linewidth=0.8)
     for i, method in enumerate(methods):
         drawn = [(row, one[method]) for row, one in enumerate(values.values()) if method in one]
@@ -140,24 +103,12 @@ def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: 
     axes.set_yticks(range(len(values)), list(values))
     axes.set_ylim(len(values) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
-    axes.legend(
-        fontsize=8,
-        framealpha=0.85,
-        edgecolor="none",
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        ncols=1 + len(methods) // 25,
-    )
+    add_legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=1 + len(methods) // 25)
     return figure
 
 
 def gain(ratio: Numbers, n_peers: Numbers) -> Numbers:
-    """Return the speedup 1/(1 − α*) at Lσ_0²/(μTζ²) = `ratio` and N peers, for m = 0.
-
-    Example:
-        >>> round(float(gain(np.inf, 10.0)), 12), round(float(gain(1.0, 1.0)), 12)
-        (11.0, 1.5)
-    """
+    """Return the speedup 1/(1 − α*) at Lσ_0²/(μTζ²) = `ratio` and N peers, for m = 0."""
     problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=n_peers, bias_floor=1 / np.sqrt(ratio))
     return averaging_speedup(problem, steps=1)
 
@@ -172,13 +123,15 @@ def logarithmic_axes(axes: Axes) -> None:
 
 
 def _power_of_ten(value: float, _: float | None = None) -> str:
-    """Return 10 to a power with the power raised.
-
-    Example:
-        >>> _power_of_ten(0.001), _power_of_ten(1.0)
-        ('10⁻³', '10⁰')
-    """
+    """Return 10 to a power with the power raised."""
     return "10" + f"{round(np.log10(value))}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _new_figure(height: float, title: str, xlabel: str, ylabel: str, width: float = 6.4) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    label_axes(axes, title, xlabel, ylabel)
+    return figure, axes
 
 
 def label_axes(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
@@ -190,6 +143,6 @@ def label_axes(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def add_legend(axes: Axes) -> None:
+def add_legend(axes: Axes, **options: Any) -> None:
     """Add the legend in the style that all figures share."""
-    axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")
+    axes.legend(fontsize=8, framealpha=0.85, edgecolor="none", **options)

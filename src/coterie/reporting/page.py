@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,31 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title, paragraphs, tables and figures, in this order.
-
-    Args:
-        title: the heading.
-        text: paragraphs of plain text; what is between backquotes is set as code.
-        tables: each a list of rows, a row a mapping from column to what stands in the cell.
-        figures: Matplotlib figures, drawn into the page as SVG.
-    """
+    """A part of a page: a title, paragraphs, tables and figures, in this order."""
 
     title: str
-    text: Sequence[str] = ()
-    tables: Sequence[Sequence[Mapping[str, Any]]] = ()
-    figures: Sequence["Figure"] = field(default_factory=list)
+    text: Sequence[str] = ()  # paragraphs of plain text; what is between backquotes is set as code
+    tables: Sequence[Sequence[Mapping[str, Any]]] = ()  # each a list of rows, a row what stands in each column
+    figures: Sequence["Figure"] = ()  # drawn into the page as SVG
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Write a page of sections to one HTML file that needs nothing else, and return its path.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "page.html"
-        >>> page = write_page(path, "A title", [Section("Result", ["a < b"], [[{"loss": 1.0}]])])
-        >>> "a &lt; b" in page.read_text(encoding="utf-8")
-        True
-    """
+    """Write a page of sections to one HTML file that needs nothing else, and return its path."""
     import jinja2
     from markupsafe import Markup, escape
 

@@ -17,20 +17,7 @@ def write_run_page(path: Path, record: Record, summary: Sequence[str]) -> Path:
 
 
 def sections(record: Record, summary: Sequence[str] = ()) -> list[Section]:
-    """Return the sections of a run's page, as far as its record has something to say.
-
-    Args:
-        record: of the run.
-        summary: lines to begin with.
-
-    Example:
-        >>> from coterie.recording import Configuration, Point, UserSummary
-        >>> me = UserSummary(name="me", examples=12)
-        >>> record = Record(Configuration(rule="Alone()", me=me, peers={}, steps=9))
-        >>> record.add(Point(step=9, own_loss=0.5))
-        >>> [section.title for section in sections(record, ["done"])]
-        ['Result', 'Learning curves']
-    """
+    """Return the sections of a run's page, after its summary, as far as the record has something to say."""
     result = [Section("Result", summary)] if summary else []
     return [*result, *_curves(record), *_weights(record), *_candidates(record), *_constants(record)]
 
@@ -49,22 +36,18 @@ def _curves(record: Record) -> list[Section]:
 
 def _weights(record: Record) -> list[Section]:
     steps, weight = record.curve("weight")
-    figures = (
-        [weights_over_steps({"all peers": (steps, weight)}, "weight of the peers in the run")]
-        if any(weight)
-        else []
-    )
+    figures = []
+    if any(weight):
+        figures.append(weights_over_steps({"all peers": (steps, weight)}, "weight of the peers in the run"))
     choice = record.configuration.choice
     if choice.get("steps"):
-        ordered = sorted(choice["weights"].items(), key=lambda one: one[1][-1], reverse=True)
-        lines = {"own": choice["own_weight"], **dict(ordered)}
+        peers = sorted(choice["weights"].items(), key=lambda one: one[1][-1], reverse=True)
+        lines = {"own": choice["own_weight"], **dict(peers)}
         shown = {name: (choice["steps"], values) for name, values in lines.items()}
         figures.append(weights_over_steps(shown, "weights while choosing whom to listen to"))
     tau = record.end.tau if record.ended else {}
-    rows = [
-        {"peer": name, "share of the peers' weight": f"{tau[name]:.3g}"}
-        for name in sorted(tau, key=lambda name: tau[name])[::-1]
-    ]
+    ordered = sorted(tau, key=lambda name: tau[name], reverse=True)
+    rows = [{"peer": name, "share of the peers' weight": f"{tau[name]:.3g}"} for name in ordered]
     return [Section("Weights", [], [rows], figures)] if figures or rows else []
 
 
@@ -96,13 +79,13 @@ def _constants(record: Record) -> list[Section]:
     rows = {name: numbers(choice) for name, choice in choices.items()}
     corrected = peers.constants(best_corrected_peers(peers, steps).tau)
     own = {
-        "constant": ["noise σ_0", "gradient ‖∇f_0‖", "smoothness L", "PL constant μ", "loss, for F_0"],
-        "value": [
-            *map(_shown, (estimates.noise, estimates.gradient, estimates.smoothness)),
-            *(f"{value:.3g}" for value in (estimates.pl, estimates.loss)),
-        ],
+        "noise σ_0": _shown(estimates.noise),
+        "gradient ‖∇f_0‖": _shown(estimates.gradient),
+        "smoothness L": _shown(estimates.smoothness),
+        "PL constant μ": f"{estimates.pl:.3g}",
+        "loss, for F_0": f"{estimates.loss:.3g}",
     }
-    table = [dict(zip(own, row, strict=True)) for row in zip(*own.values(), strict=True)]
+    table = [{"constant": name, "value": value} for name, value in own.items()]
     each = [
         {
             "peer": name,

@@ -11,12 +11,7 @@ from coterie.theory.phrases import in_short
 
 
 def summary(record: Record, weight: float | None = None) -> list[str]:
-    """Return the lines of a run's summary.
-
-    Args:
-        record: of a run that has ended.
-        weight: of the peers in the last step, where there is such a thing.
-    """
+    """Return the lines of an ended run's summary, with the peers' weight in the last step where there is one."""
     configuration, end = record.configuration, record.end
     peers, steps = len(configuration.peers), end.step
     lines = [f"{configuration.rule}, {peers} peers, {steps} steps of {configuration.optimizer}"]

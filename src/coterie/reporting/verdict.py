@@ -10,14 +10,6 @@ def verdict(record: Record) -> str:
     """Say whether collaboration helped, and name the peers with most weight and with none.
 
     The guard's comparison on held-out examples decides, else cross-validation, as far as either was made.
-
-    Example:
-        >>> from coterie.recording import Configuration, End, UserSummary
-        >>> me = UserSummary(name="me", examples=12)
-        >>> record = Record(Configuration(rule="Alone()", alone=True, me=me, peers={}, steps=20))
-        >>> record.finish(End(step=20, best_step=20))
-        >>> verdict(record)
-        'trained alone'
     """
     return _helped(record) + _who(record)
 
@@ -25,11 +17,8 @@ def verdict(record: Record) -> str:
 def verdict_on_test_set(metric: str, difference: float, error: float, examples: int) -> str:
     """Say whether collaboration helped on the test set, where a model was also trained alone.
 
-    Args:
-        metric: "accuracy", of which more is better, or another, of which less is.
-        difference: the metric of the collaborative model, less that of the one trained alone.
-        error: the standard error of the difference, paired by example.
-        examples: how many test examples there are.
+    The difference is the metric (of accuracy more is better, of any other less) of the collaborative model, less
+    that of the one trained alone; its standard error is paired by example.
 
     Example:
         >>> verdict_on_test_set("accuracy", 0.05, 0.01, 200)

@@ -26,15 +26,7 @@ def lead(
 ) -> tuple[TableTask, dict[str, int]]:
     """Read user 0's rows, agree with the peers, and return user 0's task and how many rows each peer has.
 
-    Args:
-        group: the processes; this one is user 0's.
-        data: a CSV or Parquet file; `{rank}` in its name becomes 0.
-        user_column: the column that says whose row it is.
-        target: the column to predict.
-        me: which user is user 0.
-        model: "linear", "mlp", or "module.path:factory".
-        kind: "classification", "regression" or "auto".
-        settings: passed on to `coterie.data.from_table`.
+    In the name of the file `{rank}` becomes 0. The settings are passed on to `coterie.data.from_table`.
     """
     group.leave_note("table", {"target": target, "kind": kind})
     offers = [group.read_note(f"part/{rank}", f"rank {rank}") for rank in group.others]
@@ -56,12 +48,7 @@ def follow(
 ) -> int:
     """Answer user 0's requests with gradients of this peer's rows, until the run ends; return how many.
 
-    Args:
-        group: the processes; this one is a peer's.
-        rows: reads this peer's name and rows.
-        model: as user 0's; None takes "linear" and "mlp" as user 0 says.
-        device: where to compute.
-        settings: passed on to `serve`.
+    Without a model of its own a peer takes "linear" and "mlp" as user 0 says. The settings go to `serve`.
     """
     table = group.read_note("table", "user 0")
     part = f"part/{group.rank}"

@@ -31,7 +31,6 @@ def fit(
     *,
     metrics: Sequence[str] = (),
     seed: int = 0,
-    resume: bool = False,
     engine: Engine | MakeEngine = InProcess,
     **settings: Any,
 ) -> Fitted | None:
@@ -44,31 +43,16 @@ def fit(
         out: the folder to write.
         metrics: names in `METRICS` to report beside accuracy, or the root mean squared error.
         seed: what the initial weights and the batches depend on.
-        resume: go on with the runs that are in `out`.
         engine: where the peers are; Alone is trained in this process.
-        settings: passed on to `coterie.train`: steps, lr, batch_size, device, …
+        settings: passed on to `coterie.train`: steps, lr, batch_size, device, resume, …
     """
     reported = _metrics(task.preparation, metrics)
     torch.manual_seed(seed)
     made = models.build(model, task.n_inputs, task.n_outputs)
     loss = models.loss_of(task.preparation)
-    runs = []
+    runs, settings = [], {**settings, "seed": seed, "metrics": reported}
     for each, folder, where in ((rule, out, engine), (Alone(), out / "alone", InProcess)):  # peers need not wait
-        runs.append(
-            train(
-                made,
-                loss,
-                task.me,
-                task.peers,
-                each,
-                seed=seed,
-                out=folder,
-                resume=resume,
-                engine=where,
-                metrics=reported,
-                **settings,
-            )
-        )
+        runs.append(train(made, loss, task.me, task.peers, each, out=folder, engine=where, **settings))
         if runs[-1].stopped == "Ctrl-C":
             return None
     fitted = Fitted(task, *runs)
@@ -100,16 +84,13 @@ def _metrics(preparation: Preparation, names: Sequence[str]) -> dict[str, Metric
     if preparation.kind == "classification":
         return {"accuracy": accuracy} | {name: METRICS[name] for name in names}
     usual: dict[str, Metric] = {"rmse": functools.partial(_scaled_rmse, preparation.scale)}
-    return usual | {
-        name: functools.partial(_in_units, METRICS[name], preparation.centre, preparation.scale)
-        for name in names
-        if name not in usual
-    }
+    in_units = functools.partial(_in_units, preparation.centre, preparation.scale)
+    return usual | {name: functools.partial(in_units, METRICS[name]) for name in names if name not in usual}
 
 
 def _scaled_rmse(scale: float, outputs: Tensor, targets: Tensor) -> float:
     return scale * rmse(outputs, targets)
 
 
-def _in_units(metric: Metric, centre: float, scale: float, outputs: Tensor, targets: Tensor) -> float:
+def _in_units(centre: float, scale: float, metric: Metric, outputs: Tensor, targets: Tensor) -> float:
     return metric(centre + scale * outputs, centre + scale * targets)

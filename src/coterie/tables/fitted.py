@@ -13,17 +13,11 @@ from coterie.training.run import Run
 
 @dataclass(frozen=True)
 class Fitted:
-    """A personal model and the one trained alone, on the same rows with the same settings.
-
-    Args:
-        task: the users and the preparation.
-        run: by the rule asked for.
-        alone: by `Alone`.
-    """
+    """A personal model and the one trained alone, on the same rows with the same settings."""
 
     task: TableTask
-    run: Run
-    alone: Run
+    run: Run  # by the rule asked for
+    alone: Run  # by `Alone`
 
     @property
     def metric(self) -> str:

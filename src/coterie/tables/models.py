@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 from torch import nn
+from torch.nn import functional
 
 from coterie.data import Preparation
 from coterie.errors import ModelError
@@ -12,22 +13,12 @@ from coterie.users.user import Loss
 
 
 def linear(n_inputs: int, n_outputs: int) -> nn.Module:
-    """Return a linear model.
-
-    Example:
-        >>> sum(p.numel() for p in linear(3, 2).parameters())
-        8
-    """
+    """Return a linear model."""
     return nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, n_outputs))
 
 
 def mlp(n_inputs: int, n_outputs: int, hidden: int = 64) -> nn.Module:
-    """Return a network with one hidden layer.
-
-    Example:
-        >>> sum(p.numel() for p in mlp(3, 2).parameters())
-        386
-    """
+    """Return a network with one hidden layer."""
     return nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, hidden), nn.ReLU(), nn.Linear(hidden, n_outputs))
 
 
@@ -36,13 +27,6 @@ def build(name: str, n_inputs: int, n_outputs: int) -> nn.Module:
 
     The function is called with the numbers of inputs and outputs, and found as Python finds modules, the
     current folder included.
-
-    Example:
-        >>> build("linear", 3, 2)
-        Sequential(
-          (0): Flatten(start_dim=1, end_dim=-1)
-          (1): Linear(in_features=3, out_features=2, bias=True)
-        )
     """
     known: dict[str, Callable[[int, int], nn.Module]] = {"linear": linear, "mlp": mlp}
     if name in known:
@@ -63,13 +47,5 @@ def build(name: str, n_inputs: int, n_outputs: int) -> nn.Module:
 
 
 def loss_of(preparation: Preparation) -> Loss:
-    """Return the loss for a target of this kind.
-
-    Example:
-        >>> import pandas as pd
-        >>> rows = pd.DataFrame({"age": [1.0, 2.0], "ill": [0, 1]})
-        >>> loss_of(Preparation.fit(rows[["age"]], rows["ill"], rows["ill"], "classification", ())).__name__
-        'cross_entropy'
-    """
-    f = nn.functional
-    return f.cross_entropy if preparation.kind == "classification" else f.mse_loss
+    """Return the loss for a target of this kind."""
+    return functional.cross_entropy if preparation.kind == "classification" else functional.mse_loss
