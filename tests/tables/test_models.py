@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pandas as pd
 import pytest
 
@@ -17,7 +19,7 @@ def test_the_models_have_their_sizes() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("classification", "cross_entropy"), ("regression", "mse_loss")])
-def test_the_loss_is_that_of_the_kind_of_target(kind: str, name: str) -> None:
+def test_the_loss_is_that_of_the_kind_of_target(kind: Literal["classification", "regression"], name: str) -> None:
     rows = pd.DataFrame({"age": [1.0, 2.0], "ill": [0, 1]})
     preparation = Preparation.fit(rows[["age"]], rows["ill"], rows["ill"], kind, ())
     assert getattr(loss_of(preparation), "__name__", "") == name
