@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from coterie import theory
 from coterie.cli import app
-from coterie.theory.phrases import verdict
+from coterie.theory.phrases import in_short, verdict
 
 PROBLEM: dict[str, Any] = {
     "n_peers": 10,
@@ -109,6 +109,15 @@ def test_the_verdict_says_why(changes: dict[str, float], first: str, second: str
     sentences = verdict(problem, theory.plan(problem, steps), steps)
     assert first in sentences[0]
     assert second in sentences[1]
+
+
+def test_a_plan_in_words() -> None:
+    problem = theory.Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=9)
+    plan = theory.plan(problem, 1000)
+    assert in_short(plan) == "WGA alpha 0.9, speedup 10; BC alpha 0.9, beta 0.0307, speedup 1.08"
+    assert verdict(problem, plan, 1000)[0] == (
+        "Collaboration pays: averaging with alpha = 0.9 needs 10 times fewer steps than training alone."
+    )
 
 
 def test_out_writes_the_picture_and_a_page(tmp_path: Path) -> None:

@@ -115,3 +115,10 @@ def test_a_drifting_engine_can_go_back() -> None:
     engine = problem.engine(seed=3)
     forward = [engine.optimum(t)[0] for t in range(6)]
     assert [engine.optimum(t)[0] for t in (4, 2, 5)] == [forward[4], forward[2], forward[5]]
+
+
+def test_gradients_of_users_without_noise() -> None:
+    problem = NoisyQuadratic(Quadratic(1, 0, noise=0), [Quadratic(2, 5, noise=0)] * 2)
+    g = problem.engine().gradients(torch.ones(1), step=0, weights={"1": 0.5, "2": 0.5})
+    assert g.peers is not None
+    assert (g.own.tolist(), g.peers.tolist()) == ([1.0], [-8.0])

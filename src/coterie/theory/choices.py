@@ -1,7 +1,5 @@
 """The best weights for averaging and for an oracle, and the speedup they bring over training alone."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

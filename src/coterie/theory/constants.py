@@ -1,16 +1,14 @@
 """The constants of a problem, checked."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.errors import KnobError
 
-Numbers: TypeAlias = "float | NDArray[np.float64]"
+Numbers: TypeAlias = float | NDArray[np.float64]
 """A number, or an array of them: every formula is vectorised and broadcasts."""
 
 
@@ -77,32 +75,17 @@ class Constants:
 
     @classmethod
     def from_peers(
-        cls,
-        *,
-        smoothness: Numbers,
-        initial_gap: Numbers,
-        noise: Numbers,
-        tau: ArrayLike,
-        peer_noise: ArrayLike,
-        bias_floor: ArrayLike = 0.0,
-        pl: Numbers = 0.0,
-        bias_growth: Numbers = 0.0,
-        hessian_gap: Numbers = 0.0,
-    ) -> Constants:
+        cls, *, tau: ArrayLike, peer_noise: ArrayLike, bias_floor: ArrayLike = 0.0, **common: Numbers
+    ) -> Self:
         """Return the constants of equal peers that stand for unequal ones with weights τ.
 
             σ_a² = Σ τ_k² σ_k²,   ζ² = Σ τ_k ζ_k²
 
         Args:
-            smoothness: L.
-            initial_gap: F_0.
-            noise: σ_0.
             tau: τ_k, the peers' weights, along the last axis.
             peer_noise: σ_k, as `tau`.
             bias_floor: ζ_k, as `tau`.
-            pl: μ.
-            bias_growth: m, the largest over the peers.
-            hessian_gap: δ, the largest over the peers.
+            common: the other constants; of `bias_growth` and `hessian_gap` the largest over the peers.
 
         Example:
             >>> problem = Constants.from_peers(
@@ -115,17 +98,9 @@ class Constants:
         check("tau", tau, tau >= 0, "must not be negative")
         check("tau", tau.sum(-1), abs(tau.sum(-1) - 1) < 1e-6, "must sum to 1", "divide each weight by the sum")
         variance = np.sum(tau**2 * np.square(peer_noise), -1)
-        return cls(
-            smoothness=smoothness,
-            initial_gap=initial_gap,
-            noise=noise,
-            pl=pl,
-            n_peers=float(tau.shape[-1]),
-            peer_noise=np.sqrt(tau.shape[-1] * variance),
-            bias_floor=np.sqrt(np.sum(tau * np.square(bias_floor), -1)),
-            bias_growth=bias_growth,
-            hessian_gap=hessian_gap,
-        )
+        floor = np.sqrt(np.sum(tau * np.square(bias_floor), -1))
+        noise, n_peers = np.sqrt(tau.shape[-1] * variance), float(tau.shape[-1])
+        return cls(n_peers=n_peers, peer_noise=noise, bias_floor=floor, **common)
 
     @property
     def peer_variance(self) -> Numbers:
@@ -147,12 +122,7 @@ class Constants:
 
 
 def as_numbers(name: str, value: ArrayLike) -> Numbers:
-    """Return a float or an array of floats, finite.
-
-    Example:
-        >>> as_numbers("steps", 3), as_numbers("steps", [1, 2])
-        (3.0, array([1., 2.]))
-    """
+    """Return a float or an array of floats, finite."""
     try:
         array = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -162,13 +132,7 @@ def as_numbers(name: str, value: ArrayLike) -> Numbers:
 
 
 def check(name: str, value: ArrayLike, holds: ArrayLike, must: str, remedy: str = "") -> None:
-    """Raise a `KnobError` that shows the first value for which `holds` is false.
-
-    Example:
-        >>> check("alpha", [0.5, 1.2], [True, False], "must lie in [0, 1]")
-        Traceback (most recent call last):
-        coterie.errors.KnobError: `alpha` must lie in [0, 1], got 1.2
-    """
+    """Raise a `KnobError` that shows the first value for which `holds` is false."""
     if np.all(holds):
         return
     values, fine = np.broadcast_arrays(value, holds)
@@ -177,24 +141,14 @@ def check(name: str, value: ArrayLike, holds: ArrayLike, must: str, remedy: str 
 
 
 def check_alpha(alpha: ArrayLike) -> Numbers:
-    """Return α, checked to lie in [0, 1].
-
-    Example:
-        >>> check_alpha(0.5)
-        0.5
-    """
+    """Return α, checked to lie in [0, 1]."""
     alpha = as_numbers("alpha", alpha)
     check("alpha", alpha, np.greater_equal(alpha, 0) & np.less_equal(alpha, 1), "must lie in [0, 1]")
     return alpha
 
 
 def check_steps(steps: ArrayLike) -> Numbers:
-    """Return T, checked to be at least 1.
-
-    Example:
-        >>> check_steps(100)
-        100.0
-    """
+    """Return T, checked to be at least 1."""
     steps = as_numbers("steps", steps)
     check("steps", steps, np.greater_equal(steps, 1), "must be at least 1")
     return steps

@@ -1,7 +1,5 @@
 """Bias correction with an estimated bias: Theorem 3, corrected."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -64,11 +62,7 @@ def correction_bound(
     check("beta", beta, np.greater(beta, 0) & np.less_equal(beta, 1), "must lie in (0, 1]")
     drift = alpha * problem.hessian_gap * lr / beta
     check(
-        "beta",
-        beta,
-        4 * (1 + beta) * drift**2 < 1,
-        "must exceed √8·αδη",
-        "take a larger `beta` or a smaller `lr`",
+        "beta", beta, 4 * (1 + beta) * drift**2 < 1, "must exceed √8·αδη", "take a larger `beta` or a smaller `lr`"
     )
     return _bound(problem, alpha, beta, lr, steps, error=_initial_error(problem, initial_error))
 

@@ -1,7 +1,5 @@
 """SGD along a biased, noisy gradient: Theorems 1 and 2 are this with different constants."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +16,8 @@ class Descent:
     Every bound follows from the descent inequality, for η ≤ `max_lr`,
 
         F_{t+1} ≤ F_t − ηk E‖∇f_0(x_t)‖² + ηB²/2 + Lη²σ²/2,   k = (1 − a)/2, or (1 − a)/4 where M > 0.
+
+    In its methods `lr` is η, at most `max_lr`, `steps` is T, and `step` is t, counted from 0.
 
     Args:
         smoothness: L.
@@ -59,10 +59,6 @@ class Descent:
 
             (1/T) Σ_t E‖∇f_0(x_t)‖² ≤ (F_0/(ηT) + Lησ²/2 + B²/2) / k
 
-        Args:
-            lr: η, at most `max_lr`.
-            steps: T.
-
         Example:
             >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9, bias_floor=0.1)
             >>> print(f"{averaging(problem, 0.5).gradient_bound(lr=0.1, steps=1000):.4f}")
@@ -80,9 +76,6 @@ class Descent:
 
             η = min(η_max, √(2F_0/(Lσ²T)))
 
-        Args:
-            steps: T.
-
         Example:
             >>> float(alone(Constants(smoothness=1, initial_gap=2, noise=1)).best_gradient_lr(400))
             0.1
@@ -97,10 +90,6 @@ class Descent:
         """Bound the expected excess loss after a run with a constant step size, under the PL condition.
 
             F_T ≤ (1 − ρη)^T F_0 + (B² + Lησ²) / (2ρ),   ρ = 2μk
-
-        Args:
-            lr: η, at most `max_lr`.
-            steps: T.
 
         Example:
             >>> problem = Constants(smoothness=1, pl=1, initial_gap=2, noise=1)
@@ -117,9 +106,6 @@ class Descent:
         """Return the step size with the least `loss_bound`; 0 where the noise forbids any gain in T steps.
 
             1 − ρη = (Lσ²/(2ρ²TF_0))^{1/(T − 1)},   η ≤ η_max
-
-        Args:
-            steps: T.
 
         Example:
             >>> problem = alone(Constants(smoothness=1, pl=1, initial_gap=2, noise=1))
@@ -142,9 +128,6 @@ class Descent:
 
             η_t = (2s + 1)/(ρ(s + 1)²),   s = t_0 + t,   t_0 the first s whose step is at most η_max
 
-        Args:
-            step: t, counted from 0.
-
         Example:
             >>> problem = alone(Constants(smoothness=1, pl=1, initial_gap=1, noise=1))
             >>> problem.decreasing_lr(np.arange(3)).round(3).tolist()
@@ -159,9 +142,6 @@ class Descent:
         """Bound the expected excess loss after a run with the steps of `decreasing_lr`.
 
             F_T ≤ (t_0/(t_0 + T))² F_0 + B²/(2ρ) + (2Lσ²/ρ²)·T/(t_0 + T)²
-
-        Args:
-            steps: T.
 
         Example:
             >>> problem = alone(Constants(smoothness=1, pl=1, initial_gap=1, noise=1))
@@ -199,12 +179,7 @@ class Descent:
 
 
 def alone(problem: Constants) -> Descent:
-    """Return the descent of user 0 without peers: no bias, variance σ_0².
-
-    Example:
-        >>> float(alone(Constants(smoothness=1, initial_gap=1, noise=3)).noise)
-        3.0
-    """
+    """Return the descent of user 0 without peers: no bias, variance σ_0²."""
     return averaging(problem, 0.0)
 
 
@@ -250,22 +225,9 @@ def averaging(problem: Constants, alpha: Numbers) -> Descent:
     """
     alpha = check_alpha(alpha)
     growth = alpha**2 * problem.bias_growth
-    check(
-        "alpha",
-        alpha,
-        np.less(growth, 1),
-        "must be below 1/√m, m being `bias_growth`",
-        f"take less than {1 / np.sqrt(np.max(problem.bias_growth) or 1):g}, or correct the bias",
-    )
-    return Descent(
-        smoothness=problem.smoothness,
-        pl=problem.pl,
-        initial_gap=problem.initial_gap,
-        bias_growth=growth,
-        bias_floor=alpha * problem.bias_floor,
-        noise_growth=problem.variance_growth(alpha),
-        noise=np.sqrt(problem.variance(alpha)),
-    )
+    remedy = f"take less than {1 / np.sqrt(np.max(problem.bias_growth) or 1):g}, or correct the bias"
+    check("alpha", alpha, np.less(growth, 1), "must be below 1/√m, m being `bias_growth`", remedy)
+    return _descent(problem, alpha, growth, alpha * problem.bias_floor, problem.variance(alpha))
 
 
 def oracle(problem: Constants, alpha: Numbers, oracle_noise: Numbers = 0.0) -> Descent:
@@ -288,12 +250,16 @@ def oracle(problem: Constants, alpha: Numbers, oracle_noise: Numbers = 0.0) -> D
     """
     alpha, v = check_alpha(alpha), as_numbers("oracle_noise", oracle_noise)
     check("oracle_noise", v, np.greater_equal(v, 0), "must not be negative")
+    return _descent(problem, alpha, 0.0, 0.0, problem.variance(alpha) + alpha**2 * v**2 / problem.n_peers)
+
+
+def _descent(problem: Constants, alpha: Numbers, growth: Numbers, floor: Numbers, variance: Numbers) -> Descent:
     return Descent(
         smoothness=problem.smoothness,
         pl=problem.pl,
         initial_gap=problem.initial_gap,
-        bias_growth=0.0,
-        bias_floor=0.0,
+        bias_growth=growth,
+        bias_floor=floor,
         noise_growth=problem.variance_growth(alpha),
-        noise=np.sqrt(problem.variance(alpha) + alpha**2 * v**2 / problem.n_peers),
+        noise=np.sqrt(variance),
     )

@@ -10,8 +10,6 @@ where n_0 and n_1 are the same draws in both lines. (c̃ and not c, since pull m
 remains of e.) A third entry sums the iterates, where their average is asked for.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -29,37 +27,21 @@ _CHUNK = 1 << 15  # step matrices held at once: a few megabytes, whatever the nu
 
 @dataclass(frozen=True, eq=False)
 class Dynamics:
-    """A rule with its step size on a noisy quadratic: what `Transition` every stretch of steps is.
+    """A rule with its step size on a noisy quadratic: what `Transition` every stretch of steps is."""
 
-    Args:
-        curvature: a_0, of shape (d,).
-        gap: a_1 − a_0, the curvature of the peers' bias.
-        pull: a_1 (x_1* − x_0*), minus the peers' bias at user 0's optimum.
-        own_variance: the variance of n_0.
-        peer_variance: the variance of n_1.
-        drift_variance: the variance of the step that the optimum takes.
-        alpha: α; 0 for Alone.
-        beta: β; 1 where there is no c, which then has no memory and no effect.
-        correction: w; 0 for weighted averaging.
-        lr: η.
-        first: whether c_0 is the first observed bias, not zero.
-        warm_up: whether β_t = max(β, 1/(t + 1)).
-        average_from: the step after which the state also sums the iterates; None where it does not.
-    """
-
-    curvature: FloatArray
-    gap: FloatArray
-    pull: FloatArray
-    own_variance: FloatArray
-    peer_variance: FloatArray
-    drift_variance: FloatArray
-    alpha: Knob
-    beta: Knob
-    correction: float
-    lr: Knob
-    first: bool
-    warm_up: bool
-    average_from: int | None
+    curvature: FloatArray  # a_0, of shape (d,)
+    gap: FloatArray  # a_1 − a_0, the curvature of the peers' bias
+    pull: FloatArray  # a_1 (x_1* − x_0*), minus the peers' bias at user 0's optimum
+    own_variance: FloatArray  # of n_0
+    peer_variance: FloatArray  # of n_1
+    drift_variance: FloatArray  # of the step that the optimum takes
+    alpha: Knob  # α; 0 for Alone
+    beta: Knob  # β; 1 where there is no c, which then has no memory and no effect
+    correction: float  # w; 0 for weighted averaging
+    lr: Knob  # η
+    first: bool  # whether c_0 is the first observed bias, not zero
+    warm_up: bool  # whether β_t = max(β, 1/(t + 1))
+    average_from: int | None  # the step after which the state also sums the iterates, if it does
 
     @cached_property
     def settled(self) -> float:
@@ -123,9 +105,8 @@ class Dynamics:
     @property
     def _cuts(self) -> tuple[float, ...]:
         """The steps at which one stretch of equal steps ends and another begins."""
-        if self.average_from is None:
-            return (self.settled,)
-        return (self.settled, self.average_from, self.average_from + 1)
+        averaging = () if self.average_from is None else (self.average_from, self.average_from + 1)
+        return (self.settled, *averaging)
 
     def _stretch(self, start: int, stop: int) -> Transition:
         """Return steps between two cuts as one: by squaring once the knobs are constant, else pairwise."""

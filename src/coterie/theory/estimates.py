@@ -1,12 +1,10 @@
 """The theory's constants as they were measured, with standard errors; see `coterie.choosing.measuring`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from coterie.theory.peers import Peers
 
@@ -20,49 +18,30 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class PeerEstimates:
-    """What was measured of a peer.
+    """What was measured of a peer."""
 
-    Args:
-        noise: σ_k of one batch, as a sample of all examples there could be.
-        bias_floor: ζ_k.
-        bias_growth: m_k; 0 where it is not clear of its error.
-        hessian_gap: δ_k along the path.
-        share: how much of the peer's examples a batch is; 0 for fresh samples.
-    """
-
-    noise: Measured
-    bias_floor: Measured
-    bias_growth: Measured
-    hessian_gap: Measured
-    share: float = 0.0
+    noise: Measured  # σ_k of one batch, as a sample of all examples there could be
+    bias_floor: Measured  # ζ_k
+    bias_growth: Measured  # m_k; 0 where it is not clear of its error
+    hessian_gap: Measured  # δ_k along the path
+    share: float = 0.0  # how much of the peer's examples a batch is; 0 for fresh samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """The constants of a problem, measured.
+    """The constants of a problem, measured."""
 
-    Args:
-        loss: of user 0 at the start, which stands for F_0: the least loss is taken to be 0.
-        gradient: ‖∇f_0‖ at the start.
-        noise: σ_0 of one batch, as a sample of all examples there could be.
-        smoothness: L along the path, no more than the true one.
-        pl: μ, the least ‖∇f_0‖²/(2f_0) at the two points, no less than the true one if the least loss is 0; L where
-            the gradient is not clear of the noise.
-        peers: by name.
-        left_out: the peers that could not be measured, each with the reason.
-        share: how much of user 0's examples a batch is; 0 for fresh samples.
-        batches: how many batches were drawn.
-    """
-
-    loss: float
-    gradient: Measured
-    noise: Measured
-    smoothness: Measured
+    loss: float  # of user 0 at the start, which stands for F_0: the least loss is taken to be 0
+    gradient: Measured  # ‖∇f_0‖ at the start
+    noise: Measured  # σ_0 of one batch, as a sample of all examples there could be
+    smoothness: Measured  # L along the path, no more than the true one
     pl: float
+    """μ, the least ‖∇f_0‖²/(2f_0) at the two points, no less than the true one if the least loss is 0; L where the
+    gradient is not clear of the noise."""
     peers: Mapping[str, PeerEstimates]
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    share: float = 0.0
-    batches: int = 4
+    left_out: Mapping[str, str] = field(default_factory=dict)  # the peers not measured, each with the reason
+    share: float = 0.0  # how much of user 0's examples a batch is; 0 for fresh samples
+    batches: int = 4  # how many were drawn
 
     def constants(self, steps: int) -> Peers:
         """Return the constants for a run of so many steps.
@@ -109,11 +88,10 @@ class Estimates:
 
     def to_plain(self) -> dict[str, Any]:
         """Return everything as a record and a checkpoint can hold it."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return plain
+        return dict(json.loads(json.dumps(asdict(self))))
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Estimates:
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Return the estimates that `to_plain` gave."""
 
         def measured(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,6 @@ compose, and composition is associative: equal steps are raised to a power by re
 are multiplied pairwise, all pairs at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -21,23 +19,14 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 class Transition:
     """The law of a later state given an earlier one: Gaussian with mean M z + v and covariance Q.
 
-    Args:
-        matrix: M, of shape (…, k, k); leading axes are independent systems, or steps for `chain`.
-        offset: v, of shape (…, k).
-        noise: Q, of shape (…, k, k).
-
-    Example:
-        >>> halve = Transition(np.array([[0.5]]), np.array([1.0]), np.array([[3.0]]))
-        >>> twice = halve.then(halve)
-        >>> float(twice.matrix[0, 0]), float(twice.offset[0]), float(twice.noise[0, 0])
-        (0.25, 1.5, 3.75)
+    Leading axes are independent systems, or steps for `chain`.
     """
 
-    matrix: FloatArray
-    offset: FloatArray
-    noise: FloatArray
+    matrix: FloatArray  # M, of shape (…, k, k)
+    offset: FloatArray  # v, of shape (…, k)
+    noise: FloatArray  # Q, of shape (…, k, k)
 
-    def then(self, later: Transition) -> Transition:
+    def then(self, later: "Transition") -> "Transition":
         """Return this transition followed by a later one."""
         return Transition(
             later.matrix @ self.matrix,
@@ -62,14 +51,7 @@ class Transition:
 
 @dataclass(frozen=True, eq=False)
 class Powers:
-    """The powers of one transition; every power that has been computed is kept.
-
-    Example:
-        >>> walk = Transition(np.eye(1), np.ones(1), np.ones((1, 1)))
-        >>> millionth = Powers(walk)(1_000_000)
-        >>> float(millionth.offset[0]), float(millionth.noise[0, 0])
-        (1000000.0, 1000000.0)
-    """
+    """The powers of one transition; every power that has been computed is kept."""
 
     once: Transition
     known: dict[int, Transition] = field(default_factory=dict, repr=False)
@@ -94,33 +76,19 @@ def identity(*shape: int) -> Transition:
 
 
 def chain(steps: Transition) -> Transition:
-    """Return the steps along the first axis, first to last, as one.
-
-    Example:
-        >>> rates = Transition(np.array([[[0.5]], [[0.1]], [[2.0]]]), np.zeros((3, 1)), np.zeros((3, 1, 1)))
-        >>> float(chain(rates).matrix[0, 0])
-        0.1
-    """
+    """Return the steps along the first axis, first to last, as one."""
     while (count := len(steps.matrix)) > 1:
         paired = _rows(steps, slice(0, count - 1, 2)).then(_rows(steps, slice(1, count, 2)))
         if count % 2:
             last = _rows(steps, slice(count - 1, count))
-            paired = Transition(
-                np.concatenate([paired.matrix, last.matrix]),
-                np.concatenate([paired.offset, last.offset]),
-                np.concatenate([paired.noise, last.noise]),
-            )
+            names = ("matrix", "offset", "noise")
+            paired = Transition(*(np.concatenate([getattr(paired, n), getattr(last, n)]) for n in names))
         steps = paired
     return Transition(steps.matrix[0], steps.offset[0], steps.noise[0])
 
 
 def square_root(covariance: FloatArray) -> FloatArray:
-    """Return a lower triangular R with R Rᵀ the covariance, which may be singular (Cholesky may not).
-
-    Example:
-        >>> square_root(np.array([[4.0, 2.0], [2.0, 1.0]]))
-        array([[2., 0.], [1., 0.]])
-    """
+    """Return a lower triangular R with R Rᵀ the covariance, which may be singular (Cholesky may not)."""
     rest, root = covariance.copy(), np.zeros_like(covariance)
     for j in range(covariance.shape[-1]):
         pivot = np.sqrt(np.maximum(rest[..., j, j], 0))[..., None]

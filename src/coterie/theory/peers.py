@@ -1,7 +1,5 @@
 """Peers that differ from one another: which to use, and the knobs that follow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,13 +10,7 @@ from coterie.errors import KnobError
 from coterie.gradients.simplex import water_filling
 from coterie.theory.choices import averaging_cost, best_alpha, least_noise_alpha
 from coterie.theory.constants import Constants, Numbers, check_steps
-from coterie.theory.correction import (
-    Correction,
-    best_beta,
-    best_correction,
-    correction_bound,
-    correction_max_lr,
-)
+from coterie.theory.correction import Correction, best_beta, best_correction, correction_bound, correction_max_lr
 
 Array = NDArray[np.float64]
 
@@ -65,10 +57,8 @@ class Peers:
 
             σ_a² = Σ τ_k²σ_k²,   ζ² = Σ τ_kζ_k²,   m = Σ τ_km_k,   δ = Σ τ_kδ_k
 
-        All follow from the convexity of the norm and its square.
-
-        Args:
-            tau: along the last axis; axes before it are separate averages.
+        All follow from the convexity of the norm and its square. τ lies along the last axis; axes before it are
+        separate averages.
         """
         tau = np.asarray(tau, dtype=np.float64)
         return Constants.from_peers(

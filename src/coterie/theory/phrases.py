@@ -1,7 +1,5 @@
 """A plan in words and tables, for the terminal and for pages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,14 +14,7 @@ TITLES = {"alone": "Alone", "wga": "WGA", "bc_oracle": "BC, oracle", "bc": "BC"}
 
 
 def verdict(problem: Constants, choices: Mapping[str, Choice], steps: int) -> list[str]:
-    """Say in plain words whether averaging pays, and whether bias correction does.
-
-    Example:
-        >>> from coterie.theory import plan
-        >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=9)
-        >>> print(verdict(problem, plan(problem, 1000), 1000)[0])
-        Collaboration pays: averaging with alpha = 0.9 needs 10 times fewer steps than training alone.
-    """
+    """Say in plain words whether averaging pays, and whether bias correction does."""
     wga, bc = choices["wga"], choices["bc"]
     if wga.speedup > 1.05:
         first = (
@@ -90,13 +81,7 @@ def note(rows: Mapping[str, Mapping[str, float | None]]) -> str:
 
 
 def in_short(choices: Mapping[str, Choice]) -> str:
-    """Return a plan in one line.
-
-    Example:
-        >>> from coterie.theory import plan
-        >>> print(in_short(plan(Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=9), 1000)))
-        WGA alpha 0.9, speedup 10; BC alpha 0.9, beta 0.0307, speedup 1.08
-    """
+    """Return a plan in one line."""
     shown = []
     for name in ("wga", "bc"):
         row = numbers(choices[name])

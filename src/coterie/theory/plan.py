@@ -1,7 +1,5 @@
 """What the theory advises for a problem: each method at its best, by its bound."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from coterie.theory.choices import averaging_speedup, best_alpha, oracle_speedup

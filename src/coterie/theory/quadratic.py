@@ -4,12 +4,9 @@ f_k(x) = ½ a_k (x − x_k*)² in every coordinate, seen through gradients with 
 and stationary levels need no simulation, and sample paths are drawn at the recorded steps only.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,66 +18,31 @@ from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, Weighte
 from coterie.rules.knobs import Knob, decided
 from coterie.theory.dynamics import Dynamics
 from coterie.theory.linear_gaussian import FloatArray, Transition
-from coterie.theory.quadratic_engine import QuadraticEngine, TrueBias
+from coterie.theory.quadratic_engine import Quadratic, QuadraticEngine, QuadraticUsers, TrueBias
 
-PerCoordinate: TypeAlias = float | Sequence[float] | npt.NDArray[Any]
-"""One number for all coordinates, or one for each."""
+__all__ = ["NoisyQuadratic", "Quadratic"]
 
-
-@dataclass(frozen=True, eq=False)
-class Quadratic:
-    """One user's objective f(x) = ½ Σ a (x − x*)², and the noise of its gradients.
-
-    Args:
-        curvature: a, at least 0.
-        optimum: x*.
-        noise: σ, the standard deviation of the gradient noise in each coordinate.
-    """
-
-    curvature: PerCoordinate = 1.0
-    optimum: PerCoordinate = 0.0
-    noise: PerCoordinate = 1.0
-
-    def __post_init__(self) -> None:
-        for name, lowest in (("curvature", 0.0), ("optimum", -np.inf), ("noise", 0.0)):
-            values = np.asarray(getattr(self, name), dtype=float)
-            if not (np.isfinite(values) & (values >= lowest)).all():
-                at_least = "" if np.isinf(lowest) else " of at least 0"
-                raise KnobError(f"`{name}` must be a finite number{at_least}, got {values}")
+Steps: TypeAlias = Sequence[int] | npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """What is expected at the recorded steps.
+    """What is expected at the recorded steps."""
 
-    Args:
-        steps: how many steps had been taken.
-        loss: E f_0(x) − f_0*.
-        squared_gradient: E‖∇f_0(x)‖².
-    """
-
-    steps: npt.NDArray[np.int64]
-    loss: FloatArray
-    squared_gradient: FloatArray
+    steps: npt.NDArray[np.int64]  # how many had been taken
+    loss: FloatArray  # E f_0(x) − f_0*
+    squared_gradient: FloatArray  # E‖∇f_0(x)‖²
 
 
 @dataclass(frozen=True, eq=False)
 class Law:
-    """The joint law of x at the recorded steps, from which expectations and sample paths follow.
+    """The joint law of x at the recorded steps, from which expectations and sample paths follow."""
 
-    Args:
-        steps: the recorded steps.
-        curvature: a_0, of shape (d,).
-        start: the law of the state before the first step, as a transition from anywhere.
-        transitions: from each recorded step (at first the start) to the next.
-        readings: for each recorded step, the weights that read x − x_0* from the state.
-    """
-
-    steps: npt.NDArray[np.int64]
-    curvature: FloatArray
-    start: Transition
-    transitions: Sequence[Transition]
-    readings: Sequence[FloatArray]
+    steps: npt.NDArray[np.int64]  # the recorded ones
+    curvature: FloatArray  # a_0, of shape (d,)
+    start: Transition  # the law of the state before the first step, as a transition from anywhere
+    transitions: Sequence[Transition]  # from each recorded step (at first the start) to the next
+    readings: Sequence[FloatArray]  # for each recorded step, the weights that read x − x_0* from the state
 
     def expected(self) -> Curve:
         """Return the exact expected loss and squared gradient at the recorded steps."""
@@ -103,7 +65,7 @@ class Law:
 
 
 @dataclass(frozen=True, eq=False)
-class NoisyQuadratic:
+class NoisyQuadratic(QuadraticUsers):
     """User 0 and its peers, each with a quadratic objective; diagonal in d coordinates, which add up.
 
     The peers are called "1", …, "N". Where only their average matters, give it as one peer, with noise σ/√N.
@@ -127,32 +89,7 @@ class NoisyQuadratic:
         array([1.    , 0.0025])
     """
 
-    own: Quadratic
-    peers: Sequence[Quadratic] = ()
-    x0: PerCoordinate = 0.0
-    x0_spread: PerCoordinate = 0.0
-    drift: PerCoordinate = 0.0
-    names: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if not (np.asarray(self.own.curvature, dtype=float) > 0).all():
-            raise KnobError(f"user 0's `curvature` must be positive, got {self.own.curvature}")
-        object.__setattr__(self, "names", tuple(str(k) for k in range(1, len(self.peers) + 1)))
-
-    @cached_property
-    def dim(self) -> int:
-        """d, the number of coordinates."""
-        users = [value for user in (self.own, *self.peers) for value in vars(user).values()]
-        shapes = [np.shape(value) for value in (*users, self.x0, self.x0_spread, self.drift)]
-        return int(np.broadcast_shapes((1,), *shapes)[0])
-
-    def vector(self, values: PerCoordinate) -> FloatArray:
-        """Return one number for each coordinate."""
-        return np.broadcast_to(np.asarray(values, dtype=float), self.dim)
-
-    def law(
-        self, rule: Rule, lr: Knob, steps: Sequence[int] | npt.NDArray[Any], *, average_from: int | None = None
-    ) -> Law:
+    def law(self, rule: Rule, lr: Knob, steps: Steps, *, average_from: int | None = None) -> Law:
         """Return the law of a run at the recorded steps: what `expected` and `paths` both come from.
 
         Args:
@@ -174,9 +111,7 @@ class NoisyQuadratic:
             [dynamics.reading(step) for step in recorded.tolist()],
         )
 
-    def expected(
-        self, rule: Rule, lr: Knob, steps: Sequence[int] | npt.NDArray[Any], *, average_from: int | None = None
-    ) -> Curve:
+    def expected(self, rule: Rule, lr: Knob, steps: Steps, *, average_from: int | None = None) -> Curve:
         """Return the exact expected loss and squared gradient after each number of steps; see `law`."""
         return self.law(rule, lr, steps, average_from=average_from).expected()
 
@@ -184,11 +119,9 @@ class NoisyQuadratic:
         """Return the expected loss after infinitely many steps; infinite where no level is reached."""
         if self.spectral_radius(rule, lr) >= 1:
             return float("inf")
-        step = self._dynamics(rule, lr).settled_step
+        step, curvature = self._dynamics(rule, lr).settled_step, self.vector(self.own.curvature)
         total = 0.0
-        for a, matrix, offset, noise in zip(
-            self.vector(self.own.curvature), step.matrix, step.offset, step.noise, strict=True
-        ):
+        for a, matrix, offset, noise in zip(curvature, step.matrix, step.offset, step.noise, strict=True):
             mean = np.linalg.solve(np.eye(2) - matrix, offset)
             total += a / 2 * float(mean[0] ** 2 + solve_discrete_lyapunov(matrix, noise)[0, 0])
         return total
@@ -201,7 +134,7 @@ class NoisyQuadratic:
         self,
         rule: Rule,
         lr: Knob,
-        steps: Sequence[int] | npt.NDArray[Any],
+        steps: Steps,
         *,
         trials: int = 100,
         seed: int = 0,
@@ -209,14 +142,9 @@ class NoisyQuadratic:
     ) -> FloatArray:
         """Draw independent runs, exact in law, at the recorded steps only; see `law`.
 
-        Returns:
-            x − x_0*, where x_0* may drift, of shape (trials, steps, d); `loss` turns it into losses.
+        They are x − x_0*, where x_0* may drift, of shape (trials, steps, d); `loss` turns them into losses.
         """
         return self.law(rule, lr, steps, average_from=average_from).paths(trials, seed)
-
-    def loss(self, distance: FloatArray) -> FloatArray:
-        """Return f_0 at x_0* + `distance`, over the last axis."""
-        return np.asarray(distance**2 @ self.vector(self.own.curvature) / 2)
 
     def oracle(self, alpha: Knob, *, noise: float = 0.0, seed: int = 0) -> OracleCorrection:
         """Return bias correction with the true bias of the equally weighted peers (Theorem 2).
@@ -236,17 +164,6 @@ class NoisyQuadratic:
     def engine(self, seed: int = 0) -> QuadraticEngine:
         """Return this problem as an engine, for the ordinary rules and the ordinary training loop."""
         return QuadraticEngine(self, seed)
-
-    def average(self, weights: Mapping[str, float]) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return Σ τ_k a_k, Σ τ_k a_k (x_k* − x_0*) and Σ τ_k² σ_k² of the peers, in each coordinate."""
-        curvature, pull, variance = np.zeros((3, self.dim))
-        for name, tau in weights.items():
-            peer = self.peers[self.names.index(name)]
-            a = self.vector(peer.curvature)
-            curvature = curvature + tau * a
-            pull = pull + tau * a * (self.vector(peer.optimum) - self.vector(self.own.optimum))
-            variance = variance + (tau * self.vector(peer.noise)) ** 2
-        return curvature, pull, variance
 
     def _dynamics(self, rule: Rule, lr: Knob, average_from: int | None = None) -> Dynamics:
         """Return the rule as one point of the family (α, β, w)."""

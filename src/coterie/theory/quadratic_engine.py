@@ -1,13 +1,13 @@
-"""Noisy quadratics as an engine, so that the ordinary rules can be run on a problem solved exactly."""
-
-from __future__ import annotations
+"""Users with quadratic objectives, and an engine of them: the ordinary rules on a problem solved exactly."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,8 +18,73 @@ from coterie.recording.traffic import Traffic
 from coterie.theory.linear_gaussian import FloatArray
 from coterie.users.sampling import random_key
 
-if TYPE_CHECKING:
-    from coterie.theory.quadratic import NoisyQuadratic, Quadratic
+PerCoordinate: TypeAlias = float | Sequence[float] | npt.NDArray[Any]
+"""One number for all coordinates, or one for each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Quadratic:
+    """One user's objective f(x) = ½ Σ a (x − x*)², and the noise of its gradients.
+
+    Args:
+        curvature: a, at least 0.
+        optimum: x*.
+        noise: σ, the standard deviation of the gradient noise in each coordinate.
+    """
+
+    curvature: PerCoordinate = 1.0
+    optimum: PerCoordinate = 0.0
+    noise: PerCoordinate = 1.0
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("curvature", 0.0), ("optimum", -np.inf), ("noise", 0.0)):
+            values = np.asarray(getattr(self, name), dtype=float)
+            if not (np.isfinite(values) & (values >= lowest)).all():
+                at_least = "" if np.isinf(lowest) else " of at least 0"
+                raise KnobError(f"`{name}` must be a finite number{at_least}, got {values}")
+
+
+@dataclass(frozen=True, eq=False)
+class QuadraticUsers:
+    """User 0 and its peers, called "1", …, "N", each with a quadratic objective; see `NoisyQuadratic`."""
+
+    own: Quadratic
+    peers: Sequence[Quadratic] = ()
+    x0: PerCoordinate = 0.0
+    x0_spread: PerCoordinate = 0.0
+    drift: PerCoordinate = 0.0
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not (np.asarray(self.own.curvature, dtype=float) > 0).all():
+            raise KnobError(f"user 0's `curvature` must be positive, got {self.own.curvature}")
+        object.__setattr__(self, "names", tuple(str(k) for k in range(1, len(self.peers) + 1)))
+
+    @cached_property
+    def dim(self) -> int:
+        """d, the number of coordinates."""
+        users = [value for user in (self.own, *self.peers) for value in vars(user).values()]
+        shapes = [np.shape(value) for value in (*users, self.x0, self.x0_spread, self.drift)]
+        return int(np.broadcast_shapes((1,), *shapes)[0])
+
+    def vector(self, values: PerCoordinate) -> FloatArray:
+        """Return one number for each coordinate."""
+        return np.broadcast_to(np.asarray(values, dtype=float), self.dim)
+
+    def loss(self, distance: FloatArray) -> FloatArray:
+        """Return f_0 at x_0* + `distance`, over the last axis."""
+        return np.asarray(distance**2 @ self.vector(self.own.curvature) / 2)
+
+    def average(self, weights: Mapping[str, float]) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return Σ τ_k a_k, Σ τ_k a_k (x_k* − x_0*) and Σ τ_k² σ_k² of the peers, in each coordinate."""
+        curvature, pull, variance = np.zeros((3, self.dim))
+        for name, tau in weights.items():
+            peer = self.peers[self.names.index(name)]
+            a = self.vector(peer.curvature)
+            curvature = curvature + tau * a
+            pull = pull + tau * a * (self.vector(peer.optimum) - self.vector(self.own.optimum))
+            variance = variance + (tau * self.vector(peer.noise)) ** 2
+        return curvature, pull, variance
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +92,10 @@ class TrueBias:
     """The oracle of Theorem 2: ∇f_avg(x) − ∇f_0(x) of equally weighted peers, with noise.
 
     Its noise depends only on (seed, x), so that it keeps no state: another point gets a fresh draw.
-
-    Args:
-        problem: the problem whose bias it knows.
-        noise: v/√N, the standard deviation of its noise in each coordinate.
-        seed: what the noise depends on, beside x.
     """
 
-    problem: NoisyQuadratic
-    noise: float = 0.0
+    problem: QuadraticUsers
+    noise: float = 0.0  # v/√N, its standard deviation in each coordinate
     seed: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -59,22 +119,10 @@ class QuadraticEngine:
 
     The noise of a gradient depends only on (seed, user, step). Equal coordinates are independent runs: with
     d copies of a problem, one run is d trials.
-
-    Args:
-        problem: the problem.
-        seed: what the noise, and the drift of the optimum, depend on.
-
-    Example:
-        >>> from coterie.theory.quadratic import NoisyQuadratic, Quadratic
-        >>> problem = NoisyQuadratic(Quadratic(1, 0, noise=0), [Quadratic(2, 5, noise=0)] * 2)
-        >>> engine = problem.engine()
-        >>> g = engine.gradients(torch.ones(1), step=0, weights={"1": 0.5, "2": 0.5})
-        >>> g.own, g.peers
-        (tensor([1.]), tensor([-8.]))
     """
 
-    problem: NoisyQuadratic
-    seed: int = 0
+    problem: QuadraticUsers
+    seed: int = 0  # what the noise, and the drift of the optimum, depend on
     walked: dict[int, FloatArray] = field(default_factory=dict, repr=False)
 
     capabilities: ClassVar[Capabilities] = Capabilities()
