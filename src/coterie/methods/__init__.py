@@ -1,13 +1,25 @@
 """The methods that coterie is compared with, over the same users, record and costs. See docs/methods.md."""
 
-from coterie.methods.averaging import FedAvg, FineTuning, averaging_error, averaging_weights, data_interpolation
-from coterie.methods.averaging.data_interpolation import interpolation_of_sizes
+from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
+from coterie.methods.averaging.fedavg import FedAvg
+from coterie.methods.averaging.fine_tuning import FineTuning
+from coterie.methods.averaging.model_averaging import averaging_error, averaging_weights
 from coterie.methods.clients import Clients
-from coterie.methods.personal import APFL, L2GD, Ditto, HypCluster, Mapper, PerFedAvg
+from coterie.methods.personal.apfl import APFL
+from coterie.methods.personal.ditto import Ditto
+from coterie.methods.personal.hyp_cluster import HypCluster
+from coterie.methods.personal.l2gd import L2GD
+from coterie.methods.personal.mapper import Mapper
+from coterie.methods.personal.per_fedavg import PerFedAvg
 from coterie.methods.registry import METHODS, register_method
 from coterie.methods.rounds import Method
-from coterie.methods.variance import MVR, SAGA, SVRG, Mime, Scaffold
-from coterie.methods.weighting import FedFomo, Selfish, UserCentric, Waffle
+from coterie.methods.variance.mime import Mime
+from coterie.methods.variance.own_variance import MVR, SAGA, SVRG
+from coterie.methods.variance.scaffold import Scaffold
+from coterie.methods.weighting.fedfomo import FedFomo
+from coterie.methods.weighting.selfish import Selfish
+from coterie.methods.weighting.user_centric import UserCentric
+from coterie.methods.weighting.waffle import Waffle
 from coterie.registry import FromRun
 from coterie.rules.registry import RULES
 from coterie.rules.similarity import MirrorDescent, WeightErosion

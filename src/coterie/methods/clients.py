@@ -1,7 +1,5 @@
 """The users of a federated method: each computes at a point of its own, and what it computes is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -41,11 +39,11 @@ class Clients:
     def __init__(self, engine: Engine, me: User, peers: Sequence[User], costs: Costs) -> None:
         self.engine, self.me = require(engine, "own_points", "a method"), me
         self._users = {user.name: user for user in (me, *peers)}
-        self.names = (me.name, *(peer.name for peer in peers))
+        self.names = tuple(self._users)
         self.costs = costs
         self.left_out: dict[str, str] = {}
         self.own_losses: list[float] = []
-        counts = torch.tensor([float(len(user)) for user in (me, *peers)], dtype=torch.float64)
+        counts = torch.tensor([float(len(user)) for user in self._users.values()], dtype=torch.float64)
         self.sizes = counts.to(self.engine.parameters.device, self.engine.parameters.dtype)
 
     @property
@@ -59,12 +57,7 @@ class Clients:
         return self.sizes / self.sizes.sum()
 
     def gradients(self, points: Tensor, step: int) -> Tensor:
-        """Return each user's gradient at its point, on its batch of this step.
-
-        Args:
-            points: a row for each user, or one row, at which user 0 alone is asked.
-            step: the step, from which every user draws its batch.
-        """
+        """Return each user's gradient at its point, on its batch of this step; one row asks user 0 alone."""
         rows, loss = self.engine.each(points, step)
         self.costs.compute(self.names[: len(points)])
         self.own_losses.append(float(loss))
@@ -86,11 +79,7 @@ class Clients:
     def gradient_on(self, name: str, x: Tensor, indices: Tensor, step: int = 0) -> Tensor:
         """Return one user's gradient at x on its examples at these indices, finite or not.
 
-        Args:
-            name: the user.
-            x: the point.
-            indices: its examples, as `blocks` returns them.
-            step: the step, which seeds dropout and other random parts of the model.
+        The step seeds dropout and other random parts of the model.
         """
         self.costs.compute([name], len(indices))
         gradient, loss = self.engine.on(name, x, indices, step)

@@ -1,12 +1,45 @@
 """Local steps: the plain gradient steps that users take between two exchanges."""
 
-from __future__ import annotations
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie.methods.clients import Clients
+from coterie.rules import State
 from coterie.rules.knobs import check_count
+
+
+class LocalSteps:
+    """What the methods share whose users take `local_steps` steps in a round."""
+
+    local_steps: int
+    models_in: ClassVar[str] = "x"
+    """The entry of the state that holds the models: a row for each user, or one vector for all."""
+
+    def __post_init__(self) -> None:
+        check_count("local_steps", self.local_steps)
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round."""
+        return self.local_steps
+
+    def models(self, state: State) -> Tensor:
+        """Return the personal models, or the one for all as a row."""
+        models: Tensor = state[self.models_in]
+        return models.reshape(-1, models.shape[-1])
+
+    def corrected_steps(
+        self, users: Clients, x: Tensor, c_k: Tensor, c: Tensor, *, step: int, lr: float
+    ) -> tuple[Tensor, Tensor]:
+        """Take SCAFFOLD's local steps from x, and return where they lead and the next corrections.
+
+        x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c);   c_k⁺ = c_k − c + (x − x_k) / (Kη)
+        """
+        points = local_steps(users, x.expand_as(c_k), step, self.local_steps, lr=lr, add=c - c_k)
+        users.exchange(down=2 * x.numel(), up=2 * x.numel())
+        return points, c_k - c + (x - points) / (self.local_steps * lr)
 
 
 def local_steps(
@@ -14,13 +47,7 @@ def local_steps(
 ) -> Tensor:
     """Let every user take plain gradient steps from its point, x_k ← x_k − η (g_k(x_k) + a_k).
 
-    Args:
-        users: the users.
-        points: the starting points, a row for each user; one row moves user 0 alone.
-        step: the step of the first batch.
-        count: the number of steps.
-        lr: η.
-        add: a_k, added to every gradient: a row for each user, or one vector for all; nothing when None.
+    `points` and a_k, in `add`, are a row for each user; one row of points moves user 0 alone.
     """
     for k in range(count):
         gradients = users.gradients(points, step + k)
@@ -28,6 +55,6 @@ def local_steps(
     return points
 
 
-def check_local_steps(count: int) -> None:
-    """Check a number of local steps."""
-    check_count("local_steps", count)
+def weighed(weights: Tensor) -> dict[str, Any]:
+    """Return the entries of the state by which a method reports user 0's weight and then its peers'."""
+    return {"weights": weights, "weight": float(weights[1:].sum())}

@@ -1,7 +1,5 @@
 """The methods by name. A method of one's own is made known by `@register_method("name")`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from coterie.methods.rounds import Method

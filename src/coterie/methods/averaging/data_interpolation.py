@@ -1,7 +1,5 @@
 """Data interpolation: train on a mixture of the own examples and those of all users."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from coterie.rules import WeightedAveraging
@@ -24,9 +22,8 @@ def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> Weight
         mixing: a, in [0, 1], the weight of f_0 in addition to its share of f_pooled. The paper chooses it by
             cross-validation; `AdaptiveAveraging` does so for α.
 
-    Reference:
-        Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated learning,
-        arXiv:2002.10619, 2020, section 4.
+    Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated
+    learning, arXiv:2002.10619, 2020, section 4.
 
     Example:
         >>> small, large = User("me", [[0.0]] * 10, range(10)), User("a", [[0.0]] * 30, range(30))
@@ -37,17 +34,7 @@ def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> Weight
 
 
 def interpolation_of_sizes(own_examples: int, peers: Mapping[str, int], mixing: float) -> WeightedAveraging:
-    """Interpolate between the own examples and everybody's, from the numbers of examples; see `data_interpolation`.
-
-    Args:
-        own_examples: how many user 0 has.
-        peers: how many each peer has, by name.
-        mixing: a, in [0, 1].
-
-    Example:
-        >>> interpolation_of_sizes(10, {"a": 30}, mixing=1.0).alpha
-        0.0
-    """
+    """Return the rule of `data_interpolation` from the numbers of examples, the peers' by name."""
     check_share("mixing", mixing)
     total = sum(peers.values())
     tau = {name: n / total for name, n in peers.items()}

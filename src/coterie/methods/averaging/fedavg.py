@@ -1,7 +1,5 @@
 """Federated averaging: all users take local steps from a common point, then their models are averaged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -10,12 +8,12 @@ from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps, local_steps
+from coterie.methods.local import LocalSteps, local_steps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
-class FedAvg:
+class FedAvg(LocalSteps):
     """Average the models that all users have trained for a few steps from the last average.
 
         x_k ← x, then K times  x_k ← x_k − η g_k(x_k);      x ← Σ p_k x_k,  or  x ← x + aggregator(x_k − x)
@@ -32,8 +30,8 @@ class FedAvg:
         aggregator: a function from the users' moves, one a row, to one move, in place of the mean: a robust one
             limits the influence of a few bad users.
 
-    Reference:
-        McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017.
+    Reference: McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS
+    2017.
 
     Example:
         >>> FedAvg(local_steps=5).gradients_a_round
@@ -45,14 +43,9 @@ class FedAvg:
     aggregator: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         if self.shares not in ("examples", "equal"):
             raise KnobError(f'`shares` must be "examples" or "equal", got {self.shares!r}')
-
-    @property
-    def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round."""
-        return self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x."""
@@ -64,11 +57,6 @@ class FedAvg:
         points = local_steps(users, x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.numel())
         return {"step": step + self.local_steps, "x": self._combine(users, x, points)}
-
-    def models(self, state: State) -> Tensor:
-        """Return x, the model of all users."""
-        x: Tensor = state["x"]
-        return x.unsqueeze(0)
 
     def _combine(self, users: Clients, x: Tensor, points: Tensor) -> Tensor:
         """Return the next x, given the points that the users have moved to."""

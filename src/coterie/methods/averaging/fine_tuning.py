@@ -1,7 +1,5 @@
 """Fine-tuning: all users train one model together, then each continues alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -32,8 +30,7 @@ class FineTuning:
         rounds: R, the number of rounds to train together.
         together: the method that trains one model for all.
 
-    Reference:
-        Wang et al., Federated evaluation of on-device personalization, arXiv:1910.10252, 2019.
+    Reference: Wang et al., Federated evaluation of on-device personalization, arXiv:1910.10252, 2019.
 
     Example:
         >>> FineTuning(rounds=40, together=FedAvg(5)).gradients_a_round
@@ -63,8 +60,7 @@ class FineTuning:
             together = self.together.round(users, state["together"], lr)
             models = self.together.models(together)
             return following | {"step": together["step"], "together": together, "models": models}
-        count = self.gradients_a_round
-        points = state["models"].expand(len(users.names), -1)
+        points, count = state["models"].expand(len(users.names), -1), self.gradients_a_round
         points = local_steps(users, points, state["step"], count, lr=lr)
         return following | {"step": state["step"] + count, "models": points}
 

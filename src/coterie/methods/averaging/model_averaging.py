@@ -1,7 +1,5 @@
 """Model averaging for means: the best weights of other users' means, in closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 
@@ -33,9 +31,8 @@ def averaging_weights(
         spread: s, the standard deviation of the true means over users.
         grain: `"fine"`, one weight for each user, or `"coarse"`, one for all others together.
 
-    Reference:
-        Donahue, Kleinberg, Model-sharing games: analyzing federated learning under voluntary participation,
-        AAAI 2021, lemmas on coarse-grained and fine-grained federation.
+    Reference: Donahue, Kleinberg, Model-sharing games: analyzing federated learning under voluntary participation,
+    AAAI 2021, lemmas on coarse-grained and fine-grained federation.
 
     Example:
         >>> averaging_weights([10, 10, 40], noise=1.0, spread=0.1).round(3).tolist()

@@ -1,20 +1,18 @@
 """APFL: mix an own model with one for all, and learn the proportion."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps
+from coterie.methods.local import LocalSteps
 from coterie.rules import State
 from coterie.rules.knobs import check_share
 
 
 @dataclass(frozen=True)
-class APFL:
+class APFL(LocalSteps):
     """Train an own model so that its mixture with the common model is good for the user.
 
         w_k ← w, then K times, from the same batch and the old values, u_k = a_k v_k + (1 − a_k) w_k:
@@ -35,9 +33,8 @@ class APFL:
         mixing: a_k at the start, in [0, 1].
         learned: whether a_k is updated.
 
-    Reference:
-        Deng, Kamani, Mahdavi, Adaptive personalized federated learning, arXiv:2003.13461, 2020, Algorithm 1 and the
-        section on adaptive mixing.
+    Reference: Deng, Kamani, Mahdavi, Adaptive personalized federated learning, arXiv:2003.13461, 2020, Algorithm 1
+    and the section on adaptive mixing.
 
     Example:
         >>> APFL(local_steps=5).gradients_a_round
@@ -49,7 +46,7 @@ class APFL:
     learned: bool = True
 
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         check_share("mixing", self.mixing)
 
     @property
@@ -67,7 +64,7 @@ class APFL:
         v, mixing, step = state["v"], state["mixing"], state["step"]
         w = state["w"].expand_as(v)
         for k in range(self.local_steps):
-            mixed = users.gradients(torch.lerp(w, v, mixing), step + k)
+            mixed = users.gradients(mixture(w, v, mixing), step + k)
             slope = ((v - w) * mixed).sum(1, keepdim=True)
             v = v - lr * mixing * mixed
             w = w - lr * users.gradients(w, step + k)
@@ -78,5 +75,9 @@ class APFL:
 
     def models(self, state: State) -> Tensor:
         """Return the mixtures."""
-        v: Tensor = state["v"]
-        return torch.lerp(state["w"].expand_as(v), v, state["mixing"])
+        return mixture(state["w"], state["v"], state["mixing"])
+
+
+def mixture(w: Tensor, v: Tensor, a: Tensor | float) -> Tensor:
+    """Return a_k v_k + (1 − a_k) w_k, w one vector for all or a row for each user."""
+    return torch.lerp(w.expand_as(v), v, a)

@@ -1,7 +1,5 @@
 """Ditto: personal models with a penalty on their distance to one that all users train together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -28,8 +26,7 @@ class Ditto:
         together: the method that trains w; with a robust aggregator Ditto is the paper's robust variant.
         personal_steps: S.
 
-    Reference:
-        Li et al., Ditto: fair and robust federated learning through personalization, ICML 2021, Algorithm 1.
+    Reference: Li et al., Ditto: fair and robust federated learning through personalization, ICML 2021, Algorithm 1.
 
     Example:
         >>> Ditto(penalty=0.1, together=FedAvg(5), personal_steps=5).gradients_a_round

@@ -1,21 +1,19 @@
 """HypCluster, or IFCA: there are several models, and every user trains the one that fits it best."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps, local_steps
+from coterie.methods.local import LocalSteps, local_steps
 from coterie.rules import State
 from coterie.rules.knobs import check_count, check_positive
 from coterie.users.sampling import seeded
 
 
 @dataclass(frozen=True)
-class HypCluster:
+class HypCluster(LocalSteps):
     """Let every user choose the best of q models by its loss, and average within each choice.
 
         c_k = argmin_j loss_k(x_j);      y_k ← x_{c_k}, then K times  y_k ← y_k − η g_k(y_k)
@@ -31,11 +29,9 @@ class HypCluster:
         local_steps: K.
         spread: the standard deviation of the noise that is added to x; the first model starts at x itself.
 
-    Reference:
-        Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated learning,
-        arXiv:2002.10619, 2020, section 3, algorithm HypCluster.
-        Ghosh, Chung, Yin, Ramchandran, An efficient framework for clustered federated learning, NeurIPS 2020,
-        Algorithm 1, model averaging.
+    Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated
+    learning, arXiv:2002.10619, 2020, section 3, algorithm HypCluster. Ghosh, Chung, Yin, Ramchandran, An efficient
+    framework for clustered federated learning, NeurIPS 2020, Algorithm 1, model averaging.
 
     Example:
         >>> HypCluster(clusters=3, local_steps=5).gradients_a_round
@@ -47,8 +43,8 @@ class HypCluster:
     spread: float = 0.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("clusters", self.clusters)
-        check_local_steps(self.local_steps)
         check_positive("spread", self.spread)
 
     @property

@@ -1,7 +1,5 @@
 """L2GD: own steps, and at random times a step towards the mean of all models."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -9,14 +7,14 @@ from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps, local_steps
+from coterie.methods.local import LocalSteps, local_steps
 from coterie.rules import State
 from coterie.rules.knobs import check_positive
 from coterie.users.sampling import uniform
 
 
 @dataclass(frozen=True)
-class L2GD:
+class L2GD(LocalSteps):
     """Toss a coin: with probability p move towards the mean of all models, else by the own gradient.
 
         heads:  x_k ← x_k − (ηλ/p) (x_k − mean_j x_j)           tails:  x_k ← x_k − (η/(1 − p)) g_k(x_k)
@@ -34,9 +32,8 @@ class L2GD:
         penalty: λ.
         probability: p, in (0, 1); there are Kp exchanges a round on average.
 
-    Reference:
-        Hanzely, Richtárik, Federated learning of a mixture of global and local models, arXiv:2002.05516, 2020,
-        Algorithm 1.
+    Reference: Hanzely, Richtárik, Federated learning of a mixture of global and local models, arXiv:2002.05516,
+    2020, Algorithm 1.
 
     Example:
         >>> L2GD(local_steps=5, penalty=0.1).gradients_a_round
@@ -48,15 +45,10 @@ class L2GD:
     probability: float = 0.5
 
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         check_positive("penalty", self.penalty)
         if not 0 < self.probability < 1:
             raise KnobError(f"`probability` must lie between 0 and 1, got {self.probability!r}")
-
-    @property
-    def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round."""
-        return self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""
@@ -74,17 +66,7 @@ class L2GD:
             x = local_steps(users, x, step, 1, lr=lr / (1 - p))
         return {"step": state["step"] + self.local_steps, "x": x}
 
-    def models(self, state: State) -> Tensor:
-        """Return the x_k."""
-        x: Tensor = state["x"]
-        return x
-
 
 def heads_in_a_row(probability: float, seed: int, step: int) -> int:
-    """Return how many times a coin shows heads before tails: m with probability pᵐ(1 − p).
-
-    Example:
-        >>> [heads_in_a_row(0.5, seed=0, step=step) for step in range(8)]
-        [2, 1, 0, 0, 1, 0, 2, 0]
-    """
+    """Return how many times a coin shows heads before tails: m with probability pᵐ(1 − p)."""
     return int(math.log1p(-uniform(seed, "coin", step)) / math.log(probability))

@@ -1,7 +1,5 @@
 """MAPPER: the common model is trained on the gradients of its mixtures with own models."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +7,14 @@ from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps
+from coterie.methods.local import LocalSteps
+from coterie.methods.personal.apfl import mixture
 from coterie.rules import State
 from coterie.rules.knobs import check_share
 
 
 @dataclass(frozen=True)
-class Mapper:
+class Mapper(LocalSteps):
     """Fit own models and mixing weights to the common model, then step it by the gradients of the mixtures.
 
         for every a of a short list, u_k = a v_k + (1 − a) w,  K times from the last round's v_k:
@@ -34,9 +33,8 @@ class Mapper:
         local_steps: K.
         mixings: the values of a to choose from, in [0, 1].
 
-    Reference:
-        Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated learning,
-        arXiv:2002.10619, 2020, section 5, algorithm MAPPER.
+    Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated
+    learning, arXiv:2002.10619, 2020, section 5, algorithm MAPPER.
 
     Example:
         >>> Mapper(local_steps=5).gradients_a_round
@@ -47,7 +45,7 @@ class Mapper:
     mixings: tuple[float, ...] = (0.25, 0.5, 0.75)
 
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         if not self.mixings:
             raise KnobError("`mixings` must hold at least one number of [0, 1]")
         for mixing in self.mixings:
@@ -70,20 +68,19 @@ class Mapper:
         for mixing in self.mixings:
             own = v
             for k in range(self.local_steps):
-                own = own - lr * mixing * users.gradients(torch.lerp(w.expand_as(own), own, mixing), step + k)
+                own = own - lr * mixing * users.gradients(mixture(w, own, mixing), step + k)
             tried.append(own)
         step += self.local_steps
         pairs = zip(tried, self.mixings, strict=True)
-        losses = torch.stack([users.losses(torch.lerp(w.expand_as(own), own, a), step) for own, a in pairs])
+        losses = torch.stack([users.losses(mixture(w, own, a), step) for own, a in pairs])
         best = losses.nan_to_num(torch.inf).argmin(0)
         v = torch.stack(tried)[best, torch.arange(len(best), device=best.device)]
         mixing = w.new_tensor(self.mixings)[best].unsqueeze(1)
-        g = users.gradients(torch.lerp(w.expand_as(v), v, mixing), step + 1)
+        g = users.gradients(mixture(w, v, mixing), step + 1)
         users.exchange(down=w.numel(), up=w.numel())
         w = w - lr * (users.shares @ ((1 - mixing) * g))
         return {"step": step + 2, "w": w, "v": v, "mixing": mixing}
 
     def models(self, state: State) -> Tensor:
         """Return the mixtures."""
-        v: Tensor = state["v"]
-        return torch.lerp(state["w"].expand_as(v), v, state["mixing"])
+        return mixture(state["w"], state["v"], state["mixing"])

@@ -1,19 +1,17 @@
 """Per-FedAvg: train a common model such that one own step turns it into a good personal model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps, local_steps
+from coterie.methods.local import LocalSteps, local_steps
 from coterie.rules import State
 from coterie.rules.knobs import check_positive
 
 
 @dataclass(frozen=True)
-class PerFedAvg:
+class PerFedAvg(LocalSteps):
     """Average the models that all users have trained to be good *after* one own step.
 
         x_k ← x, then K times  y_k = x_k − a g_k(x_k),  x_k ← x_k − η (g_k(y_k) − a h_k);      x ← mean_k x_k
@@ -32,9 +30,8 @@ class PerFedAvg:
         inner_lr: a, the step size of the adaptation; η is that of training.
         difference: δ of the Hessian-free variant; first order when None.
 
-    Reference:
-        Fallah, Mokhtari, Ozdaglar, Personalized federated learning with theoretical guarantees: a model-agnostic
-        meta-learning approach, NeurIPS 2020, Algorithm 1 and its two approximations.
+    Reference: Fallah, Mokhtari, Ozdaglar, Personalized federated learning with theoretical guarantees: a
+    model-agnostic meta-learning approach, NeurIPS 2020, Algorithm 1 and its two approximations.
 
     Example:
         >>> PerFedAvg(local_steps=5).gradients_a_round, PerFedAvg(5, difference=1e-3).gradients_a_round
@@ -45,8 +42,10 @@ class PerFedAvg:
     inner_lr: float = 0.01
     difference: float | None = None
 
+    models_in = "models"
+
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         check_positive("inner_lr", self.inner_lr)
         if self.difference is not None:
             check_positive("difference", self.difference)
@@ -76,8 +75,3 @@ class PerFedAvg:
         users.exchange(down=x.numel(), up=x.numel())
         x = points.mean(0)
         return {"step": step + 1, "x": x, "models": local_steps(users, x.expand_as(points), step, 1, lr=a)}
-
-    def models(self, state: State) -> Tensor:
-        """Return each user's adapted model."""
-        models: Tensor = state["models"]
-        return models

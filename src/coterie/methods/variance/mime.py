@@ -1,19 +1,17 @@
 """Mime and MimeLite: local steps that mimic those of a server that has all examples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps
+from coterie.methods.local import LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
-class Mime:
+class Mime(LocalSteps):
     """Use the server's momentum in every local step, and update it only when the round ends.
 
         G = mean_k ∇f_k(x), over all examples
@@ -31,9 +29,8 @@ class Mime:
         momentum: β, in [0, 1).
         lite: omit the correction, which halves the number of gradients.
 
-    Reference:
-        Karimireddy et al., Breaking the centralized barrier for cross-device federated learning, NeurIPS 2021
-        (Mime: mimicking centralized stochastic algorithms in federated learning, 2020), Algorithm 1.
+    Reference: Karimireddy et al., Breaking the centralized barrier for cross-device federated learning, NeurIPS
+    2021 (Mime: mimicking centralized stochastic algorithms in federated learning, 2020), Algorithm 1.
 
     Example:
         >>> Mime(local_steps=5).gradients_a_round, Mime(local_steps=5, lite=True).gradients_a_round
@@ -45,7 +42,7 @@ class Mime:
     lite: bool = False
 
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise KnobError(f"`momentum` must lie in [0, 1), got {self.momentum!r}")
 
@@ -72,8 +69,3 @@ class Mime:
         users.exchange(down=x.numel() * (2 if self.lite else 3), up=2 * x.numel())
         m = (1 - self.momentum) * mean + self.momentum * m
         return {"step": step + self.local_steps, "x": points.mean(0), "m": m}
-
-    def models(self, state: State) -> Tensor:
-        """Return x, the model of all users."""
-        x: Tensor = state["x"]
-        return x.unsqueeze(0)

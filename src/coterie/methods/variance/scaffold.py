@@ -1,7 +1,5 @@
 """SCAFFOLD: control variates correct local steps, so that users do not drift towards their own optima."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,12 +8,12 @@ from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps, local_steps
+from coterie.methods.local import LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
-class Scaffold:
+class Scaffold(LocalSteps):
     """Correct every local step by an estimate of how the user's gradient differs from the mean.
 
         x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c)
@@ -31,9 +29,8 @@ class Scaffold:
         option: how c_k is updated: 1 costs a pass over all examples, 2 costs nothing.
         server_lr: η_g.
 
-    Reference:
-        Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning, ICML 2020,
-        Algorithm 1, equations 3–5.
+    Reference: Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning, ICML 2020,
+    Algorithm 1, equations 3–5.
 
     Example:
         >>> Scaffold(local_steps=5).gradients_a_round
@@ -45,7 +42,7 @@ class Scaffold:
     server_lr: float = 1.0
 
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         if self.option not in (1, 2):
             raise KnobError(f"`option` must be 1 or 2, got {self.option!r}")
 
@@ -61,17 +58,8 @@ class Scaffold:
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, c, step = state["x"], state["c"], state["step"]
-        start = x.expand_as(c)
-        points = local_steps(users, start, step, self.local_steps, lr=lr, add=c.mean(0) - c)
+        points, following = self.corrected_steps(users, x, c, c.mean(0), step=step, lr=lr)
         if self.option == 1:
-            following = users.full_gradients(start)
-        else:
-            following = c - c.mean(0) + (start - points) / (self.local_steps * lr)
-        users.exchange(down=2 * x.numel(), up=2 * x.numel())
+            following = users.full_gradients(x.expand_as(c))
         moved = torch.lerp(x, points.mean(0), self.server_lr)
         return {"step": step + self.local_steps, "x": moved, "c": following}
-
-    def models(self, state: State) -> Tensor:
-        """Return x, the model of all users."""
-        x: Tensor = state["x"]
-        return x.unsqueeze(0)

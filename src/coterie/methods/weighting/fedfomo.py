@@ -1,7 +1,5 @@
 """FedFomo: weigh each user's model by how much it lowers user 0's validation loss per unit of distance."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,13 +8,13 @@ from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps, local_steps
+from coterie.methods.local import LocalSteps, local_steps, weighed
 from coterie.rules import State
 from coterie.rules.similarity import TINY
 
 
 @dataclass(frozen=True)
-class FedFomo:
+class FedFomo(LocalSteps):
     """Move towards the models that are better on user 0's validation examples.
 
         x_k ← K local steps of user k, from x_k (start "own") or from x (start "mine")
@@ -33,9 +31,8 @@ class FedFomo:
         local_steps: K.
         start: the model at which peers begin a round: their `"own"`, as in the paper, or user 0's, `"mine"`.
 
-    Reference:
-        Zhang, Sapra, Fidler, Yeung and Alvarez, Personalized federated learning with first order model
-        optimization, ICLR 2021, equations 3 and 4.
+    Reference: Zhang, Sapra, Fidler, Yeung and Alvarez, Personalized federated learning with first order model
+    optimization, ICLR 2021, equations 3 and 4.
 
     Example:
         >>> FedFomo(local_steps=5).gradients_a_round
@@ -45,20 +42,17 @@ class FedFomo:
     local_steps: int = 5
     start: Literal["own", "mine"] = "own"
 
+    models_in = "points"
+
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         if self.start not in ("own", "mine"):
             raise KnobError(f'`start` must be "own" or "mine", got {self.start!r}')
-
-    @property
-    def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round."""
-        return self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all users at x."""
         n = len(users.names)
-        return {"step": 0, "points": x.repeat(n, 1), "weights": x.new_zeros(n), "weight": 0.0}
+        return {"step": 0, "points": x.repeat(n, 1)} | weighed(x.new_zeros(n))
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
@@ -72,14 +66,4 @@ class FedFomo:
         weights = gains / gains.sum().clamp(min=TINY)
         x = x + weights @ (points - x)
         points = x.repeat(len(points), 1) if self.start == "mine" else torch.cat([x.unsqueeze(0), points[1:]])
-        return {
-            "step": step + self.local_steps,
-            "points": points,
-            "weights": weights,
-            "weight": float(weights[1:].sum()),
-        }
-
-    def models(self, state: State) -> Tensor:
-        """Return x and the models that the peers trained."""
-        points: Tensor = state["points"]
-        return points
+        return {"step": step + self.local_steps, "points": points} | weighed(weights)

@@ -1,7 +1,5 @@
 """Selfish federated learning: several internal users share one objective, and the others help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +7,12 @@ from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps, local_steps
+from coterie.methods.local import LocalSteps, weighed
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
-class Selfish:
+class Selfish(LocalSteps):
     """Minimise the mean loss of the internal users, with local steps of all users corrected towards it.
 
         x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c_I),   c_I = mean over internal users of c_k
@@ -31,9 +29,8 @@ class Selfish:
         internal: the names of the internal users other than user 0.
         alpha: α, the external users' weight, in [0, 1]; when None, all users have equal weight.
 
-    Reference:
-        The setting of Luo, Hu and Yu, Rethinking client reweighting for selfish federated learning, 2021; the
-        corrections of Karimireddy et al., SCAFFOLD, ICML 2020.
+    Reference: The setting of Luo, Hu and Yu, Rethinking client reweighting for selfish federated learning, 2021;
+    the corrections of Karimireddy et al., SCAFFOLD, ICML 2020.
 
     Example:
         >>> Selfish(local_steps=5, internal=("ward 3",)).gradients_a_round
@@ -45,23 +42,16 @@ class Selfish:
     alpha: float | None = None
 
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise KnobError(f"`alpha` must lie in [0, 1], got {self.alpha!r}; None gives all users equal weight")
-
-    @property
-    def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round."""
-        return self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, and no correction yet."""
         unknown = [name for name in self.internal if name not in users.names[1:]]
         if unknown:
             raise KnobError(f"`internal` names {unknown[0]!r}, who is no peer; the peers are {users.names[1:]}")
-        weights = self._weights(users, x)
-        c = x.new_zeros(len(users.names), x.numel())
-        return {"step": 0, "x": x, "c": c, "weights": weights, "weight": float(weights[1:].sum())}
+        return {"step": 0, "x": x, "c": x.new_zeros(len(users.names), x.numel())} | weighed(self._weights(users, x))
 
     def _inside(self, users: Clients, like: Tensor) -> Tensor:
         """Return the weight of each user in the mean of the internal ones."""
@@ -78,13 +68,5 @@ class Selfish:
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, c, step = state["x"], state["c"], state["step"]
-        target = self._inside(users, x) @ c
-        points = local_steps(users, x.expand_as(c), step, self.local_steps, lr=lr, add=target - c)
-        users.exchange(down=2 * x.numel(), up=2 * x.numel())
-        c = c - target + (x - points) / (self.local_steps * lr)
+        points, c = self.corrected_steps(users, x, c, self._inside(users, x) @ c, step=step, lr=lr)
         return state | {"step": step + self.local_steps, "x": state["weights"] @ points, "c": c}
-
-    def models(self, state: State) -> Tensor:
-        """Return x, the model of all users."""
-        x: Tensor = state["x"]
-        return x.unsqueeze(0)

@@ -1,7 +1,5 @@
 """User-centric federated learning: mixing weights from the distances between gradients, relative to noise."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +7,13 @@ from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps, local_steps
+from coterie.methods.local import LocalSteps, local_steps, weighed
 from coterie.rules import State
 from coterie.rules.similarity import TINY
 
 
 @dataclass(frozen=True)
-class UserCentric:
+class UserCentric(LocalSteps):
     """Mix models by weights that are computed once, from gradients at the start.
 
         G_k = ∇f_k(x_0),   σ_k² = mean_b ‖g_kb − G_k‖² over B blocks of user k's examples
@@ -32,9 +30,8 @@ class UserCentric:
         clusters: C; when None, one for each user.
         blocks: B.
 
-    Reference:
-        Mestoukirdi, Zecchin, Gesbert, Li and Gresset, User-centric federated learning, 2021, whose n_j are here the
-        numbers of examples too.
+    Reference: Mestoukirdi, Zecchin, Gesbert, Li and Gresset, User-centric federated learning, 2021, whose n_j are
+    here the numbers of examples too.
 
     Example:
         >>> UserCentric(local_steps=5).gradients_a_round
@@ -45,8 +42,10 @@ class UserCentric:
     clusters: int | None = None
     blocks: int = 5
 
+    models_in = "points"
+
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         if self.clusters is not None and self.clusters < 1:
             raise KnobError(f"`clusters` must be at least 1, got {self.clusters!r}; None gives each user its own")
         if self.blocks < 2:
@@ -61,16 +60,14 @@ class UserCentric:
         """Return the state before the first round: all users at x, and the mixing weights."""
         mixing = self.mixing(users, x)
         users.exchange(down=x.numel(), up=x.numel() + 1)
-        points = x.repeat(len(users.names), 1)
-        return {"step": 0, "points": points, "mixing": mixing, "weights": mixing[0], "weight": _peers(mixing)}
+        return {"step": 0, "points": x.repeat(len(users.names), 1), "mixing": mixing} | weighed(mixing[0])
 
     def mixing(self, users: Clients, x: Tensor) -> Tensor:
         """Return w, a row for each user; a user whose gradients are not finite mixes with no other."""
         means, noises = zip(*(self._gradient(users, name, x) for name in users.names), strict=True)
         noise, apart = torch.stack(noises), _squared_distances(torch.stack(means))
         likeness = torch.exp(-apart / (2 * torch.outer(noise, noise)).clamp(min=TINY))
-        likeness = torch.nan_to_num(likeness, nan=0.0).fill_diagonal_(1.0)
-        weights = users.sizes * likeness
+        weights = users.sizes * torch.nan_to_num(likeness, nan=0.0).fill_diagonal_(1.0)
         weights = weights / weights.sum(1, keepdim=True)
         if self.clusters is None or self.clusters >= len(weights):
             return weights
@@ -90,15 +87,6 @@ class UserCentric:
         points = local_steps(users, points, step, self.local_steps, lr=lr)
         users.exchange(down=points.shape[1], up=points.shape[1])
         return state | {"step": step + self.local_steps, "points": mixing @ points}
-
-    def models(self, state: State) -> Tensor:
-        """Return each user's model."""
-        points: Tensor = state["points"]
-        return points
-
-
-def _peers(mixing: Tensor) -> float:
-    return float(mixing[0, 1:].sum())
 
 
 def _squared_distances(rows: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """WAFFLE: SCAFFOLD with weights that move, round by round, from all users to those near user 0."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.methods.clients import Clients
-from coterie.methods.local import check_local_steps, local_steps
+from coterie.methods.local import LocalSteps, weighed
 from coterie.rules import State
 from coterie.rules.knobs import check_count
 from coterie.rules.similarity import TINY
@@ -19,7 +17,7 @@ AVERAGED_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Waffle:
+class Waffle(LocalSteps):
     """Weigh SCAFFOLD's updates by their distance from user 0's, more strictly as the rounds go by.
 
         x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c);   c_k⁺ = c_k − c + (x − x_k) / (Kη)
@@ -38,9 +36,9 @@ class Waffle:
         local_steps: K.
         slope: s, how fast Ω decreases.
 
-    Reference:
-        Beaussart, Grimberg, Hartley and Jaggi, WAFFLE: weighted averaging for personalized federated learning,
-        2021, which combines SCAFFOLD with the weight erosion of Grimberg et al. 2020 (`similarity.WeightErosion`).
+    Reference: Beaussart, Grimberg, Hartley and Jaggi, WAFFLE: weighted averaging for personalized federated
+    learning, 2021, which combines SCAFFOLD with the weight erosion of Grimberg et al. 2020
+    (`similarity.WeightErosion`).
 
     Example:
         >>> [round(Waffle(rounds=100).share(r), 3) for r in (0, 50, 100)]
@@ -52,13 +50,8 @@ class Waffle:
     slope: float = 3.2
 
     def __post_init__(self) -> None:
-        check_local_steps(self.local_steps)
+        super().__post_init__()
         check_count("rounds", self.rounds)
-
-    @property
-    def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round."""
-        return self.local_steps
 
     def share(self, played: int) -> float:
         """Return Ω after so many rounds."""
@@ -73,21 +66,12 @@ class Waffle:
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, c, c_k, step = state["x"], state["c"], state["c_k"], state["step"]
-        points = local_steps(users, x.expand_as(c_k), step, self.local_steps, lr=lr, add=c - c_k)
-        following = c_k - c + (x - points) / (self.local_steps * lr)
-        users.exchange(down=2 * x.numel(), up=2 * x.numel())
+        points, following = self.corrected_steps(users, x, c_k, c, step=step, lr=lr)
         fresh = self._weights(points, self.share(step // self.local_steps))
         last = torch.cat([state["last"], fresh.unsqueeze(0)])[-AVERAGED_ROUNDS:]
         weights = last.mean(0)
-        return {
-            "step": step + self.local_steps,
-            "x": x + weights @ (points - x),
-            "c_k": following,
-            "c": c + weights @ (following - c_k),
-            "last": last,
-            "weights": weights,
-            "weight": float(weights[1:].sum()),
-        }
+        x, c = x + weights @ (points - x), c + weights @ (following - c_k)
+        return {"step": step + self.local_steps, "x": x, "c_k": following, "c": c, "last": last} | weighed(weights)
 
     def _weights(self, points: Tensor, share: float) -> Tensor:
         distances = (points - points[0]).square().sum(1)
@@ -97,8 +81,3 @@ class Waffle:
         spread = (distances.max() - distances[0]).clamp(min=TINY)
         weights = (share - (distances - distances[0]) / spread).clamp(min=0)
         return weights / weights.sum()
-
-    def models(self, state: State) -> Tensor:
-        """Return x, the model of user 0."""
-        x: Tensor = state["x"]
-        return x.unsqueeze(0)
