@@ -43,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
 
     problem, lr, beta = paper_problem(), 1e-4, 1e-4
-    rule = notebook_correction(alpha := N_PEERS / (N_PEERS + 1) * (1 - beta / 2), beta)
+    rule = notebook_correction(alpha := N_PEERS / (N_PEERS + 1) * (1 - beta / 2))
     rng = np.random.default_rng(0)
     start = time.perf_counter()
     looped = [notebook_trial(alpha, beta, lr, options.steps, rng) for _ in range(options.trials)]

@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 
 from coterie.cli import app
 from coterie.paper import STUDIES, Setting
+from coterie.paper.series import recorded
 from coterie.paper.studies import DRIFT_STEPS, STEPS, paper_problem
 from coterie.paper.tuned import constant_steps, decreasing_steps, drifting_optimum
+from coterie.paper.tuning import best
 from coterie.reporting.figures import gain_factor
-from coterie.rules import BiasCorrection
-from coterie.theory.quadratic import NoisyQuadratic
+from coterie.rules import Alone, BiasCorrection
+from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 LABELS = {
     "comparison": ["alone", "wga", "bc"],
@@ -250,3 +252,10 @@ def test_the_gain_factor_marks_a_point_even_off_the_map(mark: tuple[float, float
 def test_importing_coterie_does_not_import_what_draws() -> None:
     code = "import sys, coterie, coterie.theory.quadratic; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_recorded_steps_and_the_best_step_size() -> None:
+    assert recorded(1000, points=4) == [1, 10, 100, 1000]
+    problem = NoisyQuadratic(Quadratic(1, 0, 10), drift=0.01)
+    tuned = best(lambda lr: Setting("alone", "Alone", problem, Alone(), lr), [1e-2], steps=100_000)
+    assert tuned.lr == pytest.approx(0.001, abs=5e-5)

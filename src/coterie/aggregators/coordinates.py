@@ -1,7 +1,5 @@
 """Aggregators that treat every coordinate by itself: mean, median, trimmed mean."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,14 +1,12 @@
 """Aggregators that use the distances between rows, computed from one Gram matrix: Krum, centred clipping."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from coterie.aggregators.points import Aggregator, FloatArray, Points, Tolerant
+from coterie.aggregators.points import Aggregator, FloatArray, Points, Tolerant, check_whole
 from coterie.errors import KnobError
 
 
@@ -30,15 +28,11 @@ class Krum(Tolerant):
     neighbour more than theirs (n − f − 2), as in Allouah et al., *Fixing by Mixing* (2023), and in `byzfl`.
     """
 
-    def points(self, rows: Tensor) -> Points:
-        """Return the finite rows with their Gram matrix."""
-        return Points.measured(rows)
+    uses_distances = True
 
     def of(self, points: Points) -> Tensor:
         """Return the row with the lowest score."""
-        weights = np.zeros(len(points))
-        weights[_krum_scores(points, self.bad(points)).argmin()] = 1.0
-        return points.mean(weights)
+        return _mean_of_best(points, self.bad(points), 1)
 
 
 @dataclass(frozen=True)
@@ -58,23 +52,17 @@ class MultiKrum(Tolerant):
     """
 
     m: int | None = None
+    uses_distances = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.m is not None and (isinstance(self.m, bool) or not isinstance(self.m, int) or self.m < 1):
-            raise KnobError(f"`m` must be a whole number of rows, 1 or more, or None for n − f, got {self.m!r}")
-
-    def points(self, rows: Tensor) -> Points:
-        """Return the finite rows with their Gram matrix."""
-        return Points.measured(rows)
+        if self.m is not None:
+            check_whole("m", self.m, "a whole number of rows, 1 or more, or None for n − f")
 
     def of(self, points: Points) -> Tensor:
         """Return the mean of the rows with the lowest scores."""
         f = self.bad(points)
-        m = len(points) - f if self.m is None else min(self.m, len(points))
-        weights = np.zeros(len(points))
-        weights[_krum_scores(points, f).argsort(kind="stable")[:m]] = 1 / m
-        return points.mean(weights)
+        return _mean_of_best(points, f, len(points) - f if self.m is None else min(self.m, len(points)))
 
 
 @dataclass(frozen=True)
@@ -105,8 +93,7 @@ class CentredClipping(Aggregator):
     def __post_init__(self) -> None:
         if not 0 < self.radius < math.inf:
             raise KnobError(f"`radius` must be positive and finite, got {self.radius!r}")
-        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
-            raise KnobError(f"`iterations` must be a whole number, 1 or more, got {self.iterations!r}")
+        check_whole("iterations", self.iterations, "a whole number, 1 or more")
 
     def points(self, rows: Tensor) -> Points:
         """Return the finite rows, with their Gram matrix where lengths are not enough."""
@@ -128,7 +115,9 @@ class CentredClipping(Aggregator):
         return np.asarray(weights * (1 - kept.mean()) + kept / len(kept))
 
 
-def _krum_scores(points: Points, f: int) -> FloatArray:
-    """Return each point's sum of squared distances to the n − f − 1 nearest others."""
+def _mean_of_best(points: Points, f: int, m: int) -> Tensor:
+    """Return the mean of the m points with the least sum of squared distances to their n − f − 1 nearest others."""
     nearest = np.sort(points.distances(), axis=1)[:, : len(points) - f]  # the point itself is first, at 0
-    return np.asarray(nearest.sum(1))
+    weights = np.zeros(len(points))
+    weights[nearest.sum(1).argsort(kind="stable")[:m]] = 1 / m
+    return points.mean(weights)

@@ -1,7 +1,5 @@
 """The geometric median, to convergence, computed from the Gram matrix alone."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -40,14 +38,11 @@ class GeometricMedian(Aggregator):
     """
 
     tolerance: float = 1e-8
+    uses_distances = True
 
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1:
             raise KnobError(f"`tolerance` must lie between 0 and 1, got {self.tolerance!r}")
-
-    def points(self, rows: Tensor) -> Points:
-        """Return the finite rows with their Gram matrix."""
-        return Points.measured(rows)
 
     def of(self, points: Points) -> Tensor:
         """Return the geometric median."""

@@ -1,15 +1,12 @@
 """Preparation for an aggregator: rows are replaced by means of rows, so that good ones are more alike."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from coterie.aggregators.points import Aggregator, Points, Tolerant
-from coterie.errors import KnobError
+from coterie.aggregators.points import Aggregator, Points, Tolerant, check_whole
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,7 @@ class Bucketing(Aggregator):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise KnobError(f"`size` must be a whole number of rows, 1 or more, got {self.size!r}")
+        check_whole("size", self.size, "a whole number of rows, 1 or more")
 
     @property
     def least(self) -> int:

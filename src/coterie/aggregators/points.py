@@ -1,10 +1,8 @@
 """The aggregator contract, and the points it combines: finite rows or means of them, with their Gram matrix."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -24,78 +22,17 @@ SAME = 1e-14
 """Rows nearer than this in float64 are one point: the difference is rounding."""
 
 
-class Aggregator(ABC):
-    """Combine several vectors into one that a few bad ones cannot move far: `aggregator(rows)`.
-
-    Rows that are not finite are left out first, and count among the `n_byzantine` bad ones. The result has the
-    dtype and device of the rows, which do not change. A subclass implements `of`, which combines the finite rows.
-    """
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Combine rows of shape (n, d) into one vector of shape (d,)."""
-        if rows.ndim != 2 or not rows.is_floating_point():
-            raise KnobError(
-                f"`rows` must be a matrix of numbers, one row a user, got {rows.dtype} {tuple(rows.shape)}"
-            )
-        return self.of(self.points(rows))
-
-    @abstractmethod
-    def of(self, points: Points) -> Tensor:
-        """Combine finite points into one vector."""
-
-    @property
-    def least(self) -> int:
-        """The number of rows that the aggregator's guarantee needs."""
-        return 1
-
-    def points(self, rows: Tensor) -> Points:
-        """Return the finite rows, with their Gram matrix where the aggregator uses distances."""
-        return Points.finite(rows)
-
-
-@dataclass(frozen=True)
-class Tolerant(Aggregator):
-    """An aggregator that is told how many rows may be bad.
-
-    Args:
-        n_byzantine: f, how many rows may be bad, fewer than half. Where rows are missing it is lowered to what
-            the rest allows, so that no user can end a run by not answering.
-    """
-
-    n_byzantine: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.n_byzantine, bool) or not isinstance(self.n_byzantine, int) or self.n_byzantine < 0:
-            raise KnobError(f"`n_byzantine` must be a whole number of rows, 0 or more, got {self.n_byzantine!r}")
-
-    @property
-    def least(self) -> int:
-        """The number of rows of which `n_byzantine` are fewer than half."""
-        return 2 * self.n_byzantine + 1
-
-    def bad(self, points: Points) -> int:
-        """Return how many of these points may be bad."""
-        return min(max(0, self.n_byzantine - points.left_out), (len(points) - 1) // 2)
-
-
 @dataclass(frozen=True, eq=False)
 class Points:
-    """The vectors to combine: finite rows, or means of them, which are computed only where they are needed.
+    """The vectors to combine: finite rows, or means of them, which are computed only where they are needed."""
 
-    Args:
-        base: the finite rows, of shape (n, d).
-        left_out: how many rows were not finite.
-        mix: the weights that make points of rows, of shape (points, n); None: the rows themselves.
-        known: the points' Gram matrix, where it has been computed.
-    """
-
-    base: Tensor
-    left_out: int = 0
-    mix: FloatArray | None = None
-    known: FloatArray | None = None
+    base: Tensor  # the finite rows, of shape (n, d)
+    left_out: int = 0  # how many rows were not finite
+    mix: FloatArray | None = None  # the weights that make points of rows, of shape (points, n); None: the rows
+    known: FloatArray | None = None  # the points' Gram matrix, where it has been computed
 
     @classmethod
-    def finite(cls, rows: Tensor) -> Points:
+    def finite(cls, rows: Tensor) -> Self:
         """Return points that are the finite rows."""
         kept = rows if is_finite(rows) else rows[rows.isfinite().all(1)]
         if not len(kept):
@@ -105,7 +42,7 @@ class Points:
         return cls(kept, len(rows) - len(kept))
 
     @classmethod
-    def measured(cls, rows: Tensor, *, exactly: bool = False) -> Points:
+    def measured(cls, rows: Tensor, *, exactly: bool = False) -> Self:
         """Return points that are the finite rows, with their Gram matrix.
 
         The matrix is computed in float32 where that tells the rows apart, else, or if `exactly`, in float64. A row
@@ -149,7 +86,7 @@ class Points:
         np.fill_diagonal(squared, 0.0)
         return squared
 
-    def mixed(self, weights: FloatArray) -> Points:
+    def mixed(self, weights: FloatArray) -> "Points":
         """Return weighted means of these points; each row of the matrix holds the weights of one mean."""
         gram = None if self.known is None else weights @ self.known @ weights.T
         return Points(self.base, self.left_out, weights if self.mix is None else weights @ self.mix, gram)
@@ -161,6 +98,66 @@ class Points:
         if len(used) == 1 and weights[used[0]] == 1:
             return self.base[int(used[0])].clone()
         return _weighed(weights, self.base)
+
+
+class Aggregator(ABC):
+    """Combine several vectors into one that a few bad ones cannot move far: `aggregator(rows)`.
+
+    Rows that are not finite are left out first, and count among the `n_byzantine` bad ones. The result has the
+    dtype and device of the rows, which do not change. A subclass implements `of`, which combines the finite rows.
+    """
+
+    uses_distances: ClassVar[bool] = False  # whether `of` needs the Gram matrix of the rows
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Combine rows of shape (n, d) into one vector of shape (d,)."""
+        if rows.ndim != 2 or not rows.is_floating_point():
+            given = f"{rows.dtype} {tuple(rows.shape)}"
+            raise KnobError(f"`rows` must be a matrix of numbers, one row a user, got {given}")
+        return self.of(self.points(rows))
+
+    @abstractmethod
+    def of(self, points: Points) -> Tensor:
+        """Combine finite points into one vector."""
+
+    @property
+    def least(self) -> int:
+        """The number of rows that the aggregator's guarantee needs."""
+        return 1
+
+    def points(self, rows: Tensor) -> Points:
+        """Return the finite rows, with their Gram matrix where the aggregator uses distances."""
+        return Points.measured(rows) if self.uses_distances else Points.finite(rows)
+
+
+@dataclass(frozen=True)
+class Tolerant(Aggregator):
+    """An aggregator that is told how many rows may be bad.
+
+    Args:
+        n_byzantine: f, how many rows may be bad, fewer than half. Where rows are missing it is lowered to what
+            the rest allows, so that no user can end a run by not answering.
+    """
+
+    n_byzantine: int
+
+    def __post_init__(self) -> None:
+        check_whole("n_byzantine", self.n_byzantine, "a whole number of rows, 0 or more", least=0)
+
+    @property
+    def least(self) -> int:
+        """The number of rows of which `n_byzantine` are fewer than half."""
+        return 2 * self.n_byzantine + 1
+
+    def bad(self, points: Points) -> int:
+        """Return how many of these points may be bad."""
+        return min(max(0, self.n_byzantine - points.left_out), (len(points) - 1) // 2)
+
+
+def check_whole(name: str, value: object, must_be: str, least: int = 1) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise KnobError(f"`{name}` must be {must_be}, got {value!r}")
 
 
 def _weighed(weights: FloatArray, rows: Tensor) -> Tensor:
@@ -180,8 +177,8 @@ def _gram(rows: Tensor, dtype: torch.dtype) -> FloatArray:
 
 def _tells_apart(gram: FloatArray) -> bool:
     """Say whether a Gram matrix computed in float32 gives the distances to a few digits."""
-    squares = np.add.outer(gram.diagonal(), gram.diagonal())
     if not np.isfinite(gram).all() or gram.diagonal().min() < 1e-30:
         return False
+    squares = np.add.outer(gram.diagonal(), gram.diagonal())
     far = squares - 2 * gram > FLOAT32_APART * squares
     return bool((far | np.eye(len(gram), dtype=bool)).all())

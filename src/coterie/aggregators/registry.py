@@ -1,7 +1,5 @@
 """The aggregators by name. One of one's own is made known by `@register_aggregator("name")`."""
 
-from __future__ import annotations
-
 from coterie.aggregators.points import Aggregator
 from coterie.registry import Registry
 

@@ -1,7 +1,5 @@
 """The paper's figures, drawn from their lines: each function returns a Matplotlib `Figure`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -28,13 +26,9 @@ def loss_curves(series: Sequence[Series], title: str) -> Figure:
 
 
 def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float, note: str) -> Figure:
-    """Draw expected losses over steps, one panel a group, with one colour for one legend in all.
+    """Draw expected losses over steps, one panel a group by its heading, with one colour for one legend in all.
 
-    Args:
-        panels: by its heading, the lines of each panel.
-        title: the heading of all.
-        floor: a level to compare with, drawn across.
-        note: what that level is.
+    `floor` is a level to compare with, drawn across, and `note` says what it is.
     """
     figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=11)
@@ -50,16 +44,11 @@ def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float
 
 
 def bias_growth(series: Sequence[Series]) -> Figure:
-    """Draw the speedup of weighted averaging over the number of users, for each m, at ζ = 0.
-
-    Args:
-        series: speedups over N + 1; the first, for m = 0, is linear.
-    """
+    """Draw the speedup of weighted averaging over N + 1, for each m, at ζ = 0; the first, for m = 0, is linear."""
     figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    label_axes(
-        axes, "Speedup of weighted averaging at ζ = 0", "number of users  N + 1", "speedup over training alone"
-    )
+    title = "Speedup of weighted averaging at ζ = 0"
+    label_axes(axes, title, "number of users  N + 1", "speedup over training alone")
     for i, one in enumerate(series):
         axes.plot(one.x, one.exact, color=COLOURS[i], linestyle="-" if i else "--", label=one.legend)
     axes.margins(x=0)

@@ -1,7 +1,5 @@
 """One line of a figure: its setting, its exact values and its sampled runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,27 +16,16 @@ TRIALS = 100
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One line of a figure.
+    """One line of a figure."""
 
-    Args:
-        label: its name in `results.json`.
-        legend: its name in the figure.
-        x: where it is recorded, mostly steps.
-        exact: the exact values there.
-        stationary: the level after infinitely many steps; None where that has no meaning.
-        mean: the mean of the sampled runs; None where nothing is sampled.
-        error: the standard error of that mean.
-        knobs: the knobs, in words.
-    """
-
-    label: str
-    legend: str
-    x: FloatArray
-    exact: FloatArray
-    stationary: float | None = None
-    mean: FloatArray | None = None
-    error: FloatArray | None = None
-    knobs: str = ""
+    label: str  # its name in `results.json`
+    legend: str  # its name in the figure
+    x: FloatArray  # where it is recorded, mostly steps
+    exact: FloatArray  # the exact values there
+    stationary: float | None = None  # the level after infinitely many steps; None where that has no meaning
+    mean: FloatArray | None = None  # of the sampled runs; None where nothing is sampled
+    error: FloatArray | None = None  # the standard error of that mean
+    knobs: str = ""  # in words
 
     def results(self) -> dict[str, float | None]:
         """Return what `results.json` says of it."""
@@ -52,25 +39,15 @@ class Series:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A rule with its knobs on a problem: what one line of a figure shows.
+    """A rule with its knobs on a problem: what one line of a figure shows."""
 
-    Args:
-        label: its name in `results.json`.
-        legend: its name in the figure.
-        problem: the problem.
-        rule: the rule.
-        lr: η.
-        average_from: after this step, the mean of the iterates since then is shown.
-        knobs: the knobs, in words.
-    """
-
-    label: str
-    legend: str
+    label: str  # its name in `results.json`
+    legend: str  # its name in the figure
     problem: NoisyQuadratic
     rule: Rule
     lr: Knob
-    average_from: int | None = None
-    knobs: str = ""
+    average_from: int | None = None  # after this step, the mean of the iterates since then is shown
+    knobs: str = ""  # in words
 
     def final(self, steps: int) -> float:
         """Return the exact expected loss after `steps` steps."""
@@ -82,23 +59,11 @@ class Setting:
         exact = law.expected()
         losses = self.problem.loss(law.paths(TRIALS, random_key(seed, self.label) % 2**63))
         settles = self.average_from is None and not callable(self.lr)
-        return Series(
-            self.label,
-            self.legend,
-            exact.steps.astype(float),
-            exact.loss,
-            self.problem.stationary(self.rule, float(self.lr)) if settles else None,  # type: ignore[arg-type]
-            losses.mean(0),
-            losses.std(0, ddof=1) / np.sqrt(TRIALS),
-            self.knobs,
-        )
+        level = self.problem.stationary(self.rule, float(self.lr)) if settles else None  # type: ignore[arg-type]
+        x, error = exact.steps.astype(float), losses.std(0, ddof=1) / np.sqrt(TRIALS)
+        return Series(self.label, self.legend, x, exact.loss, level, losses.mean(0), error, self.knobs)
 
 
 def recorded(steps: int, first: int = 1, points: int = 160) -> list[int]:
-    """Return the steps to record: equally spaced on a logarithmic axis.
-
-    Example:
-        >>> recorded(1000, points=4)
-        [1, 10, 100, 1000]
-    """
+    """Return the steps to record: equally spaced on a logarithmic axis."""
     return sorted({round(step) for step in np.geomspace(first, steps, points)})

@@ -1,7 +1,5 @@
 """The figures: the settings of each, what the paper says of it, and what the exact values say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,34 +10,27 @@ from matplotlib.figure import Figure
 from coterie.paper import figures, tuned
 from coterie.paper.series import Series, Setting, recorded
 from coterie.reporting.figures import gain, gain_factor
-from coterie.rules import Alone, BiasCorrection, WeightedAveraging
+from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.theory import Constants, averaging_cost, averaging_speedup, best_alpha, mean_estimation
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 STEPS = 700_000
 DRIFT_STEPS = 40_000
 N_PEERS = 10
+ALPHA = N_PEERS / (N_PEERS + 1) * (1 - 1e-4 / 2)
+"""BC's α in the paper's experiments with β = 1e-4."""
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """One figure.
+    """One figure."""
 
-    Args:
-        title: its heading on the page.
-        claim: what the paper says of it.
-        finding: what the exact values say.
-        series: its lines, from a seed.
-        draw: the figure, from its lines.
-        unit: what its values are.
-    """
-
-    title: str
-    claim: str
-    finding: str
-    series: Callable[[int], list[Series]]
-    draw: Callable[[Sequence[Series]], Figure]
-    unit: str = "expected loss"
+    title: str  # its heading on the page
+    claim: str  # what the paper says of it
+    finding: str  # what the exact values say
+    series: Callable[[int], list[Series]]  # its lines, from a seed
+    draw: Callable[[Sequence[Series]], Figure]  # the figure, from its lines
+    unit: str = "expected loss"  # what its values are
 
 
 def paper_problem(n_peers: int = N_PEERS, shift: float = 4.0) -> NoisyQuadratic:
@@ -48,62 +39,39 @@ def paper_problem(n_peers: int = N_PEERS, shift: float = 4.0) -> NoisyQuadratic:
     return NoisyQuadratic(Quadratic(1, 1, 10), [average], x0_spread=1)
 
 
-def notebook_correction(alpha: float, beta: float = 1e-4) -> BiasCorrection:
+def notebook_correction(alpha: float) -> BiasCorrection:
     """Return bias correction as the authors' notebook starts it: c_0 = 0, no warm-up."""
-    return BiasCorrection(alpha, beta, start="zero", warm_up=False)
+    return BiasCorrection(alpha, 1e-4, start="zero", warm_up=False)
 
 
 def comparison() -> list[Setting]:
     """Return Alone, WGA and BC at the step size of the paper's first experiment."""
-    problem, beta = paper_problem(), 1e-4
-    alpha = N_PEERS / (N_PEERS + 1) * (1 - beta / 2)
+    problem = paper_problem()
     return [
         Setting("alone", "Alone", problem, Alone(), 1e-4, knobs="η = 1e-4"),
         Setting("wga", "WGA", problem, WeightedAveraging(1e-3), 1e-4, knobs="η = 1e-4, α = 1e-3"),
-        Setting(
-            "bc", "BC", problem, notebook_correction(alpha, beta), 1e-4, knobs=f"η = β = 1e-4, α = {alpha:.4f}"
-        ),
+        Setting("bc", "BC", problem, notebook_correction(ALPHA), 1e-4, knobs=f"η = β = 1e-4, α = {ALPHA:.4f}"),
     ]
 
 
 def bias_on_bc() -> list[Setting]:
     """Return BC for peers whose optimum is 10 to 100,000 away."""
-    alpha = N_PEERS / (N_PEERS + 1) * (1 - 1e-4 / 2)
-    return [
-        Setting(
-            f"{shift}",
-            f"shift {shift:,}",
-            paper_problem(shift=shift),
-            notebook_correction(alpha),
-            1e-4,
-            knobs=f"η = β = 1e-4, α = {alpha:.4f}",
-        )
-        for shift in SHIFTS
-    ]
+    return _by_shift(notebook_correction(ALPHA), 1e-4, f"η = β = 1e-4, α = {ALPHA:.4f}")
 
 
 def bias_on_wga() -> list[Setting]:
     """Return WGA for peers whose optimum is 10 to 100,000 away."""
-    rule, knobs = WeightedAveraging(1e-3), "η = 5e-4, α = 1e-3"
-    return [
-        Setting(f"{shift}", f"shift {shift:,}", paper_problem(shift=shift), rule, 5e-4, knobs=knobs)
-        for shift in SHIFTS
-    ]
+    return _by_shift(WeightedAveraging(1e-3), 5e-4, "η = 5e-4, α = 1e-3")
 
 
 def peers_on_bc() -> list[Setting]:
     """Return BC with 1 to 50 peers."""
-    return [
-        Setting(
-            f"{n_peers}",
-            f"N = {n_peers}",
-            paper_problem(n_peers),
-            notebook_correction(n_peers / (n_peers + 1)),
-            5e-4,
-            knobs=f"η = 5e-4, β = 1e-4, α = {n_peers / (n_peers + 1):.4f}",
-        )
-        for n_peers in (1, 10, 20, 50)
-    ]
+
+    def setting(n: int) -> Setting:
+        rule, knobs = notebook_correction(n / (n + 1)), f"η = 5e-4, β = 1e-4, α = {n / (n + 1):.4f}"
+        return Setting(f"{n}", f"N = {n}", paper_problem(n), rule, 5e-4, knobs=knobs)
+
+    return [setting(n_peers) for n_peers in (1, 10, 20, 50)]
 
 
 def alone_steps() -> list[Setting]:
@@ -160,19 +128,19 @@ def gain_factor_lines(seed: int) -> list[Series]:
 def bias_growth_lines(seed: int) -> list[Series]:
     """Return the speedup of WGA over N + 1 at ζ = 0, for four m."""
     users = np.arange(2.0, 101.0)
-    return [
-        Series(
-            f"{m:g}",
-            "m = 0: linear" if not m else f"m = {m:g}",
-            users,
-            np.asarray(
-                averaging_speedup(
-                    Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=users - 1, bias_growth=m), steps=1
-                )
-            ),
-        )
-        for m in (0.0, 0.2, 0.5, 1.0)
-    ]
+
+    def line(m: float) -> Series:
+        problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=users - 1, bias_growth=m)
+        speedup = np.asarray(averaging_speedup(problem, steps=1))
+        return Series(f"{m:g}", "m = 0: linear" if not m else f"m = {m:g}", users, speedup)
+
+    return [line(m) for m in (0.0, 0.2, 0.5, 1.0)]
+
+
+def _by_shift(rule: Rule, lr: float, knobs: str) -> list[Setting]:
+    """Return a rule for peers whose optimum is 10 to 100,000 away."""
+    shifts = (10, 100, 1_000, 10_000, 100_000)
+    return [Setting(f"{s}", f"shift {s:,}", paper_problem(shift=s), rule, lr, knobs=knobs) for s in shifts]
 
 
 def _curves(settings: Callable[[], list[Setting]], steps: int, first: int = 10) -> Callable[[int], list[Series]]:
@@ -181,21 +149,17 @@ def _curves(settings: Callable[[], list[Setting]], steps: int, first: int = 10) 
 
 
 def _draw_tuned(series: Sequence[Series]) -> Figure:
-    constant, decreasing, averaged = (
-        [one for one in series if one.label.endswith(schedule)]
-        for schedule in ("constant", "decreasing", "averaged")
-    )
-    panels = {
-        "best constant steps": [*constant, series[0]],
-        "decreasing steps": decreasing,
-        "constant steps, averaged": averaged,
+    headings = {
+        "constant": "best constant steps",
+        "decreasing": "decreasing steps",
+        "averaged": "constant steps, averaged",
     }
+    panels = {title: [s for s in series if s.label.endswith(end)] for end, title in headings.items()}
+    panels["best constant steps"].append(series[0])
     return figures.loss_panels(
-        panels, "Every method at its own best", floor=100 / (2 * STEPS), note="σ²/2T: all that g₀ can tell"
+        panels, "Every method at its own best", 100 / (2 * STEPS), "σ²/2T: all that g₀ can tell"
     )
 
-
-SHIFTS = (10, 100, 1_000, 10_000, 100_000)
 
 STUDIES = {
     "comparison": Study(

@@ -1,7 +1,5 @@
 """Every method at its own best knobs: the comparison that the paper lacks, and the problem where BC wins it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -17,13 +15,9 @@ def constant_steps(
 ) -> list[Setting]:
     """Return every method at its best constant knobs for the loss after `steps` steps.
 
-    Args:
-        problem: the problem.
-        n_peers: N.
-        steps: the horizon.
-        average_from: judge the mean of the iterates after this step, not the last. BC then takes large steps
-            and needs its warm-up; without averaging it is better off here with c_0 = 0, whose push towards
-            the peers' optimum happens to be in the direction of user 0's.
+    With `average_from`, the mean of the iterates after that step is judged, not the last. BC then takes large steps
+    and needs its warm-up; without averaging it is better off here with c_0 = 0, whose push towards the peers'
+    optimum happens to be in the direction of user 0's.
     """
     schedule = "constant" if average_from is None else "averaged"
     cold, share = average_from is None, n_peers / (n_peers + 1)
@@ -68,14 +62,15 @@ def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_flo
         return Setting("bc_decreasing", "BC", problem, rule, _decreasing(theta), knobs=knobs)
 
     grid = [bc(*knobs) for knobs in itertools.product((0.7, 1, 1.5, 2, 4), (1, 3, 10, 30, 100))]
-    lr, knobs = _decreasing(1), "η = 1/(t+1)"
+
+    def line(label: str, legend: str, rule: Rule, knobs: str = "") -> Setting:
+        return Setting(f"{label}_decreasing", legend, problem, rule, _decreasing(1), knobs=f"η = 1/(t+1){knobs}")
+
     return [
-        Setting("alone_decreasing", "Alone", problem, Alone(), lr, knobs=knobs),
-        Setting("wga_decreasing", "WGA", problem, WeightedAveraging(alpha), lr, knobs=f"{knobs}, α = {alpha:.2g}"),
+        line("alone", "Alone", Alone()),
+        line("wga", "WGA", WeightedAveraging(alpha), f", α = {alpha:.2g}"),
         min(grid, key=lambda setting: setting.final(steps // 100)),
-        Setting(
-            "oracle_decreasing", "BC, oracle", problem, problem.oracle(share), lr, knobs=f"{knobs}, α = {share:.2g}"
-        ),
+        line("oracle", "BC, oracle", problem.oracle(share), f", α = {share:.2g}"),
     ]
 
 
@@ -105,11 +100,11 @@ def drifting_optimum(steps: int) -> list[Setting]:
         beta = "" if oracle else f", β = {1 / steps:.2g}"
         return lambda lr: Setting(label, legend, one, rule, lr, knobs=f"η = {lr:.2g}, α = {share:.2g}{beta}")
 
-    choices = [(n_peers, oracle) for n_peers in (10, 100) for oracle in (False, True)]
+    lines = [corrected(n_peers, oracle=oracle) for n_peers in (10, 100) for oracle in (False, True)]
     return [
         best(alone, [1e-3], steps),
         best(wga, [1e-3, 1e-3], steps),
-        *(best(corrected(n_peers, oracle=oracle), [3e-3], steps) for n_peers, oracle in choices),
+        *(best(line, [3e-3], steps) for line in lines),
     ]
 
 

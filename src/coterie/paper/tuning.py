@@ -1,7 +1,5 @@
 """The best knobs of a method on a problem that is solved exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,18 +13,7 @@ from coterie.theory.linear_gaussian import FloatArray
 def best(make: Callable[..., Setting], start: Sequence[float], steps: int) -> Setting:
     """Return the setting with the least expected loss after `steps` steps (simplex search of Nelder and Mead).
 
-    Args:
-        make: a function from knobs, all positive, to a setting; it may refuse some with a `KnobError`.
-        start: knobs to start from; they are searched on a logarithmic scale.
-        steps: the horizon.
-
-    Example:
-        >>> from coterie import Alone
-        >>> from coterie.theory.quadratic import NoisyQuadratic, Quadratic
-        >>> problem = NoisyQuadratic(Quadratic(1, 0, 10), drift=0.01)
-        >>> tuned = best(lambda lr: Setting("alone", "Alone", problem, Alone(), lr), [1e-2], steps=100_000)
-        >>> round(float(tuned.lr), 4)
-        0.001
+    The knobs of `make`, all positive, are searched on a logarithmic scale; it may refuse some with a `KnobError`.
     """
 
     def log_loss(logs: FloatArray) -> float:

@@ -1,7 +1,5 @@
 """Write the figures, the numbers and a page, each as soon as it is ready."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,14 +43,7 @@ def reproduce(names: Sequence[str], out: Path, *, seed: int = 0) -> Iterator[str
             "knobs": {one.label: one.knobs for one in series if one.knobs},
         }
         (out / "results.json").write_text(json.dumps({"figures": results}, indent=1), encoding="utf-8")
-        sections.append(
-            Section(
-                study.title,
-                [study.claim, study.finding],
-                [_table(study, series)],
-                [figure],
-            )
-        )
+        sections.append(Section(study.title, [study.claim, study.finding], [_table(study, series)], [figure]))
         yield name
     write_page(out / "index.html", "Linear speedup in personalized collaborative learning, reproduced", sections)
 
