@@ -22,7 +22,7 @@ from coterie.benchmark.models import MODELS
 from coterie.benchmark.sets import SETS, load
 from coterie.benchmark.tasks import candidates, task_of
 from coterie.choosing import Chooser
-from coterie.evaluation.evaluate import errors
+from coterie.evaluation.evaluate import example_errors
 from coterie.users.sampling import seeded
 
 RULES: dict[str, coterie.Rule | Chooser] = {
@@ -57,7 +57,7 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
         )
         if task.me.test is None:
             raise AssertionError("a task has test examples")
-        cost = float(errors(run.model, task.me.test, 1 / task.spread).mean())
+        cost = float(example_errors(run.model, task.me.test, 1 / task.spread).mean())
         found[rule_name] = -(cost**0.5) if regression else 1 - cost
         choice = run.record.configuration.choice
         if choice:

@@ -12,6 +12,8 @@ import torch
 
 import coterie
 from coterie.data import Preparation, from_table
+from coterie.data.reading import read_rows, some, users_in
+from coterie.data.table import distinct_targets
 from coterie.errors import DataError
 
 COLUMNS: dict[str, Any] = {"user_column": "ward", "target": "ill", "me": "a"}
@@ -168,6 +170,22 @@ def test_preparation_comes_back_from_disk(tmp_path: Path) -> None:
     again = Preparation.load(tmp_path)
     assert torch.equal(again.inputs(frame), task.preparation.inputs(frame))
     assert torch.equal(again.targets(frame["ill"]), task.preparation.targets(frame["ill"]))
+
+
+def test_preparation_travels_as_text() -> None:
+    rows = pd.DataFrame({"age": [3.0, 5.0]})
+    preparation = Preparation.fit(rows, pd.Series([1, 0]), pd.Series([1, 0]), "classification")
+    assert Preparation.unpacked(preparation.packed()).inputs(rows).tolist() == [[-1], [1]]
+
+
+def test_users_and_their_rows_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "visits.csv"
+    pd.DataFrame({"ward": ["b", "a", "b"], "age": [3, 4, 5]}).to_csv(path)
+    assert users_in(path, "ward") == ["b", "a"]
+    assert len(read_rows(path, "ward", "b")) == 2
+    assert some(["a", "b", "c"], most=2) == "'a', 'b' and 1 more"
+    assert distinct_targets(pd.Series([1, 0, 1]), "auto") == [0, 1]
+    assert distinct_targets(pd.Series([0.5, 1.5]), "auto") is None
 
 
 def test_own_examples_leave_out_and_seed() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as f
 from torch.utils.data import Dataset
 
 import coterie
-from coterie.evaluation.evaluate import evaluate
+from coterie.evaluation.evaluate import evaluate, example_errors, example_losses, scores
 from coterie.users.examples import InMemory
 
 
@@ -29,9 +29,9 @@ def test_chunks_do_not_matter(chunk: int) -> None:
     with torch.no_grad():
         logits = model(data.inputs).double().numpy()
     rows = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    scores = evaluate(model, f.cross_entropy, data, chunk=chunk)
-    assert scores["loss"] == pytest.approx(-rows[np.arange(50), data.targets.numpy()].mean(), rel=1e-5)
-    assert scores["accuracy"] == pytest.approx((logits.argmax(1) == data.targets.numpy()).mean())
+    values = evaluate(model, f.cross_entropy, data, chunk=chunk)
+    assert values["loss"] == pytest.approx(-rows[np.arange(50), data.targets.numpy()].mean(), rel=1e-5)
+    assert values["accuracy"] == pytest.approx((logits.argmax(1) == data.targets.numpy()).mean())
 
 
 def test_the_mode_is_put_back_and_statistics_stay() -> None:
@@ -90,10 +90,10 @@ def test_any_metric() -> None:
     with torch.no_grad():
         wanted = macro_f1(model(data.inputs), data.targets)
     any_number: Any = lambda _, targets: torch.tensor(len(targets))  # noqa: E731  # of another type than declared
-    scores = evaluate(model, f.cross_entropy, data, {"f1": macro_f1, "size": any_number}, chunk=9)
-    assert scores["f1"] == pytest.approx(wanted)
-    assert type(scores["size"]) is float
-    assert scores["size"] == 50
+    values = evaluate(model, f.cross_entropy, data, {"f1": macro_f1, "size": any_number}, chunk=9)
+    assert values["f1"] == pytest.approx(wanted)
+    assert type(values["size"]) is float
+    assert values["size"] == 50
 
 
 def test_the_loss_is_over_the_whole_set_whatever_the_chunks() -> None:
@@ -104,3 +104,11 @@ def test_the_loss_is_over_the_whole_set_whatever_the_chunks() -> None:
     with torch.no_grad():
         whole = float(loss(model(data.inputs), data.targets))
     assert evaluate(model, loss, data, chunk=7)["loss"] == pytest.approx(whole, rel=1e-6)
+
+
+def test_each_example_by_itself_and_all_together() -> None:
+    data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]]))
+    assert example_losses(nn.Identity(), f.mse_loss, data).tolist() == [1, 4]
+    assert example_errors(nn.Identity(), data, scale=10.0).tolist() == [100, 400]
+    together = scores(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [4.0]]), f.mse_loss)
+    assert together == {"loss": 2.0, "rmse": 2**0.5}

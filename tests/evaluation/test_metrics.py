@@ -23,6 +23,12 @@ def test_metrics_are_those_of_scikit_learn() -> None:
     assert rmse(outputs, numbers) == pytest.approx(sk.root_mean_squared_error(numbers.flatten(), outputs.flatten()))
 
 
+def test_metrics_of_two_examples() -> None:
+    assert accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0])) == 0.5
+    assert binary_accuracy(torch.tensor([-1.0, 2.0]), torch.tensor([0.0, 0.0])) == 0.5
+    assert rmse(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0])) == 2**0.5
+
+
 @pytest.mark.parametrize(
     ("loss", "names"),
     [

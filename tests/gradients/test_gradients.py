@@ -9,7 +9,17 @@ import torch
 
 import coterie
 from coterie.errors import KnobError
-from coterie.gradients.gradients import complete, is_finite, keep_finite, receive, weighted_sum
+from coterie.gradients.gradients import (
+    FiniteLater,
+    add_up,
+    by_name,
+    complete,
+    is_finite,
+    keep_finite,
+    present,
+    receive,
+    weighted_sum,
+)
 
 OWN = torch.tensor([1.0, 2.0, 4.0])
 
@@ -33,6 +43,19 @@ def test_is_finite(values: list[float], finite: bool, dtype: torch.dtype) -> Non
         else torch.tensor(values)
     )
     assert is_finite(vector.to(dtype)) == finite
+
+
+def test_sums_and_names_in_small_numbers() -> None:
+    own, four, eight = torch.tensor([8.0]), torch.tensor([4.0]), torch.tensor([8.0])
+    assert weighted_sum(own, four[None], [0.5]) == (torch.tensor([6.0]), 0.5)
+    arriving = [("a", four), ("b", eight)]
+    assert add_up(torch.zeros(1), arriving, {"a": 0.25, "b": 0.75}) == (torch.tensor([7.0]), 1.0, {})
+    assert complete(own, torch.tensor([0.0]), 0.0) == (own, 0.0)
+    assert (present([0.1] * 10), present([0.1] * 5)) == (1.0, 0.5)
+    assert by_name(torch.tensor([1.0, 2.0]), ("a", "b"), ("b", "c", "a")).tolist() == [2, 0, 1]
+    assert not FiniteLater(torch.tensor([1.0, math.nan])).read()
+    rows, names, left_out = keep_finite(torch.tensor([[1.0], [math.inf]]), ("a", "b"))
+    assert (rows.tolist(), names, left_out) == ([[1.0]], ("a",), {"b": "not finite"})
 
 
 def test_answers_are_sorted_into_kept_and_left_out() -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.errors import GradientError, KnobError
-from coterie.evaluation.evaluate import losses
+from coterie.evaluation.evaluate import example_losses
 from coterie.users.examples import InMemory
 
 N_HELD_OUT = 150
@@ -145,7 +145,9 @@ def test_losses_where_the_output_is_not_a_tensor() -> None:
             return inputs, 2 * inputs
 
     inputs, targets = examples(9, 3)
-    found = losses(Twice(), lambda output, _: (output[0] + output[1]).sum(), InMemory(inputs, targets), chunk=4)
+    found = example_losses(
+        Twice(), lambda output, _: (output[0] + output[1]).sum(), InMemory(inputs, targets), chunk=4
+    )
     torch.testing.assert_close(found, 3 * inputs.sum(1).double(), rtol=1e-5, atol=1e-6)
 
 
@@ -158,7 +160,7 @@ def test_losses_of_each_example(mappable: bool) -> None:
         scale = 1.0 if mappable else float(output.sum()) * 0 + 1
         return scale * cross_entropy(output, target)
 
-    found = losses(net, loss, InMemory(inputs, targets), chunk=7)
+    found = example_losses(net, loss, InMemory(inputs, targets), chunk=7)
     with torch.no_grad():
         wanted = cross_entropy(net[0](inputs), targets, reduction="none")
     torch.testing.assert_close(found, wanted.double(), rtol=1e-6, atol=1e-7)

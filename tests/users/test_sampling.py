@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from coterie.users.sampling import draw, random_key, seeded
+from coterie.users.sampling import draw, random_key, seeded, uniform
 
 
 def test_batches_are_splitmix_of_a_hash() -> None:
@@ -29,6 +29,12 @@ def test_batches_are_splitmix_of_a_hash() -> None:
     assert draw(keys, [50, 13], 5, steps).tolist() == wanted
     assert random_key(0, "a") == 0x1F404C7F32E8BB7
     assert draw(keys[:1], [50], 5, [0, 1_000_000]).tolist() == [[[3, 11, 22, 32, 46]], [[7, 19, 29, 35, 43]]]
+
+
+def test_a_full_batch_is_in_order_and_a_coin_is_the_same_for_all() -> None:
+    assert draw([random_key(0, "a")], [5], 5, steps=[3]).tolist() == [[[0, 1, 2, 3, 4]]]
+    assert random_key(0, "a") == random_key(0, "a") != random_key(0, "b")
+    assert uniform(0, "coin", 3) == uniform(0, "coin", 3) != uniform(0, "coin", 4)
 
 
 def test_seeded_restores_the_generator() -> None:

@@ -79,3 +79,7 @@ def test_full_batch_is_every_example_once(n: int, size: int) -> None:
 def test_no_duplicates_when_the_size_divides(n: int, size: int) -> None:
     drawn = indices(counting("a", n), size, range(500))
     assert all(len(set(row)) == size for row in drawn.tolist())
+
+
+def test_a_fingerprint_is_of_the_examples_not_of_the_name() -> None:
+    assert coterie.User("a", [[1.0]], [0.5]).fingerprint() == coterie.User("b", [[1.0]], [0.5]).fingerprint()

@@ -20,7 +20,7 @@ from coterie.benchmark.settings import RATES, Fixed, Knobs, Setting
 from coterie.benchmark.tasks import SetTask
 from coterie.choosing import chooser_for
 from coterie.errors import DataError, GradientError
-from coterie.evaluation.evaluate import errors, evaluate
+from coterie.evaluation.evaluate import evaluate, example_errors
 from coterie.learners.spec import RunSpec
 from coterie.methods import Method
 from coterie.registry import RunFacts
@@ -110,7 +110,7 @@ class Tuning:
         starts = dict.fromkeys(setting.start for setting in settings if setting.start is not None)
         trials = [self.trial(setting, lr) for setting in (*settings, *starts) for lr in setting.lrs]
         test = _held_out(self.task.me.test)
-        costs = errors(best.model, test, 1 / self.task.spread)
+        costs = example_errors(best.model, test, 1 / self.task.spread)
         mean = float(costs.mean())
         return Outcome(
             metric="-rmse" if self.regression else "accuracy",

@@ -1,7 +1,5 @@
 """Handwritten digits by writer segment, from scikit-learn's copy."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -58,7 +56,6 @@ def digits_by_writer(me: int = 0, own_examples: int = 30, seed: int = 0) -> Task
         return inputs[rows], targets[rows]
 
     user = User(f"writer {me}", *examples(own), validation=examples(validation), test=examples(test))
-    peers = tuple(
-        User(f"writer {k}", *examples(np.arange(BOUNDS[k], BOUNDS[k + 1]))) for k in range(n_users) if k != me
-    )
+    others = {k: np.arange(BOUNDS[k], BOUNDS[k + 1]) for k in range(n_users) if k != me}
+    peers = tuple(User(f"writer {k}", *examples(rows)) for k, rows in others.items())
     return Task(user, peers, n_inputs=64, n_outputs=10)

@@ -55,14 +55,10 @@ class Preparation:
         kind: Kind,
         categorical: Sequence[str] = (),
     ) -> Preparation:
-        """Fit the statistics.
+        """Fit the statistics of user 0's training rows and their targets.
 
-        Args:
-            rows: the features of user 0's training rows.
-            targets: their targets.
-            all_targets: the targets of all users, for the list of classes.
-            kind: "classification" or "regression".
-            categorical: columns of numbers to treat as categories.
+        The list of classes comes from all users' targets. `categorical` names columns of numbers to treat as
+        categories.
         """
         from pandas.api import types
 
@@ -72,16 +68,15 @@ class Preparation:
         other = tuple(c for c in seen if c not in numeric)
         for column in other:
             if types.is_datetime64_any_dtype(rows[column]):
-                raise DataError(
-                    f"column {column!r} holds dates; turn it into numbers, or leave it out of `features`"
-                )
+                remedy = "turn it into numbers, or leave it out of `features`"
+                raise DataError(f"column {column!r} holds dates; {remedy}")
         if not seen:
             raise DataError("user 0's training rows have no value in any feature; name others in `features`")
         transformer = _transformer(numeric, other).fit(_tidy(rows, numeric, other))
         if kind == "classification":
-            return cls(
-                numeric, other, transformer, kind, classes=tuple(sorted(all_targets.unique().tolist(), key=_order))
-            )
+            # Classes of mixed types: numbers among numbers, text among text.
+            classes = sorted(all_targets.unique().tolist(), key=lambda value: (type(value).__name__, value))
+            return cls(numeric, other, transformer, kind, tuple(classes))
         scale = float(np.std(targets.to_numpy(dtype=float))) or 1.0
         return cls(numeric, other, transformer, kind, centre=float(targets.mean()), scale=scale)
 
@@ -100,10 +95,8 @@ class Preparation:
         missing = [column for column in (*self.numeric, *self.categorical) if column not in rows.columns]
         if missing:
             raise DataError(f"the table has no column {missing[0]!r}, which the model was trained with")
-        tidy = _tidy(rows, self.numeric, self.categorical)
-        return torch.tensor(self.transformer.transform(tidy), dtype=torch.float32).clamp_(
-            -MAX_DEVIATIONS, MAX_DEVIATIONS
-        )
+        prepared = self.transformer.transform(_tidy(rows, self.numeric, self.categorical))
+        return torch.tensor(prepared, dtype=torch.float32).clamp_(-MAX_DEVIATIONS, MAX_DEVIATIONS)
 
     def targets(self, values: pd.Series[Any]) -> Tensor:
         """Return targets as class numbers, or as numbers of shape (rows, 1) in user 0's units."""
@@ -120,9 +113,8 @@ class Preparation:
         if self.kind == "regression":
             return pd.DataFrame({"prediction": (outputs[:, 0].double() * self.scale + self.centre).numpy()})
         probability, best = outputs.double().softmax(1).max(1)
-        return pd.DataFrame(
-            {"prediction": [self.classes[i] for i in best.tolist()], "probability": probability.numpy()}
-        )
+        classes = [self.classes[i] for i in best.tolist()]
+        return pd.DataFrame({"prediction": classes, "probability": probability.numpy()})
 
     def save(self, folder: Path) -> None:
         """Write it to a folder, as data that can be read without running code."""
@@ -137,16 +129,7 @@ class Preparation:
         return cls._from_parts(plain, (folder / "preparation.skops").read_bytes())
 
     def packed(self) -> str:
-        """Return it as text for another process, which can be read without running code.
-
-        Example:
-            >>> import pandas as pd
-            >>> rows = pd.DataFrame({"age": [3.0, 5.0]})
-            >>> preparation = Preparation.fit(rows, pd.Series([1, 0]), pd.Series([1, 0]), "classification")
-            >>> Preparation.unpacked(preparation.packed()).inputs(rows)
-            tensor([[-1.],
-                    [ 1.]])
-        """
+        """Return it as text for another process, which can be read without running code."""
         plain, transformer = self._parts()
         return json.dumps([plain, base64.b64encode(transformer).decode()])
 
@@ -190,19 +173,12 @@ def _tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]
         try:
             numbers = pd.to_numeric(rows[column]).to_numpy(dtype=float, na_value=np.nan)
         except (TypeError, ValueError) as error:
-            raise DataError(
-                f"column {column!r} should hold numbers: {error}; or name it in `categorical`"
-            ) from error
+            problem = f"column {column!r} should hold numbers: {error}"
+            raise DataError(f"{problem}; or name it in `categorical`") from error
         if np.isinf(numbers).any():
-            raise DataError(
-                f"column {column!r} holds an infinite number; leave it empty where the value is unknown"
-            )
+            problem = f"column {column!r} holds an infinite number"
+            raise DataError(f"{problem}; leave it empty where the value is unknown")
         tidy[column] = numbers
     for column in categorical:
         tidy[column] = ["(missing)" if pd.isna(value) else str(value) for value in rows[column]]
     return pd.DataFrame(tidy, index=rows.index)
-
-
-def _order(value: Any) -> tuple[str, Any]:
-    """Order classes of mixed types: numbers among numbers, text among text."""
-    return type(value).__name__, value

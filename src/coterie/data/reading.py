@@ -34,16 +34,7 @@ def read_table(data: pd.DataFrame | Path | str) -> pd.DataFrame:
 
 
 def users_in(path: Path | str, user_column: str) -> list[str]:
-    """Return the users of a table, in its order.
-
-    Example:
-        >>> import tempfile
-        >>> import pandas as pd
-        >>> path = Path(tempfile.mkdtemp()) / "visits.csv"
-        >>> pd.DataFrame({"ward": ["b", "a", "b"], "age": [3, 4, 5]}).to_csv(path)
-        >>> users_in(path, "ward"), len(read_rows(path, "ward", "b"))
-        (['b', 'a'], 2)
-    """
+    """Return the users of a table, in its order."""
     names = (name for piece in _pieces(Path(path)) for name in _whose(piece, user_column))
     return list(dict.fromkeys(names))
 
@@ -61,12 +52,7 @@ def read_rows(path: Path | str, user_column: str | None, user: str) -> pd.DataFr
 
 
 def some(names: Iterable[object], most: int = 12) -> str:
-    """Return names between commas, the first of them where they are many.
-
-    Example:
-        >>> some(["a", "b", "c"], most=2)
-        "'a', 'b' and 1 more"
-    """
+    """Return names between commas, the first of them where they are many."""
     shown = [repr(str(name)) for name in names]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 

@@ -19,22 +19,13 @@ from coterie.users.user import User
 if TYPE_CHECKING:
     import pandas as pd
 
-
 MAX_CLASSES = 20
 """A target of whole numbers with more distinct values than this means regression."""
 
 
 @dataclass(frozen=True)
 class TableTask(Task):
-    """A task from a table, and how its rows become tensors.
-
-    Args:
-        me: user 0.
-        peers: the others.
-        n_inputs: the number of inputs after preparation.
-        n_outputs: the number of classes, or 1 for regression.
-        preparation: turns rows into inputs, targets into numbers, and outputs into predictions.
-    """
+    """A `Task` from a table, and the `preparation` that turns rows into tensors and outputs into predictions."""
 
     preparation: Preparation
 
@@ -97,9 +88,8 @@ def from_table(
     kept = ~names.isin([str(name) for name in leave_out])
     frame, names = frame[kept], names[kept]
     if str(me) not in set(names):
-        raise DataError(
-            f"`me` names no user: column {user_column!r} has {some(sorted(set(names)))}, got {str(me)!r}"
-        )
+        users = some(sorted(set(names)))
+        raise DataError(f"`me` names no user: column {user_column!r} has {users}, got {str(me)!r}")
     targets = pd.concat([frame[target], pd.Series(elsewhere)]) if elsewhere else frame[target]
     kind = _kind_of(targets) if kind == "auto" else kind
     parts = _split(frame[names == str(me)], target, kind, (validation, test), own_examples=own_examples, seed=seed)
@@ -117,13 +107,7 @@ def from_table(
 
 
 def distinct_targets(targets: pd.Series[Any], kind: str) -> list[Any] | None:
-    """Return the different targets where they are classes, and None where they are numbers.
-
-    Example:
-        >>> import pandas as pd
-        >>> distinct_targets(pd.Series([1, 0, 1]), "auto"), distinct_targets(pd.Series([0.5, 1.5]), "auto")
-        ([0, 1], None)
-    """
+    """Return the different targets where they are classes, and None where they are numbers."""
     kind = _kind_of(targets) if kind == "auto" else kind
     return sorted(targets.unique().tolist(), key=str) if kind == "classification" else None
 
@@ -146,13 +130,7 @@ def _kind_of(target: pd.Series[Any]) -> Kind:
 
 
 def _split(
-    own: pd.DataFrame,
-    target: str,
-    kind: Kind,
-    shares: tuple[float, float],
-    *,
-    own_examples: int | None,
-    seed: int,
+    own: pd.DataFrame, target: str, kind: Kind, shares: tuple[float, float], *, own_examples: int | None, seed: int
 ) -> list[pd.DataFrame]:
     """Return user 0's training, validation and test rows, stratified by class where possible."""
     from sklearn.model_selection import train_test_split

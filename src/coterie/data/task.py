@@ -1,7 +1,5 @@
 """A task: user 0 and its peers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from coterie.users.user import User

@@ -1,7 +1,5 @@
 """The loss, the metrics and the errors of a model on a set of examples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -59,29 +57,16 @@ def evaluate(
 def scores(
     outputs: Tensor, targets: Tensor, loss: Loss, metrics: Mapping[str, Metric] | None = None
 ) -> dict[str, float]:
-    """Return the mean loss and the metrics of the outputs on a whole set.
-
-    Example:
-        >>> scores(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [4.0]]), nn.functional.mse_loss)
-        {'loss': 2.0, 'rmse': 1.4142135623730951}
-    """
+    """Return the mean loss and the metrics of the outputs on a whole set."""
     metrics = metrics_for(loss) if metrics is None else metrics
     return {"loss": float(loss(outputs, targets))} | {
         name: float(metric(outputs, targets)) for name, metric in metrics.items()
     }
 
 
-def losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024) -> Tensor:
-    """Return the loss of each example, as if it were a batch of its own, with the model in evaluation mode.
-
-    Example:
-        >>> from coterie.users.examples import InMemory
-        >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]]))
-        >>> losses(nn.Identity(), nn.functional.mse_loss, data)
-        tensor([1., 4.], dtype=torch.float64)
-    """
+def example_losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024) -> Tensor:
+    """Return the loss of each example, as if it were a batch of its own, with the model in evaluation mode."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
         chunks = _chunks(examples, chunk, device)
         return torch.cat([_losses(model, loss, x, y).double().cpu() for x, y in chunks])
@@ -110,19 +95,10 @@ def _chunks(examples: Examples, size: int, device: torch.device) -> Iterator[lis
         yield [tensor.to(device) for tensor in examples.take(indices)]
 
 
-def errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> Tensor:
+def example_errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> Tensor:
     """Return the error of each example: 1 for a wrong class, 0 for the right one, or the squared error of numbers.
 
-    Args:
-        model: gives an output for each class, or numbers, as the targets are.
-        examples: the set.
-        scale: the size of one unit of the target, by which differences are multiplied.
-
-    Example:
-        >>> from coterie.users.examples import InMemory
-        >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]]))
-        >>> errors(nn.Identity(), data, scale=10.0)
-        tensor([100., 400.], dtype=torch.float64)
+    Differences of numbers are multiplied by `scale`, the size of one unit of the target.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs, targets = examples.take(torch.arange(len(examples)))

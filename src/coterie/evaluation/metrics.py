@@ -1,7 +1,5 @@
 """Metrics: functions from a model's outputs on a whole set and the targets to one number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -14,7 +12,6 @@ from coterie.users.user import Loss
 Metric: TypeAlias = Callable[[Any, Tensor], float]
 """What computes one number from a model's outputs on a whole set and the targets."""
 
-
 METRICS: Registry[Metric] = Registry("metric", "coterie.metrics")
 
 register_metric = METRICS.register
@@ -22,47 +19,24 @@ register_metric = METRICS.register
 
 @register_metric("accuracy")
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the share of examples whose largest output is the target's class.
-
-    Example:
-        >>> from torch import tensor
-        >>> accuracy(tensor([[2.0, 1.0], [0.0, 3.0]]), tensor([0, 0]))
-        0.5
-    """
+    """Return the share of examples whose largest output is the target's class."""
     return float((outputs.argmax(1) == targets).double().mean())
 
 
 @register_metric("binary-accuracy")
 def binary_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the share of examples whose logit has the sign that the 0/1 target asks for.
-
-    Example:
-        >>> from torch import tensor
-        >>> binary_accuracy(tensor([-1.0, 2.0]), tensor([0.0, 0.0]))
-        0.5
-    """
+    """Return the share of examples whose logit has the sign that the 0/1 target asks for."""
     return float(((outputs > 0) == (targets > 0.5)).double().mean())
 
 
 @register_metric("rmse")
 def rmse(outputs: Tensor, targets: Tensor) -> float:
-    """Return the root of the mean squared error.
-
-    Example:
-        >>> from torch import tensor
-        >>> rmse(tensor([1.0, 3.0]), tensor([1.0, 1.0]))
-        1.4142135623730951
-    """
+    """Return the root of the mean squared error."""
     return math.sqrt(float((outputs.double() - targets.double()).square().mean()))
 
 
 def metrics_for(loss: Loss) -> dict[str, Metric]:
-    """Return the usual metric for this loss, by name; none for a loss that torch does not have.
-
-    Example:
-        >>> metrics_for(nn.functional.mse_loss) == {"rmse": rmse}
-        True
-    """
+    """Return the usual metric for this loss, by name; none for a loss that torch does not have."""
     f = nn.functional
     if loss in (f.cross_entropy, f.nll_loss) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return {"accuracy": accuracy}

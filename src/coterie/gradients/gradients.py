@@ -1,7 +1,5 @@
 """What user 0 receives in one step: its own gradient and its peers', checked and combined."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,12 +79,7 @@ class Gradients:
 
 
 def weighted_sum(own: Tensor, rows: Tensor, weights: Sequence[float]) -> tuple[Tensor, float]:
-    """Return Σ τ_k g_k plus g_0 times the weight that is missing to 1, and the weight present.
-
-    Example:
-        >>> weighted_sum(torch.tensor([8.0]), torch.tensor([[4.0]]), [0.5])
-        (tensor([6.]), 0.5)
-    """
+    """Return Σ τ_k g_k plus g_0 times the weight that is missing to 1, and the weight present."""
     return complete(own, own.new_tensor(weights) @ rows, sum(weights))
 
 
@@ -96,10 +89,6 @@ def add_up(
     """Return Σ τ_k g_k added up in the order of arrival, the weight present, and the peers left out with reasons.
 
     One gradient is held at a time. The same order gives the same bits on every engine.
-
-    Example:
-        >>> add_up(torch.zeros(1), [("a", torch.tensor([4.0])), ("b", torch.tensor([8.0]))], {"a": 0.25, "b": 0.75})
-        (tensor([7.]), 1.0, {})
     """
     total, answered, left_out = torch.zeros_like(own), 0.0, {}
     for name, gradient in arriving:
@@ -112,12 +101,7 @@ def add_up(
 
 
 def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float]:
-    """Give the weight that did not answer back to g_0; exactly g_0 when nobody did.
-
-    Example:
-        >>> complete(torch.tensor([8.0]), torch.tensor([0.0]), 0.0)
-        (tensor([8.]), 0.0)
-    """
+    """Give the weight that did not answer back to g_0; exactly g_0 when nobody did."""
     answered = present([answered])
     if not answered:
         return own.clone(), 0.0
@@ -125,12 +109,7 @@ def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float
 
 
 def present(weights: Iterable[float]) -> float:
-    """Return the share of the peers' weight that answered; 1 where the weights sum to it but for rounding.
-
-    Example:
-        >>> present([0.1] * 10), present([0.1] * 5)
-        (1.0, 0.5)
-    """
+    """Return the share of the peers' weight that answered; 1 where the weights sum to it but for rounding."""
     answered = sum(weights)
     return 1.0 if 1 - answered < 1e-12 else answered
 
@@ -138,15 +117,7 @@ def present(weights: Iterable[float]) -> float:
 def by_name(values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwise: Tensor | float = 0.0) -> Tensor:
     """Return the values of the names wanted, one a row, without synchronising host and device.
 
-    Args:
-        values: one a row, of the users in `names`.
-        names: the users of `values`, in order.
-        wanted: the users to return, in order.
-        otherwise: the value of a user who has none: a number, or a value for each name wanted.
-
-    Example:
-        >>> by_name(torch.tensor([1.0, 2.0]), ("a", "b"), ("b", "c", "a"))
-        tensor([2., 0., 1.])
+    A user who has no value gets `otherwise`: a number, or a value for each name wanted.
     """
     if list(names) == list(wanted):
         return values
@@ -158,24 +129,12 @@ def by_name(values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwi
 
 
 def is_finite(vector: Tensor) -> bool:
-    """Say whether every entry is finite, in one pass over the vector.
-
-    Example:
-        >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([1.0, float("nan")]))
-        (True, False)
-    """
-    # A finite sum has finite terms. Overflow too can make the sum infinite; only then is each term checked.
+    """Say whether every entry is finite, in one pass over the vector."""
     return FiniteLater(vector).read()
 
 
 class FiniteLater:
-    """Whether a vector is finite: the check starts now and is read later, so that the host need not wait for a GPU.
-
-    Example:
-        >>> answer = FiniteLater(torch.tensor([1.0, float("nan")]))
-        >>> answer.read()
-        False
-    """
+    """Whether a vector is finite: the check starts now and is read later, so the host need not wait for a GPU."""
 
     def __init__(self, vector: Tensor) -> None:
         self._vector, self._total = vector, vector.sum()
@@ -189,16 +148,12 @@ class FiniteLater:
         """Return the answer; see `is_finite`."""
         if self._copied is not None:
             self._copied.synchronize()
+        # A finite sum has finite terms. Overflow too can make the sum infinite; only then is each term checked.
         return math.isfinite(self._total.item()) or bool(self._vector.isfinite().all())
 
 
 def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
-    """Return the finite rows, their names, and the peers left out with reasons.
-
-    Example:
-        >>> keep_finite(torch.tensor([[1.0], [float("inf")]]), ("a", "b"))
-        (tensor([[1.]]), ('a',), {'b': 'not finite'})
-    """
+    """Return the finite rows, their names, and the peers left out with reasons."""
     if is_finite(rows):
         return rows, tuple(names), {}
     finite = rows.isfinite().all(1).tolist()
@@ -210,15 +165,7 @@ def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, 
 def receive(own: Tensor, answers: Mapping[str, Tensor | None]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
     """Return the usable answers as rows, their names, and the peers left out with reasons.
 
-    Args:
-        own: g_0, whose shape every answer must have.
-        answers: for each peer asked, its gradient, or None where it did not answer.
-
-    Example:
-        >>> answers = {"a": torch.ones(2), "b": torch.ones(3), "c": None}
-        >>> rows, names, left_out = receive(torch.zeros(2), answers)
-        >>> names, left_out
-        (('a',), {'b': 'shape (3,) instead of (2,)', 'c': 'no answer'})
+    Every answer must have the shape of `own`, g_0; None stands for a peer that did not answer.
     """
     whole: dict[str, Tensor] = {}
     left_out: dict[str, str] = {}

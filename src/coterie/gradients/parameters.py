@@ -1,7 +1,5 @@
 """A model's trainable parameters as one flat vector, the form that rules and engines use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Weights on the simplex: how much each peer counts."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls

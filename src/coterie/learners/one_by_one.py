@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from coterie.evaluation.evaluate import losses
+from coterie.evaluation.evaluate import example_losses
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
@@ -76,7 +76,7 @@ class _One:
     def held_out_losses(self) -> Tensor:
         by_example = torch.full((len(self.seen),), torch.nan, dtype=torch.float64)
         if self.held_out is not None:
-            by_example[~self.seen] = losses(self.spec.model, self.spec.loss, self.held_out.examples)
+            by_example[~self.seen] = example_losses(self.spec.model, self.spec.loss, self.held_out.examples)
         return by_example
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from coterie.data import TableTask
 from coterie.errors import DataError
-from coterie.evaluation.evaluate import errors
+from coterie.evaluation.evaluate import example_errors
 from coterie.reporting.verdict import verdict_on_test_set
 from coterie.training.run import Run
 
@@ -29,7 +29,7 @@ class Fitted:
         if self.task.me.test is None:
             raise DataError("a task from a table has a test set")
         test, scale = self.task.me.test, self.task.preparation.scale
-        ours, theirs = (errors(run.model, test, scale) for run in (self.run, self.alone))
+        ours, theirs = (example_errors(run.model, test, scale) for run in (self.run, self.alone))
         if self.metric == "accuracy":
             change = theirs - ours
         else:  # the delta method: how each example moves either root of the mean

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from coterie.evaluation.evaluate import losses
+from coterie.evaluation.evaluate import example_losses
 from coterie.learners.learner import Learner
 from coterie.recording.result import GuardCheck, GuardDecision
 from coterie.users.examples import Examples
@@ -61,8 +61,8 @@ class Guard:
 
     def compare(self, ours: nn.Module, alone: nn.Module) -> Comparison:
         """Compare two models on the held-out examples."""
-        theirs = losses(alone, self.loss, self.held_out)
-        change = losses(ours, self.loss, self.held_out) - theirs
+        theirs = example_losses(alone, self.loss, self.held_out)
+        change = example_losses(ours, self.loss, self.held_out) - theirs
         error = float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else math.inf
         return Comparison(float(change.mean()), error, float(theirs.mean()))
 

@@ -1,11 +1,9 @@
 """Examples: held in memory, read from a data set, or drawn from a stream."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from coterie.errors import DataError
 
-Array: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
+Array: TypeAlias = Tensor | np.ndarray[Any, Any] | Sequence[Any]
 
 
 class Examples(Protocol):
@@ -24,7 +22,7 @@ class Examples(Protocol):
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets at these indices."""
 
-    def to(self, device: torch.device) -> Examples:
+    def to(self, device: torch.device) -> Self:
         """Return the same examples on another device."""
 
 
@@ -43,9 +41,9 @@ class InMemory:
         indices = indices.to(self.inputs.device)
         return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
 
-    def to(self, device: torch.device) -> InMemory:
+    def to(self, device: torch.device) -> Self:
         """Return the same examples on another device."""
-        return InMemory(self.inputs.to(device), self.targets.to(device))
+        return type(self)(self.inputs.to(device), self.targets.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +64,9 @@ class FromDataset:
         inputs, targets = (_collated(column).to(self.device) for column in zip(*items, strict=True))
         return inputs, targets
 
-    def to(self, device: torch.device) -> FromDataset:
+    def to(self, device: torch.device) -> Self:
         """Return the same examples, with batches on another device."""
-        return FromDataset(self.dataset, device)
+        return replace(self, device=device)
 
 
 Draw: TypeAlias = Callable[[int, int, int], tuple[Array, Array]]
@@ -94,15 +92,12 @@ class FromStream:
 
     def fresh(self, size: int, seed: int, step: int, whose: str) -> tuple[Tensor, Tensor]:
         """Return a batch of new examples."""
-        inputs, targets = self.draw(size, seed, step)
-        return (
-            _as_tensor(inputs, "inputs", whose).to(self.device),
-            _as_tensor(targets, "targets", whose).to(self.device),
-        )
+        inputs, targets = _as_tensors(self.draw(size, seed, step), whose)
+        return inputs.to(self.device), targets.to(self.device)
 
-    def to(self, device: torch.device) -> FromStream:
+    def to(self, device: torch.device) -> Self:
         """Return the same stream, with batches on another device."""
-        return FromStream(self.draw, device)
+        return replace(self, device=device)
 
 
 def as_examples(data: Any, whose: str) -> Examples:
@@ -114,26 +109,19 @@ def as_examples(data: Any, whose: str) -> Examples:
     if isinstance(data, Dataset):
         if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
             raise DataError(f"the dataset of {whose} must have a length and be read by index (a map-style Dataset)")
-        if not len(data):
-            raise DataError(f"{whose} has no examples; leave it out, or give it some")
-        return FromDataset(data, torch.device("cpu"))
-    inputs, targets = (
-        _as_tensor(values, what, whose) for values, what in zip(data, ("inputs", "targets"), strict=True)
-    )
-    if len(inputs) != len(targets):
-        raise DataError(
-            f"{whose} has {len(inputs)} inputs but {len(targets)} targets; give one target for each input"
-        )
-    if not len(inputs):
+        examples: Examples = FromDataset(data, torch.device("cpu"))
+    else:
+        inputs, targets = _as_tensors(data, whose)
+        if len(inputs) != len(targets):
+            counts = f"{len(inputs)} inputs but {len(targets)} targets"
+            raise DataError(f"{whose} has {counts}; give one target for each input")
+        if targets.is_floating_point() and bool(targets.isnan().any()):
+            row = int(targets.isnan().reshape(len(targets), -1).any(1).nonzero()[0])
+            raise DataError(f"a target of {whose} is NaN (example {row}); drop the examples without a target")
+        examples = InMemory(inputs, targets)
+    if not len(examples):
         raise DataError(f"{whose} has no examples; leave it out, or give it some")
-    if targets.is_floating_point() and bool(targets.isnan().any()):
-        row = (
-            int(targets.isnan().flatten(1).any(1).nonzero()[0])
-            if targets.ndim > 1
-            else int(targets.isnan().nonzero()[0])
-        )
-        raise DataError(f"a target of {whose} is NaN (example {row}); drop the examples without a target")
-    return InMemory(inputs, targets)
+    return examples
 
 
 def _collated(values: Sequence[Any]) -> Tensor:
@@ -142,6 +130,11 @@ def _collated(values: Sequence[Any]) -> Tensor:
     if isinstance(values[0], Tensor) or not tensor.is_floating_point():
         return tensor
     return tensor.to(torch.get_default_dtype())
+
+
+def _as_tensors(data: Any, whose: str) -> tuple[Tensor, Tensor]:
+    inputs, targets = data
+    return _as_tensor(inputs, "inputs", whose), _as_tensor(targets, "targets", whose)
 
 
 def _as_tensor(values: Any, what: str, whose: str) -> Tensor:

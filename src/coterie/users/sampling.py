@@ -1,7 +1,5 @@
 """Random draws as a function of (seed, user, step): no generator state is carried from step to step."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random
@@ -15,40 +13,21 @@ from torch import Tensor
 
 
 def random_key(seed: int, name: str) -> int:
-    """Return the 64-bit key of a user's random stream, a hash of the seed and the name.
-
-    Example:
-        >>> random_key(0, "a") == random_key(0, "a") != random_key(0, "b")
-        True
-    """
+    """Return the 64-bit key of a user's random stream, a hash of the seed and the name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def uniform(seed: int, name: str, step: int) -> float:
-    """Return a number in [0, 1) for one purpose at one step; all users draw the same one.
-
-    Example:
-        >>> uniform(0, "coin", 3) == uniform(0, "coin", 3) != uniform(0, "coin", 4)
-        True
-    """
+    """Return a number in [0, 1) for one purpose at one step; all users draw the same one."""
     return float(np.random.default_rng([random_key(seed, name), step]).random())
 
 
 def draw(streams: Sequence[int], sizes: Sequence[int], batch: int, steps: Sequence[int]) -> Tensor:
     """Draw the indices of one batch for each step and user at once, of shape (steps, users, batch).
 
-    The generator is counter-based (SplitMix64 of stream, step and position), so it has no state.
-
-    Args:
-        streams: each user's key, from `random_key`.
-        sizes: each user's number of examples, at least `batch`.
-        batch: the number of examples in a batch.
-        steps: the steps to draw for.
-
-    Example:
-        >>> draw([random_key(0, "a")], [5], 5, steps=[3])
-        tensor([[[0, 1, 2, 3, 4]]])
+    The generator is counter-based (SplitMix64 of stream, step and position), so it has no state. `streams` are the
+    users' keys, from `random_key`; `sizes` their numbers of examples, each at least `batch`.
     """
     position = np.arange(batch)
     counter = _mix(np.array(streams, np.uint64) + _GOLDEN * (np.array(steps, np.uint64)[:, None] + np.uint64(1)))

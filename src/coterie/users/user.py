@@ -1,22 +1,22 @@
 """Users: a name, examples, and batches that depend only on (seed, user, step)."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from coterie.errors import DataError
-from coterie.users.examples import Array, Draw, Examples, FromStream, InMemory, as_examples
+from coterie.users.examples import Array, Draw, FromStream, InMemory, as_examples
 from coterie.users.sampling import draw, random_key, seeded
 
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 """The mean loss of a batch from (output, target), as in `torch.nn.functional`."""
+
+HeldOut: TypeAlias = tuple[Array, Array] | Dataset[Any] | None
 
 
 class User:
@@ -38,31 +38,15 @@ class User:
         True
     """
 
-    name: str
-    examples: Examples
-    validation: Examples | None
-    test: Examples | None
-
     def __init__(
-        self,
-        name: str,
-        inputs: Array,
-        targets: Array,
-        *,
-        validation: tuple[Array, Array] | Dataset[Any] | None = None,
-        test: tuple[Array, Array] | Dataset[Any] | None = None,
+        self, name: str, inputs: Array, targets: Array, *, validation: HeldOut = None, test: HeldOut = None
     ) -> None:
         self._hold(name, (inputs, targets), validation, test)
 
     @classmethod
     def from_dataset(
-        cls,
-        name: str,
-        dataset: Dataset[Any],
-        *,
-        validation: Dataset[Any] | None = None,
-        test: Dataset[Any] | None = None,
-    ) -> User:
+        cls, name: str, dataset: Dataset[Any], *, validation: HeldOut = None, test: HeldOut = None
+    ) -> Self:
         """Return a user whose examples are the (input, target) pairs of a map-style `Dataset`.
 
         A `TensorDataset` is held in memory; any other is read batch by batch, random transforms included,
@@ -79,14 +63,7 @@ class User:
         return user
 
     @classmethod
-    def stream(
-        cls,
-        name: str,
-        draw: Draw,
-        *,
-        validation: tuple[Array, Array] | Dataset[Any] | None = None,
-        test: tuple[Array, Array] | Dataset[Any] | None = None,
-    ) -> User:
+    def stream(cls, name: str, draw: Draw, *, validation: HeldOut = None, test: HeldOut = None) -> Self:
         """Return a user who draws new examples for every batch.
 
         Args:
@@ -138,7 +115,7 @@ class User:
         with seeded(seed, self.name, step):
             return self.examples.take(indices)
 
-    def to(self, device: torch.device) -> User:
+    def to(self, device: torch.device) -> Self:
         """Return the same user with its training examples on another device."""
         user = copy.copy(self)
         user.examples = self.examples.to(device)
@@ -148,10 +125,6 @@ class User:
         """Return a digest of the training examples, by which a resumed run recognises its data.
 
         Examples that are read from a `Dataset` are only counted.
-
-        Example:
-            >>> User("a", [[1.0]], [0.5]).fingerprint() == User("b", [[1.0]], [0.5]).fingerprint()
-            True
         """
         digest = hashlib.blake2b(str(len(self)).encode(), digest_size=8)
         if isinstance(self.examples, InMemory):
