@@ -51,6 +51,16 @@ def test_a_site_gives_the_gradient_of_its_batch(peer: coterie.User) -> None:
     assert (answer["site"], answer["step"]) == ("peer 1", 2)
 
 
+def test_batches_are_those_of_the_user_in_any_order_of_steps(peer: coterie.User) -> None:
+    site, x = peer_of(peer), torch.from_numpy(POINT)
+    for seed, size, step in [(5, 4, 0), (5, 4, 1), (5, 4, 500), (5, 4, 3), (5, 99, 4), (6, 4, 5), (5, 4, 6)]:
+        inputs, targets = peer.batch(size, seed=seed, step=step)
+        wanted = Passes(model(), LOSS).single(x, inputs, targets)[0]
+        gradient = site.answer(Request(x, step, seed, size)).gradient
+        assert gradient is not None
+        assert torch.equal(gradient, wanted)
+
+
 def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
     free = answer_message(peer_of(peer), "server", REQUEST)["gradient"]

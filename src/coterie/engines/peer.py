@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.errors import KnobError
-from coterie.users.sampling import seeded
+from coterie.users.examples import InMemory
+from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
 from coterie.users.user import User
 
 MAX_LOGGED_CHARACTERS = 200
@@ -127,6 +128,7 @@ class Peer:
         self.caps, self.log = caps or Caps(), log
         self.support = support or ModelSupport(moves_buffers=True, random=True)
         self.given = _count_given(log)
+        self._table: tuple[BatchStream, IndexTable] | None = None
 
     @functools.cached_property
     def frozen(self) -> str:
@@ -198,9 +200,19 @@ class Peer:
         buffers = self.passes.buffers() if self.support.moves_buffers or request.buffers else {}
         for name, buffer in request.buffers.items():
             buffers[name].copy_(buffer)
-        batch = self.user.batch(request.batch_size, seed=seed, step=step)
+        batch = self._batch(request)
         with seeded(seed, self.user.name, step, request.x.device) if self.support.random else nullcontext():
             return self.passes.single(request.x, *batch, buffers)[0]
+
+    def _batch(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Return what `User.batch` gives, from indices that are drawn for several steps at a time."""
+        seed, step = request.seed, request.step
+        if not isinstance(self.user.examples, InMemory):
+            return self.user.batch(request.batch_size, seed=seed, step=step)
+        stream = BatchStream(random_key(seed, self.user.name), len(self.user), self._n_examples(request))
+        if self._table is None or self._table[0] != stream:
+            self._table = stream, IndexTable([stream])
+        return self.user.take(self._table[1].row(step, request.x.device), seed=seed, step=step)
 
     def _write_log(self, caller: str, step: object, **what: Any) -> None:
         if self.log is None:
