@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie.benchmark.models import MODELS
+from coterie.benchmark.models import MODELS, Elman, Recurrent, cnn
 from coterie.engines.in_process.engine import InProcess
 from coterie.users.user import User
 
@@ -19,3 +19,9 @@ def test_every_model_goes_through_the_engine_in_one_pass(name: str) -> None:
     engine = InProcess(MODELS[name](64, 10), torch.nn.functional.cross_entropy, users[0], users[1:])
     rows = "vmap" if name == "gru" else "by layer"  # whose weights are no layer's
     assert (engine.describe()["average"], engine.describe()["rows"]) == ("one pass", rows)
+
+
+def test_outputs_have_a_number_for_every_class() -> None:
+    assert cnn(64, 10)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert Elman(4)(torch.zeros(2, 4), torch.zeros(2, 4)).shape == (2, 4)
+    assert Recurrent(5, Elman(32))(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 5, 7)

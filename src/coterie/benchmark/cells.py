@@ -1,7 +1,5 @@
 """What is measured: every method on every task, a cell each, kept on disk as soon as it is finished."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -23,37 +21,19 @@ from coterie.errors import KnobError
 
 @dataclass(frozen=True)
 class Cell:
-    """One method on one task.
+    """One method on one task."""
 
-    Args:
-        set: the set of users.
-        model: what is learned.
-        condition: what is done to the data.
-        user: who is user 0.
-        seed: of the examples, the peers, the initial weights and the batches.
-        method: how it is learned.
-    """
-
-    set: str
-    model: str
-    condition: str
-    user: str
-    seed: int
-    method: str
+    set: str  # of users
+    model: str  # what is learned
+    condition: str  # what is done to the data
+    user: str  # who is user 0
+    seed: int  # of the examples, the peers, the initial weights and the batches
+    method: str  # how it is learned
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cells are asked for.
-
-    Args:
-        sets: names in `SETS`, or sets of one's own.
-        methods: names, or contenders of one's own; `alone`, which all are compared with, is always among them.
-        conditions: names in `CONDITIONS`.
-        models: names of models, each for the sets that it fits; None takes the first of each set.
-        users: how many users of a set are user 0 in turn.
-        seeds: how often each is repeated.
-    """
+    """Which cells are asked for, as by the arguments of `run`; `alone` is always among the methods."""
 
     sets: Sequence[str | UserSet]
     methods: Sequence[str | Contender]
@@ -95,11 +75,7 @@ class Selection:
         return {one.name: one for one in each}
 
     def cells(self, data: Path | None) -> Iterator[Cell]:
-        """Yield the cells, those of one task together.
-
-        Args:
-            data: the folder of all data.
-        """
+        """Yield the cells, those of one task together; `data` is the folder of all data."""
         for name, user_set in self._sets.items():
             fitting = list(user_set.makers)
             models = fitting[:1] if self.models is None else [model for model in fitting if model in self.models]

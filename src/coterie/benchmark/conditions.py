@@ -1,7 +1,5 @@
 """Conditions: what is done to the users' data before anyone learns from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -10,39 +8,31 @@ import numpy as np
 
 from coterie.benchmark.population import Numbers, Population
 
-Condition: TypeAlias = Callable[
-    [Population, str, Sequence[str], np.random.Generator], tuple[Population, tuple[str, ...]]
-]
-"""From the examples of user 0 and its peers, their names and a generator: the examples as they are to be, and
-the peers whose labels are wrong."""
+Changed: TypeAlias = tuple[Population, tuple[str, ...]]
+"""The examples as they are to be, and the peers whose labels are wrong."""
+
+Condition: TypeAlias = Callable[[Population, str, Sequence[str], np.random.Generator], Changed]
+"""From the examples of user 0 and its peers, their names and a generator to what is done to them."""
 
 
-def honest(
-    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
-) -> tuple[Population, tuple[str, ...]]:
+def honest(people: Population, me: str, peers: Sequence[str], rng: np.random.Generator) -> Changed:
     """Leave the data as it is."""
     return people, ()
 
 
-def wrong_labels(
-    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
-) -> tuple[Population, tuple[str, ...]]:
+def wrong_labels(people: Population, me: str, peers: Sequence[str], rng: np.random.Generator) -> Changed:
     """Give half of the peers (rounded down) wrong labels throughout, the same error for all."""
     wrong = sorted(rng.permutation(len(peers))[: len(peers) // 2].tolist())
     names = tuple(peers[k] for k in wrong)
     return _relabelled(people, names), names
 
 
-def permuted(
-    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
-) -> tuple[Population, tuple[str, ...]]:
+def permuted(people: Population, me: str, peers: Sequence[str], rng: np.random.Generator) -> Changed:
     """Shuffle the examples among the users, each keeping its number: nobody differs, and pooling is best."""
     return replace(people, owners=rng.permutation(people.owners)), ()
 
 
-def stranger(
-    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
-) -> tuple[Population, tuple[str, ...]]:
+def stranger(people: Population, me: str, peers: Sequence[str], rng: np.random.Generator) -> Changed:
     """Change user 0's labels, in training, validation and test alike: no peer resembles it, and alone is best."""
     return _relabelled(people, [me]), ()
 

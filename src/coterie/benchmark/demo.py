@@ -1,7 +1,5 @@
 """The demonstration: one digits writer with few examples, alone and with its peers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,56 +27,38 @@ METHODS: Mapping[str, Callable[[Task], Rule]] = {
 """Train alone; on everybody's examples; by weighted averaging with half the weight on the peers; by bias
 correction with the paper's alpha, N/(N + 1)."""
 
+EXPLANATION = (
+    "One writer of scikit-learn's digits is user 0 and has few examples of its own; the other 13 writer segments "
+    "are its peers. `Alone` uses the own examples, `Pooled` everybody's alike, `WGA` averages the own gradient and "
+    "the peers' half and half, `BC` averages and takes the peers' estimated bias away.",
+    "± is one standard error over seeds (other examples, initial weights and batches, the same writer); the "
+    "difference to Alone is paired by seed.",
+)
+
 
 @dataclass(frozen=True)
 class Result:
-    """One method with one seed, at the step size that did best on the validation examples.
-
-    Args:
-        method: which.
-        seed: of the examples, the initial weights and the batches.
-        lr: the step size chosen.
-        validation_loss: by which it was chosen.
-        test_accuracy: on examples that are used once.
-        steps: of the curve.
-        curve: the validation loss over the steps.
-    """
+    """One method with one seed, at the step size that did best on the validation examples."""
 
     method: str
-    seed: int
-    lr: float
-    validation_loss: float
-    test_accuracy: float
-    steps: Sequence[int]
-    curve: Sequence[float]
+    seed: int  # of the examples, the initial weights and the batches
+    lr: float  # the step size chosen
+    validation_loss: float  # by which it was chosen
+    test_accuracy: float  # on examples that are used once
+    steps: Sequence[int]  # of the curve
+    curve: Sequence[float]  # the validation loss over the steps
 
 
 def results(me: int, own_examples: int, seeds: int, steps: int) -> Iterator[Result]:
-    """Yield the result of each method with each seed as it comes, the methods of one seed together.
-
-    Args:
-        me: the writer segment that is user 0.
-        own_examples: how many examples it learns from.
-        seeds: how many seeds.
-        steps: of each run.
-
-    Example:
-        >>> first = next(results(me=3, own_examples=30, seeds=1, steps=2))
-        >>> first.method, first.lr in RATES
-        ('Alone', True)
-    """
+    """Yield the result of each method with each seed as it comes, the methods of one seed together."""
     loss = torch.nn.functional.cross_entropy
     for seed in range(seeds):
         task = digits_by_writer(me, own_examples, seed)
         torch.manual_seed(seed)
         model = mlp(task.n_inputs, task.n_outputs)
         for method, rule in METHODS.items():
-            tried = {
-                lr: train(
-                    model, loss, task.me, task.peers, rule(task), lr=lr, steps=steps, seed=seed, progress=False
-                )
-                for lr in RATES
-            }
+            options: dict[str, Any] = {"steps": steps, "seed": seed, "progress": False}
+            tried = {lr: train(model, loss, task.me, task.peers, rule(task), lr=lr, **options) for lr in RATES}
             curves = {lr: run.record.curve("validation_loss") for lr, run in tried.items()}
             lr = min(RATES, key=lambda lr: min(curves[lr][1]))
             yield Result(method, seed, lr, min(curves[lr][1]), tried[lr].test["accuracy"], *curves[lr])
@@ -99,57 +79,25 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
     rows = []
     for method, accuracies in by_method.items():
         paired = [accuracies[seed] - by_method["Alone"][seed] for seed in accuracies]
+        mean = _mean_and_error(list(accuracies.values()), ".3f")
         difference = "" if method == "Alone" else _mean_and_error(paired, "+.3f")
-        rows.append(
-            {
-                "method": method,
-                "test accuracy": _mean_and_error(list(accuracies.values()), ".3f"),
-                "difference to Alone": difference,
-            }
-        )
+        rows.append({"method": method, "test accuracy": mean, "difference to Alone": difference})
     return rows
 
 
 def write_curves(out: Path, title: str, results: Sequence[Result]) -> Path:
-    """Write a page with the table, the learning curves and the step sizes, and return its path.
-
-    Args:
-        out: the folder to write to.
-        title: of the page.
-        results: from `results`.
-    """
-    curves = {
-        m: [(r.steps, r.curve) for r in results if r.method == m] for m in dict.fromkeys(r.method for r in results)
-    }
+    """Write a page with the table, the learning curves and the step sizes, and return its path."""
+    methods = dict.fromkeys(r.method for r in results)
+    curves = {m: [(r.steps, r.curve) for r in results if r.method == m] for m in methods}
     rates = [{"method": m, **{f"seed {r.seed}": f"{r.lr:g}" for r in results if r.method == m}} for m in curves]
-    return write_page(
-        out / "index.html",
-        title,
-        [
-            Section(
-                "Result",
-                [
-                    "One writer of scikit-learn's digits is user 0 and has few examples of its own; the other 13 "
-                    "writer segments are its peers. `Alone` uses the own examples, `Pooled` everybody's alike, "
-                    "`WGA` averages the own gradient and the peers' half and half, `BC` averages and takes the "
-                    "peers' estimated bias away.",
-                    "± is one standard error over seeds (other examples, initial weights and batches, the same "
-                    "writer); the difference to Alone is paired by seed.",
-                ],
-                [table(results)],
-            ),
-            Section(
-                "Learning curves",
-                ["Loss on the writer's validation examples, mean over seeds ± one standard error."],
-                figures=[learning_curves(curves, "validation loss")],
-            ),
-            Section(
-                "Step sizes",
-                ["Chosen by each method in each seed, by validation loss among the same three."],
-                [rates],
-            ),
-        ],
-    )
+    loss = "Loss on the writer's validation examples, mean over seeds ± one standard error."
+    chosen = "Chosen by each method in each seed, by validation loss among the same three."
+    sections = [
+        Section("Result", EXPLANATION, [table(results)]),
+        Section("Learning curves", [loss], figures=[learning_curves(curves, "validation loss")]),
+        Section("Step sizes", [chosen], [rates]),
+    ]
+    return write_page(out / "index.html", title, sections)
 
 
 def _mean_and_error(values: Sequence[float], form: str) -> str:

@@ -1,7 +1,5 @@
 """The methods compared: registered rules, methods and aggregators, and what the benchmark makes of them itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,9 +23,7 @@ VARIANTS: Mapping[str, tuple[Setting, ...]] = {
     "fine-tuned": schedules(Knobs(RULES.entry("alone")), start=_POOLED)[:3],
     **{f"wga-{alpha:g}": (Setting(Knobs(RULES.entry("wga"), {"alpha": alpha})),) for alpha in ALPHAS},
     "adaptive-guarded": tuple(
-        replace(setting, options={"guard": "held-out"})
-        for setting in schedules(_ADAPTIVE)
-        if not setting.tail_average
+        replace(one, options={"guard": "held-out"}) for one in schedules(_ADAPTIVE) if not one.tail_average
     ),
     "wga-auto": (Setting(Knobs(RULES.entry("wga"), {"alpha": "auto"})),),
     "bc-auto": (Setting(Knobs(RULES.entry("bc"), _AUTO)),),

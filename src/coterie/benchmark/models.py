@@ -1,7 +1,5 @@
 """The models of the benchmark: linear, with a hidden layer, convolutional, recurrent."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -13,12 +11,7 @@ from coterie.tables.models import linear, mlp
 
 
 def cnn(n_inputs: int, n_outputs: int, channels: int = 8) -> nn.Module:
-    """Return a network with two convolutions, for square pictures of one channel.
-
-    Example:
-        >>> cnn(64, 10)(torch.zeros(2, 1, 8, 8)).shape
-        torch.Size([2, 10])
-    """
+    """Return a network with two convolutions, for square pictures of one channel."""
     side = math.isqrt(n_inputs) // 4
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
@@ -33,12 +26,7 @@ def cnn(n_inputs: int, n_outputs: int, channels: int = 8) -> nn.Module:
 
 
 class Elman(nn.Module):
-    """The plainest recurrent cell: h ← tanh(x + W h + b).
-
-    Example:
-        >>> Elman(4)(torch.zeros(2, 4), torch.zeros(2, 4)).shape
-        torch.Size([2, 4])
-    """
+    """The plainest recurrent cell: h ← tanh(x + W h + b)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,16 +40,8 @@ class Elman(nn.Module):
 class Recurrent(nn.Module):
     """A recurrent network over characters: at every place the logits of the next one.
 
-    It steps through a cell that `torch.func` can map over users, as it cannot `nn.RNN` and `nn.GRU`.
-
-    Args:
-        n_characters: how many characters there are.
-        cell: from input and state to the next state, of the same width.
-        width: of the embedding and the state.
-
-    Example:
-        >>> Recurrent(5, Elman(32))(torch.zeros(2, 7, dtype=torch.long)).shape
-        torch.Size([2, 5, 7])
+    It steps through a cell, from input and state to the next state, that `torch.func` can map over users, as it
+    cannot `nn.RNN` and `nn.GRU`.
     """
 
     def __init__(self, n_characters: int, cell: nn.Module, width: int = 32) -> None:

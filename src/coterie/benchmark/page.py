@@ -1,7 +1,5 @@
 """The benchmark's results as files: the rows, the summary, and a page with tables and figures."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
@@ -18,13 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write_results(store: Store, out: Path) -> pd.DataFrame:
-    """Write `results.parquet`, `results.json` and `index.html` from all cells in the store; return the rows.
-
-    Args:
-        store: the finished cells.
-        out: the folder to write to.
-    """
+def write_results(store: Store, out: Path) -> "pd.DataFrame":
+    """Write `results.parquet`, `results.json` and `index.html` from all cells in the store; return the rows."""
     frame = table(store.rows())
     frame.to_parquet(out / "results.parquet", index=False)
     parts = {"rows": frame, "summary": summary(frame), "overall": overall(frame)}
@@ -34,12 +27,8 @@ def write_results(store: Store, out: Path) -> pd.DataFrame:
     return frame
 
 
-def in_short(totals: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row a method: of how many sets and conditions, in how many better, worse, near the best.
-
-    Args:
-        totals: from `overall`.
-    """
+def in_short(totals: "pd.DataFrame") -> list[dict[str, Any]]:
+    """Return a row a method: of how many sets and conditions, in how many better, worse, near the best."""
     return [
         {
             "method": row["method"],
@@ -54,12 +43,8 @@ def in_short(totals: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def _by_place(means: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row a set, model and condition: Alone's score, and each method's difference to it.
-
-    Args:
-        means: from `summary`.
-    """
+def _by_place(means: "pd.DataFrame") -> list[dict[str, Any]]:
+    """Return a row a set, model and condition: Alone's score, and each method's difference to it."""
     rows = []
     methods = [method for method in means["method"].unique() if method != "alone"]
     for place, part in means.groupby(PLACE, sort=False):
@@ -69,42 +54,34 @@ def _by_place(means: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-def _write_page(path: Path, store: Store, means: pd.DataFrame, totals: pd.DataFrame) -> Path:
+def _write_page(path: Path, store: Store, means: "pd.DataFrame", totals: "pd.DataFrame") -> Path:
     from coterie.reporting.page import Section, write_page
 
     users, seeds = f"up to {means['users'].max()} users", f"{means['seeds'].max()} seeds"
-    sections = [
-        Section(
-            "What was measured",
-            [
-                f"Users of real data sets ({users} a set, {seeds}) with few examples each learn a model with "
-                "their peers' gradients. The score is the accuracy on the user's test examples, or −RMSE in "
-                "standard deviations of all targets.",
-                f"Every method chooses among at most {BUDGET} settings by the loss on the user's validation "
-                f"examples, step sizes included: {', '.join(map(str, RATES))} of Adam, "
-                f"{', '.join(map(str, PLAIN_RATES))} of plain steps. User 0 computes {store.steps} gradients in a "
-                "run. The test examples are used once, with the chosen setting.",
-                "± is one standard error over users, seeds averaged within each; differences to Alone are paired. "
-                f"Better and worse: by more than {SIGNIFICANT:g} standard errors. Near best: the best method in "
-                "a set and condition, or behind it by at most one standard error of the difference. Harmed: users "
-                f"whose test examples put them below Alone by more than {HARMED:g} standard errors.",
-            ],
-            [in_short(totals)],
-        )
+    text = [
+        f"Users of real data sets ({users} a set, {seeds}) with few examples each learn a model with their peers' "
+        "gradients. The score is the accuracy on the user's test examples, or −RMSE in standard deviations of all "
+        "targets.",
+        f"Every method chooses among at most {BUDGET} settings by the loss on the user's validation examples, step "
+        f"sizes included: {', '.join(map(str, RATES))} of Adam, {', '.join(map(str, PLAIN_RATES))} of plain steps. "
+        f"User 0 computes {store.steps} gradients in a run. The test examples are used once, with the chosen "
+        "setting.",
+        "± is one standard error over users, seeds averaged within each; differences to Alone are paired. Better "
+        f"and worse: by more than {SIGNIFICANT:g} standard errors. Near best: the best method in a set and "
+        "condition, or behind it by at most one standard error of the difference. Harmed: users whose test "
+        f"examples put them below Alone by more than {HARMED:g} standard errors.",
     ]
+    sections = [Section("What was measured", text, [in_short(totals)])]
     for condition, part in means.groupby("condition", sort=False):
         rows = [{k: v for k, v in row.items() if k != "condition"} for row in _by_place(part)]
-        figures = _figures(part)
-        sections.append(
-            Section(f"Condition: {condition}", [inspect.getdoc(CONDITIONS[str(condition)]) or ""], [rows], figures)
-        )
-    sections.append(
-        Section("Everything", ["Seconds are of CPU time, of all settings tried."], [_everything(means)])
-    )
+        done = [inspect.getdoc(CONDITIONS[str(condition)]) or ""]
+        sections.append(Section(f"Condition: {condition}", done, [rows], _figures(part)))
+    seconds = "Seconds are of CPU time, of all settings tried."
+    sections.append(Section("Everything", [seconds], [_everything(means)]))
     return write_page(path, "Benchmark on real users", sections)
 
 
-def _figures(part: pd.DataFrame) -> list[Figure]:
+def _figures(part: "pd.DataFrame") -> list["Figure"]:
     """Return a figure for each metric, since their units differ."""
     from coterie.reporting.figures import differences
 
@@ -118,7 +95,7 @@ def _figures(part: pd.DataFrame) -> list[Figure]:
     return drawn
 
 
-def _everything(means: pd.DataFrame) -> list[dict[str, Any]]:
+def _everything(means: "pd.DataFrame") -> list[dict[str, Any]]:
     return [
         {
             **{key: row[key] for key in (*PLACE, "method")},

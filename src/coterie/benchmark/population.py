@@ -1,11 +1,9 @@
 """The examples of many users, in one table with an owner a row."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -35,7 +33,7 @@ class Population:
         (['a', 'b'], [0, 2])
     """
 
-    inputs: Tensor | pd.DataFrame
+    inputs: "Tensor | pd.DataFrame"
     targets: Numbers
     owners: Numbers
     n_classes: int = 0
@@ -60,10 +58,10 @@ class Population:
             rows_of.setdefault(name, []).append(row)
         return {name: np.array(rows) for name, rows in rows_of.items()}
 
-    def take(self, rows: Numbers) -> Population:
+    def take(self, rows: Numbers) -> Self:
         """Return the examples at these rows."""
         if isinstance(self.inputs, Tensor):
             inputs: Tensor | pd.DataFrame = self.inputs[torch.from_numpy(rows)]
         else:
             inputs = self.inputs.iloc[rows].reset_index(drop=True)
-        return Population(inputs, self.targets[rows], self.owners[rows], self.n_classes, self.categorical)
+        return type(self)(inputs, self.targets[rows], self.owners[rows], self.n_classes, self.categorical)

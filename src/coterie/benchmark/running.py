@@ -1,7 +1,5 @@
 """Run the benchmark: measure the cells that are not there yet, in this process or in several."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 from collections.abc import Generator, Sequence
@@ -41,7 +39,7 @@ def run(
     steps: int = 60,
     data: Path | str | None = None,
     jobs: int = 1,
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """Compare methods on the users of data sets; write cells, results and a page, and return a row for each cell.
 
     What is in `out` already is not measured again. With several processes, sets and methods of one's own must be
@@ -79,14 +77,8 @@ def measure_cells(
 ) -> Generator[list[Cell], None, None]:
     """Measure the cells that are not in the store, and yield those of one task when they are.
 
-    Every cell is in the store as soon as it is finished. What is measured does not depend on `jobs`.
-
-    Args:
-        cells: the cells asked for, those of one task together.
-        selection: knows their sets and methods.
-        store: where they are kept.
-        data: the folder of all data.
-        jobs: how many processes to use; 1 is this one.
+    The cells of one task stand together. Each is in the store as soon as it is finished. What is measured does not
+    depend on `jobs`, how many processes to use; 1 is this one.
     """
     if jobs < 1:
         raise KnobError(f"`jobs` must be at least 1, got {jobs}")
@@ -117,14 +109,8 @@ def measure_cells(
 def measure_task(cells: Sequence[Cell], selection: Selection, store: Store, data: Path | None) -> None:
     """Measure the cells of one task, all settings that can be trained at once together, and keep each."""
     first, user_set = cells[0], selection.user_set(cells[0].set)
-    task = task_of(
-        load(user_set, data),
-        first.user,
-        own_examples=user_set.own_examples,
-        most_peers=user_set.most_peers,
-        condition=first.condition,
-        seed=first.seed,
-    )
+    few = {"own_examples": user_set.own_examples, "most_peers": user_set.most_peers}
+    task = task_of(load(user_set, data), first.user, **few, condition=first.condition, seed=first.seed)
     with seeded(first.seed, "model", 0):
         model = user_set.makers[first.model](task.n_inputs, task.n_outputs)
     tuning = Tuning(task, model, steps=store.steps, batch_size=user_set.batch_size, seed=first.seed)

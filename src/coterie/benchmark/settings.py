@@ -1,10 +1,8 @@
 """Settings: what a method of the benchmark may try, and choose from by validation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from coterie.methods import Method
 from coterie.registry import Entry, FromRun, RunFacts
@@ -76,7 +74,7 @@ class Setting:
     lr_schedule: Literal["constant", "decreasing"] = "constant"
     tail_average: bool = False
     weight_decay: float = 0.0
-    start: Setting | None = None
+    start: "Setting | None" = None
     lrs: tuple[float, ...] = RATES
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -101,7 +99,7 @@ class Contender:
     settings: tuple[Setting, ...]
 
     @classmethod
-    def of(cls, name: str, *each: Any) -> Contender:
+    def of(cls, name: str, *each: Any) -> Self:
         """Return a contender that tries each of these rules or methods at the usual step sizes."""
         return cls(name, tuple(Setting(Fixed(thing), lrs=usual_rates(thing)) for thing in each))
 

@@ -1,7 +1,5 @@
 """What the cells say together: means, paired differences to Alone, who won, who was harmed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +18,12 @@ SIGNIFICANT = 3.0
 """A method is better or worse than Alone in a set and condition by more than this many standard errors."""
 
 
-def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+def table(rows: Sequence[dict[str, Any]]) -> "pd.DataFrame":
     """Return a row a cell, each with its difference to Alone on the same test examples.
 
     `difference` is in the units of the score. `difference_error` is its standard error over the test examples,
-    paired; for −RMSE that of (MSE_alone − MSE)/(RMSE_alone + RMSE), which is the difference.
-
-    Args:
-        rows: of the cells, with the `errors` of each test example.
+    paired; for −RMSE that of (MSE_alone − MSE)/(RMSE_alone + RMSE), which is the difference. The rows are
+    those of the cells, with the `errors` of each test example.
     """
     import pandas as pd
 
@@ -45,31 +41,22 @@ def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     return counted.join(pd.DataFrame(differences))
 
 
-def by_user(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a row a user and method, the seeds averaged, and whether the user was harmed.
-
-    Args:
-        frame: from `table`.
-    """
+def by_user(frame: "pd.DataFrame") -> "pd.DataFrame":
+    """Return a row a user and method, the seeds averaged, and whether the user was harmed."""
     groups = frame.groupby([*PLACE, "user", "method"], sort=False)
     users = groups[["score", "difference", "wrong_weight", "settings", "seconds"]].mean()
     users["difference"] = users["difference"].round(12)  # a tie is one in spite of rounding
     users["seeds"] = groups.size()
     users["metric"] = groups["metric"].first()
-    squares = (frame["difference_error"] ** 2).groupby(
-        [frame[key] for key in (*PLACE, "user", "method")], sort=False
-    )
+    keys = [frame[key] for key in (*PLACE, "user", "method")]
+    squares = (frame["difference_error"] ** 2).groupby(keys, sort=False)
     users["difference_error"] = np.sqrt(squares.sum()) / users["seeds"]
     users["harmed"] = users["difference"] < -HARMED * users["difference_error"]
     return users.reset_index()
 
 
-def summary(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a row a set, model, condition and method: means over users, with standard errors over users.
-
-    Args:
-        frame: from `table`.
-    """
+def summary(frame: "pd.DataFrame") -> "pd.DataFrame":
+    """Return a row a set, model, condition and method: means over users, with standard errors over users."""
     users = by_user(frame)
     groups = users.groupby([*PLACE, "method"], sort=False)
     means = groups.agg(
@@ -91,15 +78,12 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     return means.reset_index()
 
 
-def overall(frame: pd.DataFrame) -> pd.DataFrame:
+def overall(frame: "pd.DataFrame") -> "pd.DataFrame":
     """Return a row a method over all sets and conditions.
 
     `better` and `worse` count those where it differs from Alone by more than three standard errors over users;
     `near_best` those where it is the best method, or behind the best by no more than one standard error of
     their paired difference.
-
-    Args:
-        frame: from `table`.
     """
     import pandas as pd
 

@@ -1,9 +1,6 @@
 """From a population to the task of one of its users."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,31 +8,19 @@ from torch import Tensor
 
 from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.population import Numbers, Population
-from coterie.data.preparation import Preparation
+from coterie.data.preparation import Kind, Preparation
 from coterie.data.task import Task
 from coterie.errors import DataError, KnobError
 from coterie.users.sampling import random_key
 from coterie.users.user import User
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 @dataclass(frozen=True)
 class SetTask(Task):
-    """The task of one user of a population.
+    """The task of one user of a population."""
 
-    Args:
-        me: user 0.
-        peers: the others.
-        n_inputs: the number of features of an example.
-        n_outputs: the number of classes, or 1 for regression.
-        wrong: the names of the peers whose labels are wrong.
-        spread: the standard deviation of all targets in the units that they have here; 1 for classes.
-    """
-
-    wrong: tuple[str, ...]
-    spread: float
+    wrong: tuple[str, ...]  # the names of the peers whose labels are wrong
+    spread: float  # the standard deviation of all targets in the units that they have here; 1 for classes
 
 
 def candidates(people: Population, own_examples: int) -> list[str]:
@@ -60,15 +45,8 @@ def task_of(
 
     Of user 0's examples `own_examples` are to learn from; as many, but at most half of the rest, are for
     validation; all others for test. Classes are in equal shares where there are enough of each. The columns
-    of a table are prepared with statistics of the examples to learn from alone.
-
-    Args:
-        people: everybody's examples.
-        me: the name of user 0.
-        own_examples: how many examples it learns from.
-        most_peers: how many peers it has, at most, each with `own_examples` or more.
-        condition: what is done to the data: a name in `CONDITIONS`.
-        seed: which examples and peers those are.
+    of a table are prepared with statistics of the examples to learn from alone. User 0 has at most `most_peers`
+    peers, each with `own_examples` or more; the seed says which examples and peers those are.
 
     Example:
         >>> owners = np.repeat(["a", "b", "c"], 40)
@@ -133,12 +111,7 @@ def _prepared(people: Population, own: Numbers) -> tuple[Tensor, Tensor, float]:
 
     targets: pd.Series[float] = pd.Series(people.targets)
     classes: pd.Series[int] = pd.Series(range(people.n_classes))
-    preparation = Preparation.fit(
-        people.inputs.iloc[own],
-        targets.iloc[own],
-        classes,
-        "classification" if people.n_classes else "regression",
-        people.categorical,
-    )
+    kind: Kind = "classification" if people.n_classes else "regression"
+    preparation = Preparation.fit(people.inputs.iloc[own], targets.iloc[own], classes, kind, people.categorical)
     spread = 1.0 if people.n_classes else float(people.targets.std()) / preparation.scale
     return preparation.inputs(people.inputs), preparation.targets(targets), spread

@@ -1,7 +1,5 @@
 """One method on one task: train every setting, choose one by validation, use the test set once."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time
@@ -35,62 +33,33 @@ from coterie.users.user import Loss
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting, trained.
-
-    Args:
-        setting: how.
-        lr: with which step size.
-        model: the model that training gave.
-        validation_loss: of that model.
-        wrong_weight: the weight that peers with wrong labels had in the last step, where there are weights.
-        seconds: of CPU time that it took; of a program of many, its share by examples.
-    """
+    """One setting, trained."""
 
     setting: Setting
     lr: float
-    model: nn.Module
-    validation_loss: float
-    wrong_weight: float | None
-    seconds: float
+    model: nn.Module  # the model that training gave
+    validation_loss: float  # of that model
+    wrong_weight: float | None  # of peers with wrong labels in the last step, where there are weights
+    seconds: float  # of CPU time that it took; of a program of many, its share by examples
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a method reached on a task.
+    """What a method reached on a task."""
 
-    Args:
-        metric: "accuracy", or "-rmse" in standard deviations of all targets.
-        score: that, on the test examples.
-        errors: what each test example costs: 1 if wrong, or its squared error in those units.
-        loss: the mean loss on the test examples.
-        validation_loss: by which the setting was chosen.
-        setting: what was chosen, with its step size.
-        settings: how many were trained to choose from.
-        wrong_weight: the weight that peers with wrong labels had in the last step of the setting chosen, or None.
-        seconds: of CPU time that all settings took, those too that another method had trained before.
-    """
-
-    metric: str
-    score: float
-    errors: list[float]
-    loss: float
-    validation_loss: float
-    setting: str
-    settings: int
-    wrong_weight: float | None
-    seconds: float
+    metric: str  # "accuracy", or "-rmse" in standard deviations of all targets
+    score: float  # that, on the test examples
+    errors: list[float]  # what each test example costs: 1 if wrong, or its squared error in those units
+    loss: float  # the mean loss on the test examples
+    validation_loss: float  # by which the setting was chosen
+    setting: str  # what was chosen, with its step size
+    settings: int  # how many were trained to choose from
+    wrong_weight: float | None  # of peers with wrong labels in the last step of the setting chosen
+    seconds: float  # of CPU time that all settings took, those too that another method had trained before
 
 
 class Tuning:
-    """All trials on one task, each trained once, however many methods use it.
-
-    Args:
-        task: the task.
-        model: what every trial starts from.
-        steps: of each trial.
-        batch_size: how many examples each user draws for a gradient.
-        seed: what batches are drawn from.
-    """
+    """All trials on one task from one initial model, each trained once, however many methods use it."""
 
     def __init__(self, task: SetTask, model: nn.Module, *, steps: int, batch_size: int, seed: int) -> None:
         self.task, self.model, self.steps, self.batch_size, self.seed = task, model, steps, batch_size, seed
@@ -160,7 +129,7 @@ class Tuning:
         for ((setting, lr), (_, tail)), run, share in zip(together.items(), runs, seconds, strict=True):
             self._trials[setting, lr] = self._trial(setting, lr, run, tail.model() if tail else run.model, share)
 
-    def _spec(self, setting: Setting, lr: float, rule: Rule | Method) -> tuple[RunSpec, TailAverage | None]:
+    def _spec(self, setting: Setting, lr: float, rule: Rule | Method) -> "tuple[RunSpec, TailAverage | None]":
         """Return the run of a setting, and what gathers its tail."""
         start = self.model if setting.start is None else self._best([setting.start]).model
         tail = TailAverage(start, self.steps) if setting.tail_average else None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from coterie.cli.bench import bench
@@ -46,7 +47,7 @@ app = typer.Typer(
 def main(
     imports: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--import",
             metavar="FILE.py|MODULE",
             help="Import your own rules, methods, aggregators, sets, metrics or trackers first; repeat it. "

@@ -1,37 +1,32 @@
 """`coterie bench`: methods compared on real users."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from coterie.errors import KnobError
 
 
 def bench(
-    out: Annotated[Path, typer.Option(help="Folder for cells, results and the page; what is there is kept.")],
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of the sets, one folder each; digits needs none.")
-    ] = None,
-    sets: Annotated[str, typer.Option(help="Sets, between commas; all that are there if left out.")] = "",
+    out: Annotated[Path, Option(help="Folder for cells, results and the page; what is there is kept.")],
+    data: Annotated[Path | None, Option(help="Folder of the sets, one folder each; digits needs none.")] = None,
+    sets: Annotated[str, Option(help="Sets, between commas; all that are there if left out.")] = "",
     methods: Annotated[
         str,
-        typer.Option(
+        Option(
             help='Rules and methods (see `coterie list`), wga-AGGREGATOR, between commas; "all"; alone, pooled, '
             "fine-tuned, wga, adaptive, bc if left out."
         ),
     ] = "",
-    conditions: Annotated[str, typer.Option(help="Conditions, between commas; all if left out.")] = "",
-    models: Annotated[str, typer.Option(help="Models, between commas; each set's first if left out.")] = "",
-    users: Annotated[int, typer.Option(help="How many users of a set are user 0 in turn.")] = 3,
-    seeds: Annotated[int, typer.Option(help="How often each is repeated, with other examples and peers.")] = 1,
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 60,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; as many as there are cores if left out.")
-    ] = None,
+    conditions: Annotated[str, Option(help="Conditions, between commas; all if left out.")] = "",
+    models: Annotated[str, Option(help="Models, between commas; each set's first if left out.")] = "",
+    users: Annotated[int, Option(help="How many users of a set are user 0 in turn.")] = 3,
+    seeds: Annotated[int, Option(help="How often each is repeated, with other examples and peers.")] = 1,
+    steps: Annotated[int, Option(help="Steps of each run.")] = 60,
+    jobs: Annotated[int | None, Option(min=1, help="Processes; as many as there are cores if left out.")] = None,
 ) -> None:
     """Compare the methods on real users: honest peers, wrong peers, users alike, a user like nobody.
 

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from coterie.benchmark import demo as experiment
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the page and the numbers.")] = Path("coterie-demo"),
-    me: Annotated[int, typer.Option(help="The writer segment that is user 0, from 0 to 13.")] = 0,
-    own_examples: Annotated[int, typer.Option(help="How many examples user 0 learns from.")] = 30,
-    seeds: Annotated[int, typer.Option(min=1, help="How often all is repeated, with other examples.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
+    out: Annotated[Path, Option(help="Folder for the page and the numbers.")] = Path("coterie-demo"),
+    me: Annotated[int, Option(help="The writer segment that is user 0, from 0 to 13.")] = 0,
+    own_examples: Annotated[int, Option(help="How many examples user 0 learns from.")] = 30,
+    seeds: Annotated[int, Option(min=1, help="How often all is repeated, with other examples.")] = 5,
+    steps: Annotated[int, Option(min=1, help="Steps of each run.")] = 300,
 ) -> None:
     """Train a model for one writer of digits: alone, on pooled data, by averaging and by bias correction.
 

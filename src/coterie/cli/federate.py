@@ -1,14 +1,13 @@
 """`coterie federate`: train with sites of other organisations, over NVFLARE."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from coterie.cli.registered import Command, knobs_of
 from coterie.errors import CoterieError, KnobError
@@ -18,43 +17,39 @@ federate = typer.Typer(
     name="federate", no_args_is_help=True, help="Train with other organisations, over NVFLARE (coterie[flare])."
 )
 
-Folder = Annotated[Path, typer.Argument(help="User 0's folder.")]
+Folder = Annotated[Path, Argument(help="User 0's folder.")]
 
 
 @federate.command(cls=Command)
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder to write: user 0's, with one for each site in it.")],
-    data: Annotated[Path, typer.Option(help="User 0's table, a CSV or Parquet file with one example a row.")],
-    target: Annotated[str, typer.Option(help="The column to predict.")],
-    site: Annotated[list[str], typer.Option(help="The name of a site; repeat it.")],
-    server: Annotated[str, typer.Option(help="The host name by which sites reach user 0.")],
-    me: Annotated[str, typer.Option(help="The name of user 0.")] = "user0",
-    name: Annotated[str, typer.Option(help="The name of the consortium.")] = "coterie",
-    port: Annotated[int, typer.Option(help="The server's port for sites.")] = 8002,
-    admin_port: Annotated[int, typer.Option(help="The server's port for user 0's own commands.")] = 8003,
-    model: Annotated[
-        str, typer.Option(help="linear, mlp, or module.path:factory, installed everywhere.")
-    ] = "linear",
-    kind: Annotated[str, typer.Option(help="auto, classification or regression.")] = "auto",
+    folder: Annotated[Path, Argument(help="Folder to write: user 0's, with one for each site in it.")],
+    data: Annotated[Path, Option(help="User 0's table, a CSV or Parquet file with one example a row.")],
+    target: Annotated[str, Option(help="The column to predict.")],
+    site: Annotated[list[str], Option(help="The name of a site; repeat it.")],
+    server: Annotated[str, Option(help="The host name by which sites reach user 0.")],
+    me: Annotated[str, Option(help="The name of user 0.")] = "user0",
+    name: Annotated[str, Option(help="The name of the consortium.")] = "coterie",
+    port: Annotated[int, Option(help="The server's port for sites.")] = 8002,
+    admin_port: Annotated[int, Option(help="The server's port for user 0's own commands.")] = 8003,
+    model: Annotated[str, Option(help="linear, mlp, or module.path:factory, installed everywhere.")] = "linear",
+    kind: Annotated[str, Option(help="auto, classification or regression.")] = "auto",
     categorical: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
+        list[str] | None, Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
     ] = None,
-    own_examples: Annotated[int | None, typer.Option(help="Train on at most so many rows of user 0.")] = None,
-    rule: Annotated[str, typer.Option(metavar="NAME", help="The rule, one of {rules}.")] = "wga",
-    alpha: Annotated[str | None, typer.Option(help="The peers' weight, for wga and bc, in [0, 1].")] = None,
-    beta: Annotated[str | None, typer.Option(help="How fast bc's bias estimate follows, in [0, 1].")] = None,
-    knob: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Any knob of the rule; repeat it.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps to take.")] = 1000,
-    lr: Annotated[float, typer.Option(help="Adam's step size.")] = 0.01,
-    batch_size: Annotated[int, typer.Option(help="Rows each user draws for a gradient.")] = 32,
-    seed: Annotated[int, typer.Option(help="What splits, initial weights and batches depend on.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a site in one step.")] = 10.0,
-    misses: Annotated[int, typer.Option(help="Steps without an answer until a site is not waited for.")] = 3,
-    probe_every: Annotated[int, typer.Option(help="Steps from one look whether it is back to the next.")] = 10,
-    minimum: Annotated[int, typer.Option(help="Answers without which a step is taken alone.")] = 1,
-    examples: Annotated[int, typer.Option(help="Rows behind a gradient, unless a site sets otherwise.")] = 1,
+    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None,
+    rule: Annotated[str, Option(metavar="NAME", help="The rule, one of {rules}.")] = "wga",
+    alpha: Annotated[str | None, Option(help="The peers' weight, for wga and bc, in [0, 1].")] = None,
+    beta: Annotated[str | None, Option(help="How fast bc's bias estimate follows, in [0, 1].")] = None,
+    knob: Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="Any knob of the rule; repeat it.")] = None,
+    steps: Annotated[int, Option(help="Steps to take.")] = 1000,
+    lr: Annotated[float, Option(help="Adam's step size.")] = 0.01,
+    batch_size: Annotated[int, Option(help="Rows each user draws for a gradient.")] = 32,
+    seed: Annotated[int, Option(help="What splits, initial weights and batches depend on.")] = 0,
+    timeout: Annotated[float, Option(help="Seconds to wait for a site in one step.")] = 10.0,
+    misses: Annotated[int, Option(help="Steps without an answer until a site is not waited for.")] = 3,
+    probe_every: Annotated[int, Option(help="Steps from one look whether it is back to the next.")] = 10,
+    minimum: Annotated[int, Option(help="Answers without which a step is taken alone.")] = 1,
+    examples: Annotated[int, Option(help="Rows behind a gradient, unless a site sets otherwise.")] = 1,
 ) -> None:
     """Write certificates and settings: user 0's folder, and in sites/ one folder to hand to each site.
 
@@ -68,18 +63,13 @@ def init(
     knobs = knobs_of(RULES.entry(rule), knob or [], alpha=alpha, beta=beta)
     if "aggregator" in knobs:
         raise KnobError("`--knob aggregator` cannot be written to the settings; import a rule of your own")
-    training = Training(
-        rule=rule,
-        knobs=knobs,
-        steps=steps,
-        lr=lr,
-        batch_size=batch_size,
-        seed=seed,
-        timeout=timeout,
-        misses=misses,
-        probe_every=probe_every,
-        minimum=minimum,
-    )
+    patience: dict[str, Any] = {
+        "timeout": timeout,
+        "misses": misses,
+        "probe_every": probe_every,
+        "minimum": minimum,
+    }
+    training = Training(rule, knobs=knobs, steps=steps, lr=lr, batch_size=batch_size, seed=seed, **patience)
     own = Data(table=str(data.absolute()), target=target, own_examples=own_examples)
     settings = LeadSettings(me, tuple(site), own, Model(model), training)
     rule_of(settings)  # what cannot be built is told now
@@ -98,14 +88,14 @@ def server(folder: Folder) -> None:
 
 
 @federate.command()
-def site(folder: Annotated[Path, typer.Argument(help="The site's folder.")] = Path()) -> None:
+def site(folder: Annotated[Path, Argument(help="The site's folder.")] = Path()) -> None:
     """Check a site's settings, connect to user 0, and answer until Ctrl-C."""
     check(folder)
     _start(folder)
 
 
 @federate.command()
-def check(folder: Annotated[Path, typer.Argument(help="The site's folder.")] = Path()) -> None:
+def check(folder: Annotated[Path, Argument(help="The site's folder.")] = Path()) -> None:
     """Say what a site would give. Nothing is sent."""
     from coterie.federation.participants import peer_of
 
@@ -117,8 +107,8 @@ def check(folder: Annotated[Path, typer.Argument(help="The site's folder.")] = P
 @federate.command()
 def run(
     folder: Folder,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is there.")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the server and the sites.")] = 60.0,
+    resume: Annotated[bool, Option("--resume", help="Go on with the run that is there.")] = False,
+    wait: Annotated[float, Option(help="Seconds to wait for the server and the sites.")] = 60.0,
 ) -> None:
     """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run."""
     from coterie.federation.supervision import supervise

@@ -4,21 +4,13 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
+from typer import Argument
 
-
-class Kind(StrEnum):
-    """What can be listed."""
-
-    rules = "rules"
-    methods = "methods"
-    aggregators = "aggregators"
-    sets = "sets"
-    metrics = "metrics"
-    trackers = "trackers"
+Kind = StrEnum("Kind", ["rules", "methods", "aggregators", "sets", "metrics", "trackers"])
 
 
 def list_(
-    kinds: Annotated[list[Kind] | None, typer.Argument(help="Which kinds; all when none is named.")] = None,
+    kinds: Annotated[list[Kind] | None, Argument(help="Which kinds; all when none is named.")] = None,
 ) -> None:
     """List rules, methods, aggregators, data sets, metrics and trackers by name, your own among them.
 

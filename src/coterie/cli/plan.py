@@ -1,13 +1,12 @@
 """`coterie plan`: what the theory advises for a problem whose constants are known."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from coterie import theory
 from coterie.theory.phrases import cells, note, numbers, verdict
@@ -15,19 +14,19 @@ from coterie.theory.phrases import cells, note, numbers, verdict
 
 def plan(
     *,
-    n_peers: Annotated[int, typer.Option(help="N, the number of peers.")],
-    noise: Annotated[float, typer.Option(help="σ_0, the standard deviation of the own gradient noise.")],
-    bias_floor: Annotated[float, typer.Option(help="ζ, the peers' bias where your objective is stationary.")],
-    bias_growth: Annotated[float, typer.Option(help="m, how their squared bias grows with ‖∇f_0‖².")] = 0.0,
-    hessian_gap: Annotated[float, typer.Option(help="δ, how much the peers' Hessians differ from yours.")],
-    smoothness: Annotated[float, typer.Option(help="L, the smoothness of your objective.")],
-    pl: Annotated[float, typer.Option(help="μ, its Polyak-Łojasiewicz constant, at most L.")],
-    steps: Annotated[int, typer.Option(help="T, the number of steps.")],
-    initial_gap: Annotated[float, typer.Option(help="F_0, the loss at the start above the least.")],
-    peer_noise: Annotated[float | None, typer.Option(help="σ_k of one peer; as --noise if left out.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="α for WGA; the best if left out.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the gain-factor picture, this point marked.")] = None,
+    n_peers: Annotated[int, Option(help="N, the number of peers.")],
+    noise: Annotated[float, Option(help="σ_0, the standard deviation of the own gradient noise.")],
+    bias_floor: Annotated[float, Option(help="ζ, the peers' bias where your objective is stationary.")],
+    bias_growth: Annotated[float, Option(help="m, how their squared bias grows with ‖∇f_0‖².")] = 0.0,
+    hessian_gap: Annotated[float, Option(help="δ, how much the peers' Hessians differ from yours.")],
+    smoothness: Annotated[float, Option(help="L, the smoothness of your objective.")],
+    pl: Annotated[float, Option(help="μ, its Polyak-Łojasiewicz constant, at most L.")],
+    steps: Annotated[int, Option(help="T, the number of steps.")],
+    initial_gap: Annotated[float, Option(help="F_0, the loss at the start above the least.")],
+    peer_noise: Annotated[float | None, Option(help="σ_k of one peer; as --noise if left out.")] = None,
+    alpha: Annotated[float | None, Option(help="α for WGA; the best if left out.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
+    out: Annotated[Path | None, Option(help="Write the gain-factor picture, this point marked.")] = None,
 ) -> None:
     """Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound."""
     problem = theory.Constants(
@@ -65,11 +64,7 @@ def _print_table(rows: dict[str, dict[str, float | None]], sentences: list[str])
 
 
 def _write_picture(
-    out: Path,
-    problem: theory.Constants,
-    steps: int,
-    rows: dict[str, dict[str, float | None]],
-    sentences: list[str],
+    out: Path, problem: theory.Constants, steps: int, rows: dict[str, dict[str, float | None]], sentences: list[str]
 ) -> Path:
     """Write the gain-factor picture as PNG and PDF, and a page with it, the table and the sentences."""
     from coterie.reporting.figures import gain_factor

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 
 def predict(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV or Parquet file with the same columns.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write the CSV; standard output when not given.")
-    ] = None,
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="A CSV or Parquet file with the same columns.")],
+    out: Annotated[Path | None, Option(help="Where to write the CSV; standard output when not given.")] = None,
 ) -> None:
     """Predict the target for every row of a table, in order, with the personal model of a run.
 

@@ -1,7 +1,5 @@
 """Options whose values are registered names or knobs of registered things, read when a command is called."""
 
-from __future__ import annotations
-
 import ast
 import re
 import types
@@ -42,10 +40,7 @@ class Command(TyperCommand):
 def knobs_of(entry: Entry[Any], pairs: Sequence[str], **options: str | None) -> dict[str, Any]:
     """Return the knobs that the command line gives, by the types that the thing says they have.
 
-    Args:
-        entry: what the knobs are for; a knob that it does not take is refused when it is built.
-        pairs: NAME=VALUE each, of `--knob`.
-        options: knobs with an option of their own; None where it is left out.
+    The pairs are NAME=VALUE, of `--knob`; the options are knobs with an option of their own, None where left out.
 
     Example:
         >>> from coterie.rules import RULES
@@ -97,12 +92,19 @@ def _read(kind: Any, text: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, Aggregator):
         return _aggregator(text)
     if kind is Any or origin in CONTAINERS:
-        value = _plain(text)
-        return value if kind is Any or isinstance(value, CONTAINERS[origin]) else _no(text)
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            value = text
+        if kind is Any or isinstance(value, CONTAINERS[origin]):
+            return value
+        raise ValueError(text)
     words: dict[str, Any] = {"true": True, "false": False} if kind is bool else {}
     words |= {"none": None} if kind is type(None) else {}
     words |= {str(value): value for value in get_args(kind)} if origin is Literal else {}
-    return words[text] if text in words else _no(text)
+    if text not in words:
+        raise ValueError(text)
+    return words[text]
 
 
 def _aggregator(text: str) -> FromRun:
@@ -116,13 +118,6 @@ def _aggregator(text: str) -> FromRun:
     return FromRun(lambda run: entry.build(knobs, run))
 
 
-def _plain(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
 def _words(kind: Any) -> list[str]:
     """Say what a kind of value is written as."""
     if get_origin(kind) is Literal:
@@ -132,7 +127,3 @@ def _words(kind: Any) -> list[str]:
     kinds = {tuple: "a list like (1, 2)", Mapping: 'a mapping like {"a": 1}'}
     word = known.get(kind) or kinds.get(get_origin(kind))
     return [word] if word else []
-
-
-def _no(text: str) -> Any:
-    raise ValueError(text)

@@ -4,16 +4,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 
 def reproduce(
     figures: Annotated[
-        list[str] | None, typer.Argument(metavar="[FIGURE]...", help="Figures to make; all when none is named.")
+        list[str] | None, Argument(metavar="[FIGURE]...", help="Figures to make; all when none is named.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the figures, results.json and index.html.")] = Path(
+    out: Annotated[Path, Option(help="Folder for the figures, results.json and index.html.")] = Path(
         "coterie-reproduction"
     ),
-    seed: Annotated[int, typer.Option(help="What the sampled runs depend on.")] = 0,
+    seed: Annotated[int, Option(help="What the sampled runs depend on.")] = 0,
 ) -> None:
     """Reproduce the paper's figures: exact curves, 100 sampled runs as bands, a page that explains them."""
     from coterie import paper

@@ -1,7 +1,5 @@
 """What commands show in the terminal: tables and the progress of many runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,7 +8,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def rich_table(title: str | None, rows: Sequence[Mapping[str, Any]], caption: str | None = None) -> Table:
+def rich_table(title: str | None, rows: Sequence[Mapping[str, Any]], caption: str | None = None) -> "Table":
     """Return rows as a table, the first column to the left, the others to the right."""
     from rich.table import Table
 

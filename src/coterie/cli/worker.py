@@ -1,35 +1,34 @@
 """`coterie worker`: a peer in a process of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 
 def worker(
-    data: Annotated[Path, typer.Option(help="A CSV or Parquet file with this peer's examples, one a row.")],
-    name: Annotated[str, typer.Option(help="This peer's name, by which user 0 knows it.")],
+    data: Annotated[Path, Option(help="A CSV or Parquet file with this peer's examples, one a row.")],
+    name: Annotated[str, Option(help="This peer's name, by which user 0 knows it.")],
     user_column: Annotated[
-        str | None, typer.Option(help="The column that says whose row it is; all rows are this peer's if left out.")
+        str | None, Option(help="The column that says whose row it is; all rows are this peer's if left out.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="module.path:factory, where user 0 uses a model of its own; must be the same."),
+        Option(help="module.path:factory, where user 0 uses a model of its own; must be the same."),
     ] = None,
     sums_only: Annotated[
-        bool, typer.Option("--sums-only", help="Give gradients as part of a sum only, never on their own.")
+        bool, Option("--sums-only", help="Give gradients as part of a sum only, never on their own.")
     ] = False,
     max_gradients: Annotated[
-        int | None, typer.Option(min=0, help="How many gradients to give in all; with --log over every run.")
+        int | None, Option(min=0, help="How many gradients to give in all; with --log over every run.")
     ] = None,
-    max_norm: Annotated[float | None, typer.Option(help="The norm that a gradient is clipped to.")] = None,
-    min_examples: Annotated[int, typer.Option(min=1, help="Give no gradient of fewer rows than this.")] = 1,
-    log: Annotated[Path | None, typer.Option(help="A file to which every request is added.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …; as user 0's.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads; more help large models only.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a silent user 0 is lost.")] = 120.0,
+    max_norm: Annotated[float | None, Option(help="The norm that a gradient is clipped to.")] = None,
+    min_examples: Annotated[int, Option(min=1, help="Give no gradient of fewer rows than this.")] = 1,
+    log: Annotated[Path | None, Option(help="A file to which every request is added.")] = None,
+    device: Annotated[str, Option(help="Where to compute: cpu, cuda, …; as user 0's.")] = "cpu",
+    threads: Annotated[int, Option(min=1, help="CPU threads; more help large models only.")] = 1,
+    timeout: Annotated[float, Option(help="Seconds after which a silent user 0 is lost.")] = 120.0,
 ) -> None:
     """Be a peer: give user 0 gradients of these rows, until its run ends. For a trusted network only.
 

@@ -1,7 +1,5 @@
 """Handwritten digits by writer segment, from the copy that scikit-learn carries: 14 users, 1,797 digits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

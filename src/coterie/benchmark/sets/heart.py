@@ -1,7 +1,5 @@
 """Heart disease: 920 patients of four hospitals, ill or not, from 13 findings of which many are missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """MNIST by writer: the 60,000 training digits with the 539 people who wrote them, from QMNIST's labels."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The data sets by name: where each is read from, and what it is learned with."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

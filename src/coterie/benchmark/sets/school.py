@@ -1,7 +1,5 @@
 """School exams: the scores of 15,362 pupils of 139 schools, from 27 facts about pupil and school."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

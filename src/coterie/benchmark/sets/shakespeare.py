@@ -1,7 +1,5 @@
 """Shakespeare by speaker: eight plays, a user a speaker, the next character to be told from those before it."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from xml.etree import ElementTree

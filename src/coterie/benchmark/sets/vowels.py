@@ -1,7 +1,5 @@
 """Deterding's vowels: 15 speakers, each of 11 vowels six times, as ten numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from coterie.benchmark.population import Population

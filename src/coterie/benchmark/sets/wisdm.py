@@ -1,7 +1,5 @@
 """WISDM activities: ten-second windows of 36 people's phones in six activities, as 43 numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from coterie.benchmark.population import Population
