@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from coterie.users.sampling import draw, random_key, seeded, uniform
+from coterie.users.sampling import BatchStream, IndexTable, draw, random_key, seeded, uniform
 
 
 def test_batches_are_splitmix_of_a_hash() -> None:
@@ -34,6 +34,8 @@ def test_batches_are_splitmix_of_a_hash() -> None:
 def test_a_full_batch_is_in_order_and_a_coin_is_the_same_for_all() -> None:
     assert draw([random_key(0, "a")], [5], 5, steps=[3]).tolist() == [[[0, 1, 2, 3, 4]]]
     assert random_key(0, "a") == random_key(0, "a") != random_key(0, "b")
+    all_of_both = [BatchStream(random_key(0, "a"), 3, 3), BatchStream(random_key(0, "b"), 2, 2, first=3)]
+    assert IndexTable(all_of_both).row(7).tolist() == [0, 1, 2, 3, 4]
     assert uniform(0, "coin", 3) == uniform(0, "coin", 3) != uniform(0, "coin", 4)
 
 

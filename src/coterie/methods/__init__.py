@@ -60,6 +60,10 @@ _TUNED = [  # three or nine tenths of the rounds together
     {"rounds": FromRun(lambda run: max(1, round(0.3 * run.steps / 5))), "together": _TOGETHER},
     {"rounds": FromRun(lambda run: max(1, round(0.9 * run.steps / 5))), "together": _TOGETHER},
 ]
+_FIVE_OR_TEN = [_FIVE, {"local_steps": 10}]
+_MOMENTA = [{"momentum": m} for m in (0.0, 0.9)]
+_DITTO = [{"penalty": p, "together": _TOGETHER, "personal_steps": 5} for p in (0.03, 0.3)]
+_MIXINGS = [{"local_steps": 2, "mixings": mixings} for mixings in ((0.25, 0.5, 0.75), (0.5,))]
 _SIZES = {"own_examples": FromRun(lambda run: run.own_examples), "peers": FromRun(lambda run: run.sizes)}
 
 RULES.register(
@@ -72,27 +76,17 @@ RULES.register(
 METHODS.register("fedavg", FedAvg, benchmark_settings=[{"local_steps": 1}, _FIVE])
 METHODS.register("fedavg-tuned", FineTuning, defaults=_TUNED[0], benchmark_settings=_TUNED)
 METHODS.register("per-fedavg", PerFedAvg, benchmark_settings=[{"local_steps": k, "inner_lr": 0.1} for k in (2, 5)])
-METHODS.register(
-    "ditto",
-    Ditto,
-    benchmark_settings=[{"penalty": p, "together": _TOGETHER, "personal_steps": 5} for p in (0.03, 0.3)],
-)
+METHODS.register("ditto", Ditto, benchmark_settings=_DITTO)
 METHODS.register("apfl", APFL, benchmark_settings=[_FIVE | {"learned": learned} for learned in (False, True)])
 METHODS.register("l2gd", L2GD, benchmark_settings=[_FIVE | {"penalty": p, "probability": 0.3} for p in (0.03, 0.3)])
-METHODS.register(
-    "mapper",
-    Mapper,
-    benchmark_settings=[{"local_steps": 2, "mixings": mixings} for mixings in ((0.25, 0.5, 0.75), (0.5,))],
-)
+METHODS.register("mapper", Mapper, benchmark_settings=_MIXINGS)
 METHODS.register("hyp-cluster", HypCluster, benchmark_settings=[_FIVE | {"clusters": q} for q in (2, 3)])
 METHODS.register("scaffold", Scaffold, benchmark_settings=[{"local_steps": k} for k in (3, 10)])
-METHODS.register("mime", Mime, benchmark_settings=[{"momentum": m} for m in (0.0, 0.9)])
-METHODS.register(
-    "mime-lite", Mime, defaults={"lite": True}, benchmark_settings=[{"momentum": m} for m in (0.0, 0.9)]
-)
-METHODS.register("svrg", SVRG, benchmark_settings=[_FIVE, {"local_steps": 10}])
-METHODS.register("saga", SAGA, benchmark_settings=[_FIVE, {"local_steps": 10}])
-METHODS.register("sag", SAGA, defaults={"biased": True}, benchmark_settings=[_FIVE, {"local_steps": 10}])
+METHODS.register("mime", Mime, benchmark_settings=_MOMENTA)
+METHODS.register("mime-lite", Mime, defaults={"lite": True}, benchmark_settings=_MOMENTA)
+METHODS.register("svrg", SVRG, benchmark_settings=_FIVE_OR_TEN)
+METHODS.register("saga", SAGA, benchmark_settings=_FIVE_OR_TEN)
+METHODS.register("sag", SAGA, defaults={"biased": True}, benchmark_settings=_FIVE_OR_TEN)
 METHODS.register("mvr", MVR, benchmark_settings=[{"rate": rate} for rate in (0.03, 0.3)])
 METHODS.register("fedfomo", FedFomo, benchmark_settings=[{"start": start} for start in ("own", "mine")])
 METHODS.register("waffle", Waffle, defaults=_ROUNDS, benchmark_settings=[{"slope": s} for s in (1.6, 3.2)])

@@ -41,13 +41,7 @@ class Method(Protocol):
 
 
 class Rounds(Learner):
-    """The learner of a method: a step is a round.
-
-    Args:
-        spec: a run that is prepared; its optimizer is plain SGD, whose step size the rounds take.
-        method: what a round is.
-        users: who takes part.
-    """
+    """The learner of a method: a step is a round. The optimizer is plain SGD, whose step size the rounds take."""
 
     def __init__(self, spec: RunSpec, method: Method, users: Clients) -> None:
         self.method, self.users = method, users
@@ -83,9 +77,8 @@ class Rounds(Learner):
 
     def models(self) -> dict[str, nn.Module]:
         """Return the personal model of each user, as it is now."""
-        models = {}
-        rows = self.method.models(self.state).expand(len(self.users.names), -1)
-        for name, row in zip(self.users.names, rows, strict=True):
-            models[name] = copy.deepcopy(self.model)
-            Parameters(models[name]).load(row)
+        models = {name: copy.deepcopy(self.model) for name in self.users.names}
+        rows = self.method.models(self.state).expand(len(models), -1)
+        for model, row in zip(models.values(), rows, strict=True):
+            Parameters(model).load(row)
         return models

@@ -24,17 +24,11 @@ PerCoordinate: TypeAlias = float | Sequence[float] | npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Quadratic:
-    """One user's objective f(x) = ½ Σ a (x − x*)², and the noise of its gradients.
+    """One user's objective f(x) = ½ Σ a (x − x*)², and the noise of its gradients."""
 
-    Args:
-        curvature: a, at least 0.
-        optimum: x*.
-        noise: σ, the standard deviation of the gradient noise in each coordinate.
-    """
-
-    curvature: PerCoordinate = 1.0
-    optimum: PerCoordinate = 0.0
-    noise: PerCoordinate = 1.0
+    curvature: PerCoordinate = 1.0  # a, at least 0
+    optimum: PerCoordinate = 0.0  # x*
+    noise: PerCoordinate = 1.0  # σ, the standard deviation of the gradient noise in each coordinate
 
     def __post_init__(self) -> None:
         for name, lowest in (("curvature", 0.0), ("optimum", -np.inf), ("noise", 0.0)):

@@ -44,34 +44,20 @@ MAX_STEPS_AHEAD = 64
 
 @dataclass(frozen=True)
 class BatchStream:
-    """One user's batches under one seed, step after step.
+    """One user's batches under one seed, step after step."""
 
-    Args:
-        key: of the random stream, from `random_key`.
-        n: how many examples the user has.
-        size: how many of them a batch has.
-        first: where the user's examples begin in a pool of examples.
-    """
-
-    key: int
-    n: int
-    size: int
-    first: int = 0
+    key: int  # of the random stream, from `random_key`
+    n: int  # how many examples the user has
+    size: int  # how many of them a batch has
+    first: int = 0  # where the user's examples begin in a pool of examples
 
 
 class IndexTable:
     """The examples that several users draw, a row for each step. This is where indices of batches are drawn.
 
-    Args:
-        streams: the users' batches.
-        places: the column where each user's batch begins; one after the other when None.
-        filled: the row before anything is drawn, which says what stands in columns that are nobody's.
-        max_entries: how many indices are computed at a time, at most.
-
-    Example:
-        >>> all_of_both = [BatchStream(random_key(0, "a"), 3, 3), BatchStream(random_key(0, "b"), 2, 2, first=3)]
-        >>> IndexTable(all_of_both).row(7)
-        tensor([0, 1, 2, 3, 4])
+    `places` are the columns where the users' batches begin, one after the other when None. `filled` is the row
+    before anything is drawn: it says what stands in columns that are nobody's. At most `max_entries` indices are
+    computed at a time.
     """
 
     def __init__(

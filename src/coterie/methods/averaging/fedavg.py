@@ -56,10 +56,8 @@ class FedAvg(LocalSteps):
         x, step = state["x"], state["step"]
         points = local_steps(users, x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.numel())
-        return {"step": step + self.local_steps, "x": self._combine(users, x, points)}
-
-    def _combine(self, users: Clients, x: Tensor, points: Tensor) -> Tensor:
-        """Return the next x, given the points that the users have moved to."""
         if self.aggregator is not None:
-            return x + self.aggregator(points - x)
-        return users.shares @ points if self.shares == "examples" else points.mean(0)
+            x = x + self.aggregator(points - x)
+        else:
+            x = users.shares @ points if self.shares == "examples" else points.mean(0)
+        return {"step": step + self.local_steps, "x": x}
