@@ -35,13 +35,13 @@ class Dynamics:
     own_variance: FloatArray  # of n_0
     peer_variance: FloatArray  # of n_1
     drift_variance: FloatArray  # of the step that the optimum takes
-    alpha: Knob  # α; 0 for Alone
-    beta: Knob  # β; 1 where there is no c, which then has no memory and no effect
-    correction: float  # w; 0 for weighted averaging
     lr: Knob  # η
-    first: bool  # whether c_0 is the first observed bias, not zero
-    warm_up: bool  # whether β_t = max(β, 1/(t + 1))
-    average_from: int | None  # the step after which the state also sums the iterates, if it does
+    alpha: Knob = 0.0  # α; 0 for Alone
+    beta: Knob = 1.0  # β; 1 where there is no c, which then has no memory and no effect
+    correction: float = 0.0  # w; 0 for weighted averaging
+    first: bool = False  # whether c_0 is the first observed bias, not zero
+    warm_up: bool = False  # whether β_t = max(β, 1/(t + 1))
+    average_from: int | None = None  # the step after which the state also sums the iterates, if it does
 
     @cached_property
     def settled(self) -> float:

@@ -6,7 +6,7 @@ and stationary levels need no simulation, and sample paths are drawn at the reco
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -168,41 +168,33 @@ class NoisyQuadratic(QuadraticUsers):
     def _dynamics(self, rule: Rule, lr: Knob, average_from: int | None = None) -> Dynamics:
         """Return the rule as one point of the family (α, β, w)."""
         own = self.vector(self.own.curvature)
-        alpha: Knob = 0.0
-        beta: Knob = 1.0  # without c: it then forgets everything and moves nothing
-        correction, first, warm_up = 0.0, False, False
         curvature, pull, variance = self.average({} if isinstance(rule, Alone) else rule.weights(self.names))
-        match rule:
-            case Alone():
-                pass
-            case WeightedAveraging():
-                alpha = decided("alpha", rule.alpha)
-            case BiasCorrection():
-                alpha, beta = decided("alpha", rule.alpha), decided("beta", rule.beta)
-                correction = rule.correction
-                first, warm_up = rule.start == "first", rule.warm_up
-            case OracleCorrection(bias=TrueBias() as oracle, tau=None):  # g_avg − c is an unbiased copy of g_0
-                alpha, curvature, pull = rule.alpha, own, np.zeros(self.dim)
-                variance = variance + oracle.noise**2
-            case _:
-                raise KnobError(
-                    f"nothing exact is known of {rule!r}; use Alone, WeightedAveraging, BiasCorrection or "
-                    "`problem.oracle(…)`, or simulate with `problem.engine()`"
-                )
-        return Dynamics(
+        alone = Dynamics(
             curvature=own,
             gap=curvature - own,
             pull=pull,
             own_variance=self.vector(self.own.noise) ** 2,
             peer_variance=variance,
             drift_variance=self.vector(self.drift) ** 2,
-            alpha=alpha,
-            beta=beta,
-            correction=correction,
             lr=lr,
-            first=first,
-            warm_up=warm_up,
             average_from=average_from,
+        )
+        match rule:
+            case Alone():
+                return alone
+            case WeightedAveraging():
+                return replace(alone, alpha=decided("alpha", rule.alpha))
+            case BiasCorrection():
+                alpha, beta, first = decided("alpha", rule.alpha), decided("beta", rule.beta), rule.start == "first"
+                corrected = replace(alone, alpha=alpha, beta=beta, correction=rule.correction)
+                return replace(corrected, first=first, warm_up=rule.warm_up)
+            case OracleCorrection(bias=TrueBias() as oracle, tau=None):  # g_avg − c is an unbiased copy of g_0
+                zeros = np.zeros(self.dim)
+                variance = variance + oracle.noise**2
+                return replace(alone, alpha=rule.alpha, gap=zeros, pull=zeros, peer_variance=variance)
+        raise KnobError(
+            f"nothing exact is known of {rule!r}; use Alone, WeightedAveraging, BiasCorrection or "
+            "`problem.oracle(…)`, or simulate with `problem.engine()`"
         )
 
     def _start(self, dynamics: Dynamics) -> Transition:
