@@ -87,12 +87,7 @@ class Selection:
 
 
 class Store:
-    """A folder of finished cells, one file each, all measured with the same settings.
-
-    Args:
-        out: the folder.
-        steps: of each run. A folder that was begun with another number is refused.
-    """
+    """A folder of finished cells, one file each, all measured with the same settings and number of steps."""
 
     def __init__(self, out: Path, steps: int) -> None:
         if steps < 1:

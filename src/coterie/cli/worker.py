@@ -14,8 +14,7 @@ def worker(
         str | None, Option(help="The column that says whose row it is; all rows are this peer's if left out.")
     ] = None,
     model: Annotated[
-        str | None,
-        Option(help="module.path:factory, where user 0 uses a model of its own; must be the same."),
+        str | None, Option(help="module.path:factory, where user 0 uses a model of its own; must be the same.")
     ] = None,
     sums_only: Annotated[
         bool, Option("--sums-only", help="Give gradients as part of a sum only, never on their own.")

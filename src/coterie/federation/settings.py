@@ -4,13 +4,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 
 FILE = "coterie.toml"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,12 +110,9 @@ def _read(path: Path, needed: Sequence[str], optional: set[str]) -> dict[str, An
 
 
 def _parts(settings: Mapping[str, Any], **kinds: type[Any]) -> dict[str, Any]:
-    return {name: _part(kind, name, settings.get(name, {})) for name, kind in kinds.items()}
-
-
-def _part(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]  # they are dataclasses
-    stray = set(values) - set(known)
-    if stray:
-        raise KnobError(f"[{name}] has {sorted(stray)[0]!r}, which is not a setting; it may have {known}")
-    return kind(**values)
+    for name, kind in kinds.items():
+        known = [f.name for f in fields(kind)]
+        stray = sorted(set(settings.get(name, {})) - set(known))
+        if stray:
+            raise KnobError(f"[{name}] has {stray[0]!r}, which is not a setting; it may have {known}")
+    return {name: kind(**settings.get(name, {})) for name, kind in kinds.items()}

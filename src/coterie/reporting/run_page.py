@@ -98,7 +98,7 @@ def _constants(record: Record) -> list[Section]:
     ]
     text = [
         f"From {estimates.batches} batches, at the start of training and a little downhill, ± one standard error "
-        "over batches. The least loss is taken to be 0; curvature is that on the way from one point to the other.",
+        "over batches. The least loss is taken to be 0; curvature is that on the way from one point to the other."
     ]
     plan = [
         *verdict(corrected, choices, steps),

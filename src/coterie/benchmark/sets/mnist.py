@@ -14,11 +14,7 @@ from coterie.errors import DataError
 BATCHES = 20
 """Of the 21 pictures the last holds test digits, whose writers are others."""
 
-FILES = (
-    *(f"mnist_batch_{k}.png" for k in range(BATCHES)),
-    "mnist_labels.js",
-    "qmnist-train-labels-idx2-int.gz",
-)
+FILES = (*(f"mnist_batch_{k}.png" for k in range(BATCHES)), "mnist_labels.js", "qmnist-train-labels-idx2-int.gz")
 
 
 @register_set(

@@ -49,15 +49,11 @@ class UserSet:
     @property
     def makers(self) -> dict[str, MakeModel]:
         """What makes each model, by name."""
-        return {
-            m if isinstance(m, str) else m.__name__: MODELS[m] if isinstance(m, str) else m for m in self.models
-        }
+        pairs = [(m, MODELS[m]) if isinstance(m, str) else (m.__name__, m) for m in self.models]
+        return dict(pairs)
 
     def missing(self, data: Path | None) -> str | None:
-        """Say what the set lacks and where to get it, or None where all of it is there.
-
-        Args:
-            data: the folder of all data; None where there is none.
+        """Say what the set lacks in the folder of all data and where to get it, or None where all of it is there.
 
         Example:
             >>> UserSet("vowels", Population, files=("a.data",)).missing(Path("nowhere"))
@@ -96,11 +92,7 @@ def register_set(name: str, **about: Any) -> Callable[[Read], Read]:
 
 @functools.lru_cache(maxsize=2)  # MNIST is large, and one set is done after the other
 def load(user_set: UserSet, data: Path | None = None) -> Population:
-    """Return the examples of a set.
-
-    Args:
-        user_set: the set.
-        data: the folder of all data, with a folder for each set; digits needs none.
+    """Return the examples of a set, from the folder of all data, with a folder for each set; digits needs none.
 
     Example:
         >>> from coterie.benchmark.sets import SETS
