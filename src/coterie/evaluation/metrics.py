@@ -35,10 +35,16 @@ def rmse(outputs: Tensor, targets: Tensor) -> float:
     return math.sqrt(float((outputs.double() - targets.double()).square().mean()))
 
 
+def is_over_classes(loss: Loss) -> bool:
+    """Say whether a loss of torch takes an output for each class."""
+    functions = (nn.functional.cross_entropy, nn.functional.nll_loss)
+    return loss in functions or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+
+
 def metrics_for(loss: Loss) -> dict[str, Metric]:
     """Return the usual metric for this loss, by name; none for a loss that torch does not have."""
     f = nn.functional
-    if loss in (f.cross_entropy, f.nll_loss) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+    if is_over_classes(loss):
         return {"accuracy": accuracy}
     if loss is f.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss):
         return {"accuracy": binary_accuracy}

@@ -5,8 +5,6 @@ over all users' examples has both; summed over each user's examples apart, they 
 one forward and one backward pass serve all users, and the backward pass leaves out the weights' joint gradient.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,10 +34,6 @@ class ByLayer:
 
     A layer may be called any number of times, and layers may share parameters: gradients add up. A model may also
     use its parameters outside its layers, which is not visible here; `probe` compares with a plain loop first.
-
-    Args:
-        model: any module whose trainable parameters all belong to such layers.
-        parameters: its trainable parameters.
     """
 
     def __init__(self, model: nn.Module, parameters: Parameters) -> None:
@@ -58,10 +52,7 @@ class ByLayer:
     def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], to: Destination) -> int:
         """Write every user's gradients, and return how many bytes an example the layers' inputs took.
 
-        Args:
-            loss: runs the model on these batches, one after the other, and returns the sum of the users' losses.
-            batches: everybody's.
-            to: where the gradients go.
+        `loss` runs the model on these batches, one after the other, and returns the sum of the users' losses.
         """
         calls: list[_Call] = []
         begin: list[GradientEdge] = []
@@ -73,7 +64,7 @@ class ByLayer:
             if not arguments[0].requires_grad:
                 begin.append(get_gradient_edge(output))
 
-        def write(call: _Call, gradient: Tensor) -> None:
+        def write(call: "_Call", gradient: Tensor) -> None:
             inputs, call.inputs = call.inputs, None
             if inputs is not None:
                 written.add(call, inputs, gradient)

@@ -1,15 +1,14 @@
 """A model in many copies at once: the losses and gradients of all, on batches that groups of them share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from coterie.engines.in_process.passes import Passes
+from coterie.engines.in_process.passes import Passes, zeros_for_none
 from coterie.evaluation.evaluate import evaluation_mode
+from coterie.evaluation.metrics import is_over_classes
 
 MAX_ACTIVATION_BYTES = {"cpu": 2**21, "cuda": 2**30}
 """About how many bytes of activations the copies that share a pass hold: on a CPU, no more than a near cache."""
@@ -27,35 +26,19 @@ class Copies:
     small models, go faster: the first layer of a group is one product of all its weights with the batch, and
     activations keep the examples last, where a softmax over few classes is an order of magnitude cheaper.
 
-    Args:
-        passes: the model, its loss, and the loss of each example.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> passes = Passes(model, nn.functional.mse_loss)
-        >>> passes.per_example = nn.MSELoss(reduction="none")
-        >>> x, inputs, targets = torch.zeros(3, 2, 3), torch.ones(3, 5, 2), torch.full((3, 5, 1), 2.0)
-        >>> Copies(passes).losses(x, inputs, targets)[0].shape
-        torch.Size([2, 5])
+    Parameters x have the shape (G, M, d); inputs and targets (G, R, …).
     """
 
     def __init__(self, passes: Passes) -> None:
         self.passes, self.parameters = passes, passes.parameters
         self._layers = _layers(passes.model, set(self.parameters.named))
         self._width: int | None = None
-        f = nn.functional
-        self._classes = passes.loss in (f.cross_entropy, f.nll_loss) or isinstance(
-            passes.loss, nn.CrossEntropyLoss | nn.NLLLoss
-        )
+        self._classes = is_over_classes(passes.loss)
 
     def gradients(self, x: Tensor, shares: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient of each copy's weighted sum of the examples' losses, and that sum.
 
-        Args:
-            x: of shape (G, M, d), the copies' parameters.
-            shares: of shape (G, M, R), what each example weighs for each copy.
-            inputs: of shape (G, R, …).
-            targets: of shape (G, R, …).
+        `shares`, of shape (G, M, R), is what each example weighs for each copy.
         """
         leaves = self._pieces(x)
         for leaf in leaves.values():
@@ -63,10 +46,8 @@ class Copies:
         sums = (self._losses(leaves, inputs, targets) * shares).sum(2)
         with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
-        flat = [
-            torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves.values(), strict=True)
-        ]
-        return torch.cat([g.flatten(2) for g in flat], dim=2), sums.detach()
+        whole = zeros_for_none(gradients, leaves.values())
+        return torch.cat([g.flatten(2) for g in whole], dim=2), sums.detach()
 
     def losses(self, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each example under each copy, of shape (G, M, R), in evaluation mode."""
@@ -79,12 +60,7 @@ class Copies:
             return self._outputs(self._pieces(x), inputs)
 
     def max_copies(self, inputs: Tensor, rows: int) -> int:
-        """Return how many copies may share a pass over batches of so many rows.
-
-        Args:
-            inputs: some examples.
-            rows: how many make a batch.
-        """
+        """Return how many copies may share a pass over batches of so many rows of such inputs."""
         if self._width is None:
             self._width = _width(self.passes, inputs[:2])
         bytes_a_copy = 1 + self._width * rows * self.parameters.dtype.itemsize
@@ -94,12 +70,8 @@ class Copies:
 
     def _pieces(self, x: Tensor) -> dict[str, Tensor]:
         """Return copies of the parameters by name, each of shape (G, M, …)."""
-        pieces = zip(self.parameters.named, torch.split(x, self.parameters.lengths, dim=2), strict=True)
-        shapes = self.parameters.shapes
-        return {
-            name: piece.clone(memory_format=torch.contiguous_format).view(*x.shape[:2], *shape)
-            for (name, piece), shape in zip(pieces, shapes, strict=True)
-        }
+        pieces = self.parameters.unflatten(x).items()
+        return {name: piece.clone(memory_format=torch.contiguous_format) for name, piece in pieces}
 
     def _losses(self, values: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         each = self.passes.per_example
@@ -114,9 +86,7 @@ class Copies:
             losses = each(outputs.movedim(2, 1), targets.movedim(2, 1) if probabilities else targets)
         else:
             losses = each(outputs, targets)
-        if losses.ndim > 2:
-            losses = losses.flatten(2).mean(2)
-        return losses.view(groups, copies, rows)
+        return (losses.flatten(2).mean(2) if losses.ndim > 2 else losses).view(groups, copies, rows)
 
     def _outputs(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         if self._layers is not None and (inputs.ndim == 3 or isinstance(self._layers[0], nn.Flatten)):

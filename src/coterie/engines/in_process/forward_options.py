@@ -1,7 +1,5 @@
 """How a batch passes through a model: options that PyTorch's users know by these names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +21,7 @@ class ForwardOptions:
         compile: the passes that all peers share and user 0's own go through `torch.compile`.
 
     Example:
-        >>> forward_options = ForwardOptions(autocast=torch.bfloat16)
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> forward_options.through(layer, torch.ones(3, 2)).dtype
+        >>> ForwardOptions(autocast=torch.bfloat16).through(torch.nn.Linear(2, 1), torch.ones(3, 2)).dtype
         torch.float32
     """
 

@@ -3,8 +3,6 @@
 Tensors are of shape (users, examples, …); what is written is of shape (users, *the parameter's*).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,31 +17,16 @@ N_SIDE_STREAMS = 8
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Return whether the formula of this layer is known; that of a subclass is not.
-
-    Example:
-        >>> is_known(nn.Linear(2, 1)), is_known(nn.LSTM(2, 1))
-        (True, False)
-    """
+    """Return whether the formula of this layer is known; that of a subclass is not."""
     if isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq or layer.sparse):
         return False
     return type(layer) in _FORMULAS
 
 
 def gradients_of(layer: nn.Module, inputs: Tensor, gradient: Tensor, into: Mapping[str, Tensor]) -> None:
-    """Write each user's gradients by a layer's parameters.
+    """Write each user's gradients by the parameters wanted (`weight`, `bias`) of a layer that `is_known`.
 
-    Args:
-        layer: a layer that `is_known`.
-        inputs: its inputs, of shape (users, examples, …).
-        gradient: the gradient of its output, likewise.
-        into: where to write, by the parameters wanted: `weight`, `bias`.
-
-    Example:
-        >>> bias = torch.empty(2, 1)
-        >>> gradients_of(nn.Linear(3, 1), torch.ones(2, 4, 3), torch.ones(2, 4, 1), {"bias": bias})
-        >>> bias.tolist()
-        [[4.0], [4.0]]
+    `gradient` is that of the layer's output.
     """
     _FORMULAS[type(layer)](layer, inputs, gradient, into.get("weight"), into.get("bias"))
 
@@ -117,9 +100,7 @@ def _embedding(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | No
 
 _FORMULAS: dict[type[nn.Module], Callable[[Any, Tensor, Tensor, Tensor | None, Tensor | None], None]] = {
     nn.Linear: _linear,
-    nn.Conv1d: _convolution,
-    nn.Conv2d: _convolution,
-    nn.Conv3d: _convolution,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
     nn.Embedding: _embedding,

@@ -1,7 +1,5 @@
 """How users may share a pass through a model, learned by trying it once on real batches before training."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -18,6 +16,7 @@ from coterie.engines.in_process.by_layer import ByLayer, Rows
 from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches
 from coterie.errors import ModelError
+from coterie.evaluation.metrics import is_over_classes
 from coterie.users.examples import InMemory
 from coterie.users.user import Loss, User
 
@@ -62,15 +61,7 @@ def full_precision() -> Iterator[None]:
 def probe(
     passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User], *, together: bool = True
 ) -> tuple[Any, ModelSupport]:
-    """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`.
-
-    Args:
-        passes: through the model.
-        x: a point.
-        batch: user 0's.
-        users: everybody.
-        together: whether users may share a pass at all.
-    """
+    """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`."""
     inputs, targets = batch
     before, random_before = passes.buffers(), _random_state(x.device)
     buffers = passes.buffers()
@@ -94,15 +85,14 @@ def probe(
 
 def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
     """Check that every class of every user has an output; on a GPU a stray one would end the process."""
-    losses = (nn.functional.cross_entropy, nn.functional.nll_loss)
-    if loss not in losses and not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+    if not is_over_classes(loss):
         return
     ignored = getattr(loss, "ignore_index", -100)
     parts = [(user.name, part) for user in users for part in (user.examples, user.validation, user.test)]
     for name, examples in parts:
-        targets = examples.targets if isinstance(examples, InMemory) else None
-        if targets is None or targets.is_floating_point():
+        if not isinstance(examples, InMemory) or examples.targets.is_floating_point():
             continue
+        targets = examples.targets
         stray = targets[(targets != ignored) & ((targets < 0) | (targets >= output.shape[1]))]
         if stray.numel():
             raise ModelError(
@@ -139,7 +129,8 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor, buffe
 
 def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tensor, output: Any) -> str | None:
     """Return why users' batches may not share a pass, as far as the output shows."""
-    if any(isinstance(module, _BatchNorm) and _uses_batch(module) for module in passes.model.modules()):
+    norms = [module for module in passes.model.modules() if isinstance(module, _BatchNorm)]
+    if any(norm.training or norm.running_mean is None for norm in norms):
         return "the model normalises over the batch"
     if not isinstance(output, Tensor) or not output.ndim or len(output) != len(inputs):
         return "the model's output is not a tensor of one row an example"
@@ -149,10 +140,6 @@ def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tensor, output: Any) -> s
     if not torch.allclose(half[: len(alone)], output[: len(alone)], rtol=1e-2, atol=1e-4, equal_nan=True):
         return "the model's output for one example depends on the others"
     return None
-
-
-def _uses_batch(module: _BatchNorm) -> bool:
-    return module.training or module.running_mean is None
 
 
 def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str | None:
@@ -187,12 +174,7 @@ def _try_by_layer(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) ->
     noise = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
     x = x + 0.1 * x.square().mean().sqrt().clamp(min=0.1) * noise
     try:
-        alone = torch.stack(
-            [
-                passes.single(x, *one)[0]
-                for one in zip(*map(batch.by_user, (batch.inputs, batch.targets)), strict=True)
-            ]
-        )
+        alone = torch.stack([passes.single(x, *one)[0] for one in batch.each()])
         rows = torch.full_like(alone, torch.nan)
         passes.bytes_an_example = passes.write_by_layer(x, layers, [batch], Rows(passes.parameters, rows))
     except Exception:  # a layer may be called in a way that is not foreseen; then mapping serves, or a loop

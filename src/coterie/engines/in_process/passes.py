@@ -1,10 +1,8 @@
 """Passes through a model: the gradient of a batch, of a weighted sum of batches, of each batch on its own."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +31,8 @@ class Weights:
     examples: Tensor
 
     @classmethod
-    def of(cls, tau: Sequence[float], batches: Sequence[Batches], like: Tensor) -> Weights:
-        """Return the weights of the users of these batches.
-
-        Args:
-            tau: by position among the peers asked.
-            batches: theirs.
-            like: a tensor of the dtype and device wanted.
-        """
+    def of(cls, tau: Sequence[float], batches: Sequence[Batches], like: Tensor) -> Self:
+        """Return τ, given by position among the peers asked, for the users of these batches."""
         users = [tau[position] for batch in batches for position in batch.positions]
         sizes = [len(batch.inputs) // len(batch.positions) for batch in batches for _ in batch.positions]
         examples = [weight / size for weight, size in zip(users, sizes, strict=True) for _ in range(size)]
@@ -48,19 +40,14 @@ class Weights:
 
 
 class Passes:
-    """The losses and gradients of one model at any flat vector x.
+    """The losses and gradients of one model at any flat vector x; the model's parameters are not changed.
 
-    Args:
-        model: any module; its parameters are not changed.
-        loss: the mean loss of a batch from (output, target).
-        memory: how many bytes one pass for several users' rows may take; by default a share of what is free on a
-            GPU, and on a CPU what stays in its cache.
+    `memory` is how many bytes one pass for several users' rows may take; by default a share of what is free on a
+    GPU, and on a CPU what stays in its cache.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, memory: int | None = None) -> None:
-        self.model = model
-        self.loss = loss
-        self.parameters = Parameters(model)
+        self.model, self.loss, self.parameters = model, loss, Parameters(model)
         self.memory = memory or _memory(self.parameters.device)
         # What `probe` learns about the model:
         self.per_example: Loss | None = None  # the loss of each example, where the loss is their mean
@@ -110,9 +97,7 @@ class Passes:
     def rows(self, x: Tensor, batches: Sequence[Batches]) -> Tensor:
         """Return every user's gradient as a row, of as many users at a time as memory allows.
 
-        Args:
-            x: one point for all users, or a row for each, in the order of the peers asked.
-            batches: theirs.
+        x is one point for all users, or a row for each, in the order of the peers asked.
         """
         users = sum(len(batch.positions) for batch in batches)
         if users == 1:
@@ -183,26 +168,19 @@ class Passes:
         return self._losses(batch.by_user(output), batch.by_user(batch.targets)).sum()
 
     def _one_by_one(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
-        users = (
-            each for b in batches for each in zip(b.positions, *map(b.by_user, (b.inputs, b.targets)), strict=True)
-        )
-        for row, (position, inputs, targets) in zip(rows, users, strict=True):
-            row.copy_(self.single(x if x.ndim == 1 else x[position], inputs, targets)[0])
+        users = ((position, one) for b in batches for position, one in zip(b.positions, b.each(), strict=True))
+        for row, (position, one) in zip(rows, users, strict=True):
+            row.copy_(self.single(x if x.ndim == 1 else x[position], *one)[0])
 
     def mapped(self, x: Tensor, batch: Batches, rows: Tensor) -> None:
         """Write some users' gradients by vmap of grad, where the model and the loss can be mapped."""
 
         def loss(values: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-            output = self.forward_options.through(
-                lambda inputs: functional_call(self.model, values, (inputs,)), inputs
-            )
-            return self.loss(output, targets)
+            return self.loss(self._called(values, inputs), targets)
 
         points = x if x.ndim == 1 else x[torch.tensor(batch.positions, device=x.device)]
         gradients = vmap(grad(loss), in_dims=(None if x.ndim == 1 else 0, 0, 0))
-        by_name = gradients(
-            self.parameters.unflatten(points), batch.by_user(batch.inputs), batch.by_user(batch.targets)
-        )
+        by_name = gradients(self.parameters.unflatten(points), *map(batch.by_user, (batch.inputs, batch.targets)))
         for name, view in self.parameters.unflatten(rows).items():
             view.copy_(by_name[name])
 
@@ -238,17 +216,25 @@ class Passes:
             # This spares the tenth of a millisecond that `functional_call` takes.
             return self.forward_options.through(self.model if watched else self._forward, inputs)
         values = {**leaves, **(buffers or {})}
-        output = self.forward_options.through(lambda inputs: functional_call(self.model, values, (inputs,)), inputs)
+        output = self._called(values, inputs)
         if buffers:  # a module may assign a buffer anew, which `functional_call` writes back to `values`
             buffers.update({name: values[name].detach() for name in buffers})
         return output
+
+    def _called(self, values: dict[str, Tensor], inputs: Tensor) -> Any:
+        """Return the model's output with these parameters and buffers in the place of its own."""
+        return self.forward_options.through(lambda i: functional_call(self.model, values, (i,)), inputs)
 
     def _gradient(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
         # On a GPU autograd hands the backward pass to another thread, which costs more than a small pass takes.
         with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        pairs = zip(gradients, leaves.values(), strict=True)
-        return self.parameters.flatten(torch.zeros_like(p) if g is None else g for g, p in pairs)
+        return self.parameters.flatten(zeros_for_none(gradients, leaves.values()))
+
+
+def zeros_for_none(gradients: Iterable[Tensor | None], leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Return gradients, with zeros by what the loss does not depend on."""
+    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
 
 
 def mean_by_example(losses: Tensor) -> Tensor:

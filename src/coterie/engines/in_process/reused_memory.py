@@ -1,7 +1,5 @@
 """Memory for results of every step, used again once nobody holds the earlier results."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from typing import Any
@@ -17,17 +15,6 @@ class ReusedMemory:
 
     The operating system takes large memory back when it is freed, and clears every page when it hands it out again.
     On a CPU that can cost as much as the writing itself. For a GPU, torch keeps the memory by itself.
-
-    Example:
-        >>> memory = ReusedMemory()
-        >>> first = memory.empty((2, 3), torch.zeros(()))
-        >>> place, part = first.data_ptr(), first[0]
-        >>> del first
-        >>> memory.empty((2, 3), torch.zeros(())).data_ptr() == place  # a part of it is still held
-        False
-        >>> del part
-        >>> memory.empty((2, 3), torch.zeros(())).data_ptr() == place
-        True
     """
 
     def __init__(self) -> None:

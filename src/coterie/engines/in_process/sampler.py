@@ -1,11 +1,9 @@
 """The batches of one step, of user 0 and the peers asked, drawn together."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,15 +19,9 @@ MAX_KEPT_SELECTIONS = 4
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of one size, one after the other.
+    """Batches of one size, one after the other: inputs and targets of shape (users × size, …)."""
 
-    Args:
-        positions: where their users stand among the peers asked.
-        inputs: of shape (users × size, …).
-        targets: of shape (users × size, …).
-    """
-
-    positions: Sequence[int]
+    positions: Sequence[int]  # where their users stand among the peers asked
     inputs: Tensor
     targets: Tensor
 
@@ -42,14 +34,16 @@ class Batches:
         """Return a tensor of one row an example as (users, size, …)."""
         return tensor.reshape(len(self.positions), -1, *tensor.shape[1:])
 
-    def cut(self, users: int) -> list[Batches]:
+    def each(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return one user's inputs and targets after the other's."""
+        return zip(self.by_user(self.inputs), self.by_user(self.targets), strict=True)
+
+    def cut(self, users: int) -> list[Self]:
         """Return the batches of as many users at a time."""
         starts = range(0, len(self.positions), users)
         pieces = (torch.split(tensor, users * self.size) for tensor in (self.inputs, self.targets))
-        return [
-            Batches(self.positions[start : start + users], inputs, targets)
-            for start, inputs, targets in zip(starts, *pieces, strict=True)
-        ]
+        cuts = zip(starts, *pieces, strict=True)
+        return [replace(self, positions=self.positions[s : s + users], inputs=i, targets=t) for s, i, t in cuts]
 
 
 Drawn: TypeAlias = tuple[tuple[Tensor, Tensor], list[Batches]]
@@ -68,14 +62,7 @@ class _Group:
 class BatchSampler:
     """Draw everybody's batches: of users in memory by one look-up in a pool of all examples.
 
-    Each batch is the one that `User.batch` gives.
-
-    Args:
-        me: user 0, whose examples the peers' must resemble in shape and dtype.
-        peers: the peers.
-        batch_size: examples a user; all of them where it has fewer.
-        seed: what batches are drawn from, with the user's name and the step.
-        device: where the batches are wanted.
+    Each batch is the one that `User.batch` gives. The peers' examples must have the shape and dtype of user 0's.
     """
 
     def __init__(
@@ -101,7 +88,7 @@ class BatchSampler:
                 self._offsets[user.name] = cut.start
                 user.examples = InMemory(self._pool.inputs[cut], self._pool.targets[cut])  # not held twice
 
-    def with_batch_size(self, size: int) -> BatchSampler:
+    def with_batch_size(self, size: int) -> Self:
         """Return the same users, on the same memory, with batches of another size."""
         other = copy.copy(self)
         other.batch_size, other._groups, other._tables = size, {}, {}
@@ -144,8 +131,7 @@ class BatchSampler:
         for position, name in enumerate(names):
             by_size.setdefault(min(self.batch_size, len(self.users[name])), []).append(position)
         peers = [_Group(p, [self.users[names[i]] for i in p], size) for size, p in by_size.items()]
-        own = _Group([0], [self.me], min(self.batch_size, len(self.me)))
-        self._groups[names] = [own, *peers]
+        self._groups[names] = [_Group([0], [self.me], min(self.batch_size, len(self.me))), *peers]
         return self._groups[names]
 
     def _table(self, names: tuple[str, ...]) -> IndexTable:
@@ -153,13 +139,12 @@ class BatchSampler:
         if names not in self._tables:
             if len(self._tables) >= MAX_KEPT_SELECTIONS:
                 self._tables.clear()
-            self._tables[names] = IndexTable(
-                [
-                    BatchStream(random_key(self.seed, user.name), len(user), group.size, self._offsets[user.name])
-                    for group in self._grouped(names)
-                    for user in group.users
-                ]
-            )
+            users = [(user, group.size) for group in self._grouped(names) for user in group.users]
+            streams = [
+                BatchStream(random_key(self.seed, user.name), len(user), size, self._offsets[user.name])
+                for user, size in users
+            ]
+            self._tables[names] = IndexTable(streams)
         return self._tables[names]
 
     def _read(self, group: _Group, step: int) -> Batches:

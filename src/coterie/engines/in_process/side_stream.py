@@ -1,7 +1,5 @@
 """A CUDA stream beside the current one, so that independent work runs at the same time."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 
@@ -13,13 +11,6 @@ def side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
     """Run the body in a stream of its own; calling the function that is yielded waits for it.
 
     On a CPU there is one stream, and nothing to wait for.
-
-    Example:
-        >>> with side_stream(torch.device("cpu")) as join:
-        ...     total = torch.ones(3).sum()
-        >>> join()
-        >>> total
-        tensor(3.)
     """
     if device.type != "cuda":
         yield lambda: None
