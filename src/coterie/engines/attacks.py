@@ -4,11 +4,9 @@ An attack is a function of (the good peers' rows, how many attackers, the step) 
 `Attacked` lets some peers of an engine send them, so that any run can be attacked.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from coterie.engines.engine import Capabilities, Engine
 from coterie.errors import DataError, KnobError
-from coterie.gradients.gradients import Gradients, keep_finite, weighted_sum
+from coterie.gradients.gradients import Gradients, keep_finite
 from coterie.recording.describe import describe
 from coterie.recording.traffic import Traffic
 from coterie.users.examples import InMemory
@@ -221,10 +219,7 @@ class Attacked:
         names = [name for name in weights if name in sent]
         matrix, kept, not_finite = keep_finite(torch.stack([sent[name] for name in names]), names)
         left_out = {name: why for name, why in g.left_out.items() if name not in bad} | not_finite
-        peers, answered = weighted_sum(g.own, matrix, [weights[name] for name in kept])
-        if rows:
-            return replace(g, rows=matrix, names=kept, answered=answered, left_out=left_out)
-        return replace(g, rows=None, names=(), peers=peers, answered=answered, left_out=left_out)
+        return g.with_peers(matrix, kept, weights, left_out, rows=rows)
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed, and of who attacks."""

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -61,6 +62,22 @@ class Gradients:
         else:
             weights = [float(tau.get(name, 0.0)) for name in self._row_names()]
         return weighted_sum(self.own, self.rows, weights)
+
+    def with_peers(
+        self,
+        matrix: Tensor,
+        names: tuple[str, ...],
+        weights: Mapping[str, float],
+        left_out: Mapping[str, str],
+        *,
+        rows: bool,
+    ) -> Self:
+        """Return the same own gradient with these peers' gradients: as rows, or as their weighted sum."""
+        given = [weights[name] for name in names]
+        if rows:
+            return replace(self, rows=matrix, names=names, peers=None, answered=present(given), left_out=left_out)
+        peers, answered = weighted_sum(self.own, matrix, given)
+        return replace(self, rows=None, names=(), peers=peers, answered=answered, left_out=left_out)
 
     def _aggregate(self, aggregator: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
         if self.rows is None:

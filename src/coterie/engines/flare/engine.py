@@ -1,11 +1,9 @@
 """Between organisations: peers are sites that NVFLARE reaches, each with its own data, over mutual TLS."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ from coterie.engines.flare.sites import Replies, Sites
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.peer import Request, frozen_digest
 from coterie.errors import DataError, KnobError
-from coterie.gradients.gradients import Gradients, receive, weighted_sum
+from coterie.gradients.gradients import Gradients, receive
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User
 
@@ -108,9 +106,7 @@ class Flare:
             left_out |= dict.fromkeys(names, f"fewer than {self.minimum} peers answered")
             matrix, names = matrix[:0], ()
         self._say_alone(step, not names)
-        average, answered = weighted_sum(mine.own, matrix, [weights[name] for name in names])
-        asked_for: dict[str, Any] = {"rows": matrix, "names": names} if rows else {"peers": average}
-        return replace(mine, **asked_for, answered=answered, left_out=left_out)
+        return mine.with_peers(matrix, names, weights, left_out, rows=rows)
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""

@@ -3,8 +3,6 @@
 For a trusted network only: nothing is encrypted, and whoever reaches the port can take part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -12,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from coterie.engines.engine import Capabilities
@@ -22,7 +19,7 @@ from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Compress, Notes, Outcome, Wire, relative_error
 from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost
-from coterie.gradients.gradients import Gradients, add_up, complete, is_finite, keep_finite, present
+from coterie.gradients.gradients import Gradients, add_up, complete, is_finite, receive
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User
 
@@ -70,9 +67,8 @@ class TorchDistributed:
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
         self.group = group or join(timeout)
         if self.group.rank:
-            raise KnobError(
-                f"this process is rank {self.group.rank}; user 0 is rank 0, and every other must `serve`"
-            )
+            rank = self.group.rank
+            raise KnobError(f"this process is rank {rank}; user 0 is rank 0, and every other must `serve`")
         self.me, self.gather, self.compress = me.name, gather, compress
         device = self.own.passes.parameters.device
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -87,7 +83,12 @@ class TorchDistributed:
         self._life = contextlib.ExitStack()
         self._told_to_end = self._life.enter_context(noting_sigterm())
         self._whole = True  # no message was left half done
-        self._connect()
+        try:
+            self.group.connect(self.backend)
+            self.wire.share_constants()
+        except (RuntimeError, PeerLost) as error:
+            raise self._lost(str(error)) from error
+        self._last = time.monotonic()
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
@@ -98,7 +99,8 @@ class TorchDistributed:
             return self.own.gradients(x, step, {})
         before, began = self.own.passes.buffers() if self.wire.request.buffers else {}, time.perf_counter()
         ask, self._whole = Ask.ROWS if rows or self.gather else Ask.SUM, False
-        self._fill(ask, x, step, weights)
+        asked = [weights.get(name, math.nan) for name in self.names]
+        self.wire.request.fill(ask, step, asked, x, dict(self.own.passes.model.named_buffers()))
         try:
             sending = self.wire.send_request()
             collecting, answers = self.wire.collect(ask)
@@ -116,7 +118,7 @@ class TorchDistributed:
         self._whole, self._last = True, time.monotonic()
         answers = answers.to(x.device)
         notes = self._count(ask, x, answers, (computed - began, time.perf_counter() - computed))
-        return replace(g, **self._from_peers(g.own, ask, answers, weights, notes, rows=rows))
+        return self._with_peers(g, ask, answers, weights, notes, rows=rows)
 
     def describe(self) -> dict[str, Any]:
         """Return how gradients travel, and who the peers are."""
@@ -172,14 +174,6 @@ class TorchDistributed:
             batch_dependent=own.batch_dependent,
         )
 
-    def _connect(self) -> None:
-        try:
-            self.group.connect(self.backend)
-            self.wire.share_constants()
-        except (RuntimeError, PeerLost) as error:
-            raise self._lost(str(error)) from error
-        self._last = time.monotonic()
-
     def _stay_in_touch(self) -> None:
         """Tell peers that nobody asks, before they give up waiting, that the run goes on."""
         if time.monotonic() - self._last > self.group.timeout / 3:
@@ -189,10 +183,6 @@ class TorchDistributed:
                 self.wire.send_request().wait()
             except RuntimeError as error:
                 raise self._lost(str(error)) from error
-
-    def _fill(self, ask: Ask, x: Tensor, step: int, weights: Mapping[str, float]) -> None:
-        asked = [weights.get(name, math.nan) for name in self.names]
-        self.wire.request.fill(ask, step, asked, x, dict(self.own.passes.model.named_buffers()))
 
     def _count(self, ask: Ask, x: Tensor, answers: Tensor, seconds: tuple[float, float]) -> dict[str, Notes]:
         """Add up what travelled, and return the peers' notes."""
@@ -205,17 +195,18 @@ class TorchDistributed:
             self._traffic[name] += Traffic(up, down, note.waiting, note.computing, note.rounding)
         return notes
 
-    def _from_peers(
+    def _with_peers(
         self,
-        own: Tensor,
+        g: Gradients,
         ask: Ask,
         answers: Tensor,
         weights: Mapping[str, float],
         notes: Mapping[str, Notes],
         *,
         rows: bool,
-    ) -> dict[str, Any]:
-        """Return what the peers add to `Gradients`, by field."""
+    ) -> Gradients:
+        """Return user 0's gradient together with what the peers sent."""
+        own = g.own
         not_finite = "not finite" if self.compress is None else f"not finite in {self.compress}"
         reasons = {Outcome.NOTHING: not_finite, Outcome.REFUSED: "refused"}
         kept = tuple(name for name in weights if notes[name].outcome is Outcome.GRADIENT)
@@ -225,15 +216,13 @@ class TorchDistributed:
             if not is_finite(total):
                 left_out, kept = dict.fromkeys(weights, "the sum is not finite"), ()
             peers, share = complete(own, total, sum(weights[name] for name in kept))
-            return {"peers": peers, "answered": share, "left_out": left_out}
+            return replace(g, peers=peers, answered=share, left_out=left_out)
         gradients = ((name, answers[1 + self.names.index(name), : self.wire.size].to(own.dtype)) for name in kept)
         if not rows:
             peers, share, also = add_up(own, gradients, weights)
-            return {"peers": peers, "answered": share, "left_out": left_out | also}
-        matrix = torch.stack([row for _, row in gradients]) if kept else own.new_empty(0, len(own))
-        matrix, kept, also = keep_finite(matrix, kept)
-        share = present(weights[name] for name in kept)
-        return {"rows": matrix, "names": kept, "answered": share, "left_out": left_out | also}
+            return replace(g, peers=peers, answered=share, left_out=left_out | also)
+        matrix, kept, also = receive(own, dict(gradients))
+        return g.with_peers(matrix, kept, weights, left_out | also, rows=rows)
 
     def _lost(self, cause: str) -> PeerLost:
         """Cut the connections, find out who is missing, and return the error that says so."""
@@ -241,10 +230,8 @@ class TorchDistributed:
         self.group.disconnect()
         missing = self.group.roll_call()
         names = [self.names[rank - 1] for rank in missing]
-        shown = [
-            f"{name!r} (rank {rank}: {why or 'no sign of life'})"
-            for name, (rank, why) in zip(names, missing.items(), strict=True)
-        ]
+        known = zip(names, missing.items(), strict=True)
+        shown = [f"{name!r} (rank {rank}: {why or 'no sign of life'})" for name, (rank, why) in known]
         who = f"lost {', '.join(shown)}" if shown else "lost the connection, though every peer still answers"
         return PeerLost(f"{who} ({in_short(cause)})", names)
 
@@ -262,8 +249,7 @@ def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: S
                 f"of {ours[0]} of {ours[1]}; build the same model in every process"
             )
     if len({me, *names}) <= len(names):
-        raise DataError(
-            f"users must have different names: weights and batches go by them; got {', '.join([me, *names])}"
-        )
+        shown = ", ".join([me, *names])
+        raise DataError(f"users must have different names: weights and batches go by them; got {shown}")
     if expected and sorted(expected) != sorted(names):
         raise DataError(f"expected the peers {', '.join(expected)}, but {', '.join(names)} came")

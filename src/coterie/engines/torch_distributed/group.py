@@ -1,7 +1,5 @@
 """The processes of a run under torch.distributed: how they meet, and who is missing when a message fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -29,19 +27,12 @@ _stores: dict[tuple[str, ...], tuple[Store, int]] = {}
 
 @dataclass(frozen=True)
 class Group:
-    """All users' processes, user 0's first, and a store where they leave each other notes.
+    """All users' processes, user 0's first, and a store where they leave each other notes."""
 
-    Args:
-        store: the notes, kept by one of the processes or by torchrun.
-        rank: this process; 0 is user 0's.
-        size: how many there are.
-        timeout: seconds that any wait may last.
-    """
-
-    store: Store
-    rank: int
+    store: Store  # the notes, kept by one of the processes or by torchrun
+    rank: int  # of this process; 0 is user 0's
     size: int
-    timeout: float
+    timeout: float  # the seconds that any wait may last
 
     @property
     def others(self) -> range:
@@ -121,29 +112,18 @@ def join(timeout: float = 120.0) -> Group:
     rank, size = int(place[2]), int(place[3])
     if size < 2:
         raise KnobError("WORLD_SIZE is 1: user 0 would have no peers; start a process for each user")
-    store, used = _stores.get(place) or (_rendezvous(rank, size, timeout), 0)
+    waiting = timedelta(seconds=timeout)
+    try:
+        store, used = _stores.get(place) or (next(rendezvous("env://", rank, size, timeout=waiting))[0], 0)
+    except dist.DistError as error:
+        raise PeerLost(f"nobody answers at {place[0]}:{place[1]}: {error}; start rank 0 there") from error
     _stores[place] = store, used + 1
-    store.set_timeout(timedelta(seconds=timeout))
+    store.set_timeout(waiting)
     return Group(PrefixStore(f"coterie {used}", store), rank, size, timeout)
 
 
-def _rendezvous(rank: int, size: int, timeout: float) -> Store:
-    waiting = timedelta(seconds=timeout)
-    try:
-        store: Store = next(rendezvous("env://", rank, size, timeout=waiting))[0]
-    except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise PeerLost(f"nobody answers at {where}: {error}; start rank 0 there") from error
-    return store
-
-
 def in_short(error: str) -> str:
-    """Return what a message of torch.distributed says, without where in its source.
-
-    Example:
-        >>> in_short("[/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16260. This is typically caused …")
-        'Connection closed by peer [127.0.0.1]:16260'
-    """
+    """Return what a message of torch.distributed says, without where in its source."""
     return re.sub(r"^\[[^ ]*\] ", "", error.splitlines()[0]).split(". ")[0]
 
 

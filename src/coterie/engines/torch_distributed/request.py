@@ -1,7 +1,5 @@
 """User 0's message to its peers as one run of bytes: what is asked, the step, the weights, the point."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -25,19 +23,7 @@ class Ask(IntEnum):
 class PackedRequest:
     """Tensors of several types that lie one after the other in one tensor of bytes, sent as one message.
 
-    Args:
-        n_peers: how many weights there are.
-        x: a vector like the point that is sent.
-        buffers: those of the model that move, sent along.
-        device: where the bytes are.
-
-    Example:
-        >>> sent, received = (PackedRequest(2, torch.zeros(3), {}, torch.device("cpu")) for _ in range(2))
-        >>> sent.fill(Ask.SUM, 7, [0.25, 0.75], torch.ones(3), {})
-        >>> received.bytes.copy_(sent.bytes).numel()
-        140
-        >>> received.read(), received.weights.tolist(), received.x
-        ((<Ask.SUM: 2>, 7), [0.25, 0.75], tensor([1., 1., 1.]))
+    There is a weight for each of `n_peers`, a point like x, and those buffers of the model that move.
     """
 
     def __init__(self, n_peers: int, x: Tensor, buffers: Mapping[str, Tensor], device: torch.device) -> None:
@@ -65,20 +51,10 @@ class PackedRequest:
 
 
 def laid_out(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return bytes that hold tensors like these, and a view of them for each.
-
-    Example:
-        >>> memory, views = laid_out([torch.zeros(2, 2), torch.zeros(3, dtype=torch.bool)], torch.device("cpu"))
-        >>> len(memory), [tuple(view.shape) for view in views]
-        (67, [(2, 2), (3,)])
-    """
-    starts, end = [], 0
+    """Return bytes that hold tensors like these, and a view of them for each."""
+    places, end = [], 0
     for part in parts:
-        starts.append(ALIGNMENT * math.ceil(end / ALIGNMENT))
-        end = starts[-1] + part.numel() * part.element_size()
+        start = ALIGNMENT * math.ceil(end / ALIGNMENT)
+        places.append(slice(start, end := start + part.nbytes))
     memory = torch.zeros(end, dtype=torch.uint8, device=device)
-    views = [
-        memory[start : start + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
-        for start, part in zip(starts, parts, strict=True)
-    ]
-    return memory, views
+    return memory, [memory[at].view(p.dtype).view(p.shape) for at, p in zip(places, parts, strict=True)]

@@ -5,8 +5,6 @@ error of its compression, and the seconds spent computing and waiting. A sum has
 each peer fills its own, so that one reduce brings the sum and all the notes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, TypeAlias
@@ -43,22 +41,12 @@ class Notes:
     computing: float
     waiting: float
 
-    @classmethod
-    def of(cls, numbers: Tensor) -> Notes:
-        """Read the notes from four numbers."""
-        outcome, *rest = numbers.tolist()
-        return cls(Outcome(int(outcome)), *rest)
-
 
 class Wire:
     """The messages of one run, and the tensors they are made in.
 
-    Args:
-        model: whose point and gradients travel.
-        n_peers: how many peers there are.
-        compress: what the point and the gradients are rounded to on the way; None leaves them as they are.
-        moves_buffers: whether the model's buffers change from step to step, and so must travel too.
-        backend: torch.distributed's, which says where tensors must be.
+    Where `moves_buffers`, the model's buffers change from step to step, and so must travel too. The backend says
+    on which device the tensors must be.
     """
 
     def __init__(
@@ -71,9 +59,8 @@ class Wire:
         self.sent_as = self.dtype if compress is None else DTYPES[compress]
         self.device = torch.device("cpu") if backend == "gloo" else parameters.device
         point = torch.empty(self.size, dtype=self.sent_as)
-        self.request = PackedRequest(
-            n_peers, point, dict(model.named_buffers()) if moves_buffers else {}, self.device
-        )
+        buffers = dict(model.named_buffers()) if moves_buffers else {}
+        self.request = PackedRequest(n_peers, point, buffers, self.device)
         self._answers: dict[Ask, Tensor] = {}
 
     def send_request(self) -> dist.Work:
@@ -83,9 +70,7 @@ class Wire:
     def collect(self, ask: Ask, answer: Tensor | None = None) -> tuple[dist.Work, Tensor]:
         """Begin to collect the answers: their sum, or a row for every rank, with user 0's empty.
 
-        Args:
-            ask: what for.
-            answer: this peer's; None for user 0.
+        `answer` is this peer's; None for user 0.
         """
         if ask is Ask.SUM:
             total = self.empty_answer(ask) if answer is None else answer
@@ -104,14 +89,10 @@ class Wire:
     def answer(
         self, ask: Ask, position: int, reply: Reply | None, weight: float, seconds: tuple[float, float]
     ) -> Tensor:
-        """Return a peer's answer, in a tensor that the next answer overwrites.
+        """Return the answer of the peer at this position, in a tensor that the next answer overwrites.
 
-        Args:
-            ask: what was asked.
-            position: the peer's place among the peers.
-            reply: its reply; None where it was not asked.
-            weight: its weight, by which it is multiplied where the sum was asked for.
-            seconds: of computing and waiting.
+        `reply` is None where it was not asked. `seconds` are of computing and waiting. Where the sum was asked for,
+        the gradient is multiplied by the weight.
         """
         if ask not in self._answers:
             self._answers[ask] = self.empty_answer(ask)
@@ -133,7 +114,7 @@ class Wire:
     def notes(self, ask: Ask, answers: Tensor) -> list[Notes]:
         """Return all peers' notes from what was collected."""
         notes = answers[self.size :].view(-1, N_NOTES) if ask is Ask.SUM else answers[1:, self.size :]
-        return [Notes.of(numbers) for numbers in notes]
+        return [Notes(Outcome(int(outcome)), *rest) for outcome, *rest in notes.tolist()]
 
     def _put(self, gradient: Tensor, weight: float, sent: Tensor) -> float:
         """Write a weighted gradient into a message, and return the relative error of that."""
@@ -145,11 +126,11 @@ class Wire:
 
     def share_constants(self) -> None:
         """Give the peers user 0's frozen parameters and buffers, once, so that all have the same model."""
-        constants = [p.detach() for p in self.model.parameters() if not p.requires_grad]
-        constants += list(self.model.buffers())
-        memory, views = laid_out(constants, self.device)
+        frozen = (p.detach() for p in self.model.parameters() if not p.requires_grad)
+        constants = [*frozen, *self.model.buffers()]
         if not constants:
             return
+        memory, views = laid_out(constants, self.device)
         for view, tensor in zip(views, constants, strict=True):
             view.copy_(tensor)
         dist.broadcast(memory, 0)
@@ -158,12 +139,7 @@ class Wire:
 
 
 def relative_error(exact: Tensor, sent: Tensor) -> float:
-    """Return ‖sent − exact‖ / ‖exact‖; 0 without a comparison where nothing was rounded.
-
-    Example:
-        >>> round(relative_error(torch.tensor([1.0, 1.01]), torch.tensor([1.0, 1.01]).bfloat16()), 5)
-        0.00154
-    """
+    """Return ‖sent − exact‖ / ‖exact‖; 0 without a comparison where nothing was rounded."""
     if sent.dtype == exact.dtype:
         return 0.0
     return float((sent.to(exact) - exact).norm() / exact.norm().clamp(min=torch.finfo(exact.dtype).tiny))

@@ -1,7 +1,5 @@
 """A peer under torch.distributed: it answers user 0 with gradients of its own examples."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.peer import Caps, Reply, Request
+from coterie.engines.peer import Caps, Request
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Wire
@@ -87,25 +85,13 @@ class _Worker:
     ) -> None:
         self.group, self.position, self.sums_only = group, group.rank - 1, sums_only
         run = self.run = group.read_note("run", "user 0")
-        parameters = Parameters(model)
-        hello = {
-            "name": user.name,
-            "examples": "a stream" if user.is_stream else len(user),
-            "data": user.fingerprint(),
-            "size": parameters.size,
-            "dtype": str(parameters.dtype),
-            "sums_only": sums_only,
-        }
-        self.peer = self._introduced(hello, model, loss, user).peer(user.name, caps, log)
+        self.peer = self._introduced(model, loss, user).peer(user.name, caps, log)
         self.wire = Wire(model, group.size - 1, run["compress"], run["moves_buffers"], run["backend"])
         group.connect(run["backend"])
         self._over(self.wire.share_constants)
-        point = self.wire.request.x
-        self.x = (
-            point if (point.dtype, point.device) == (parameters.dtype, parameters.device) else parameters.vector()
-        )
-        for p, view in zip(parameters.named.values(), parameters.unflatten(self.x).values(), strict=True):
-            p.data = view
+        point, parameters = self.wire.request.x, self.peer.passes.parameters
+        same = (point.dtype, point.device) == (parameters.dtype, parameters.device)
+        self.x = parameters.share(point if same else None)
         self.answered, self.since = 0, time.perf_counter()
 
     def answer(self, told_to_end: bool) -> bool:
@@ -122,7 +108,10 @@ class _Worker:
             raise PeerLost("asked for a gradient on its own, but gives sums only")
         weight, reply = float(packed.weights[self.position]), None
         if not math.isnan(weight):
-            reply = self._reply(step)
+            if self.x is not packed.x:
+                self.x.copy_(packed.x)
+            request = Request(self.x, step, self.run["seed"], self.run["batch_size"], packed.buffers)
+            reply = self.peer.answer(request)
             self.answered += reply.gradient is not None
         ended = time.perf_counter()
         sent = self.wire.answer(ask, self.position, reply, weight, (ended - began, began - self.since))
@@ -130,21 +119,18 @@ class _Worker:
         self.since = ended
         return True
 
-    def _reply(self, step: int) -> Reply:
-        packed = self.wire.request
-        if self.x is not packed.x:
-            self.x.copy_(packed.x)
-        return self.peer.answer(Request(self.x, step, self.run["seed"], self.run["batch_size"], packed.buffers))
-
-    def _introduced(self, hello: dict[str, Any], model: nn.Module, loss: Loss, user: User) -> InProcess:
+    def _introduced(self, model: nn.Module, loss: Loss, user: User) -> InProcess:
         """Introduce this user, and return its engine once the model fits and user 0 has agreed."""
-        run, rank = self.run, self.group.rank
+        run, key, parameters = self.run, f"hello/{self.group.rank}", Parameters(model)
+        examples = "a stream" if user.is_stream else len(user)
+        hello = {"name": user.name, "examples": examples, "data": user.fingerprint(), "sums_only": self.sums_only}
+        hello |= {"size": parameters.size, "dtype": str(parameters.dtype), "refused": None}
         try:
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
         except CoterieError as error:
-            self.group.leave_note(f"hello/{rank}", hello | {"refused": str(error)})
+            self.group.leave_note(key, hello | {"refused": str(error)})
             raise
-        self.group.leave_note(f"hello/{rank}", hello | {"refused": None})
+        self.group.leave_note(key, hello)
         if refused := self.group.read_note("go", "user 0")["refused"]:
             raise PeerLost(f"user 0 began no run: {refused}")
         return engine

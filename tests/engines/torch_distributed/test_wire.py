@@ -1,0 +1,37 @@
+"""What travels under torch.distributed: a request as bytes, the error of rounding, what an error says."""
+
+import pytest
+import torch
+
+from coterie.engines.torch_distributed.group import in_short
+from coterie.engines.torch_distributed.request import Ask, PackedRequest, laid_out
+from coterie.engines.torch_distributed.wire import relative_error
+
+CPU = torch.device("cpu")
+
+
+def test_a_request_arrives_as_it_was_packed() -> None:
+    sent, received = (PackedRequest(2, torch.zeros(3), {}, CPU) for _ in range(2))
+    sent.fill(Ask.SUM, 7, [0.25, 0.75], torch.ones(3), {})
+    assert received.bytes.copy_(sent.bytes).numel() == 140
+    assert received.read() == (Ask.SUM, 7)
+    assert received.weights.tolist() == [0.25, 0.75]
+    assert received.x.tolist() == [1, 1, 1]
+
+
+def test_parts_begin_at_multiples_of_64_bytes() -> None:
+    memory, views = laid_out([torch.zeros(2, 2), torch.zeros(3, dtype=torch.bool)], CPU)
+    assert len(memory) == 64 + 3
+    assert [tuple(view.shape) for view in views] == [(2, 2), (3,)]
+    assert views[1].data_ptr() - memory.data_ptr() == 64
+
+
+def test_the_error_of_rounding_is_relative() -> None:
+    exact = torch.tensor([1.0, 1.01])
+    assert relative_error(exact, exact.bfloat16()) == pytest.approx(0.00154, abs=5e-6)
+    assert relative_error(exact, exact.clone()) == 0
+
+
+def test_an_error_of_torch_is_told_without_its_place_in_the_source() -> None:
+    said = "[/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16260. This is typically caused …"
+    assert in_short(said) == "Connection closed by peer [127.0.0.1]:16260"
