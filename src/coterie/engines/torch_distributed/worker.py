@@ -123,8 +123,13 @@ class _Worker:
         """Introduce this user, and return its engine once the model fits and user 0 has agreed."""
         run, key, parameters = self.run, f"hello/{self.group.rank}", Parameters(model)
         examples = "a stream" if user.is_stream else len(user)
-        hello = {"name": user.name, "examples": examples, "data": user.fingerprint(), "sums_only": self.sums_only}
-        hello |= {"size": parameters.size, "dtype": str(parameters.dtype), "refused": None}
+        hello: dict[str, Any] = {"name": user.name, "examples": examples, "data": user.fingerprint()}
+        hello |= {
+            "size": parameters.size,
+            "dtype": str(parameters.dtype),
+            "sums_only": self.sums_only,
+            "refused": None,
+        }
         try:
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
         except CoterieError as error:
