@@ -16,7 +16,7 @@ from coterie import AdaptiveAveraging, Gradients, User
 from coterie.errors import DataError, KnobError
 from coterie.gradients.parameters import Parameters
 from coterie.rules import weights_in
-from coterie.rules.streams import EVERY, PATIENCE, StreamAveraging
+from coterie.rules.streams import MIN_STEPS_SEEN, STEPS_BETWEEN_SOLUTIONS, StreamAveraging
 
 TRUTH = torch.tensor([1.0, -2.0, 0.5, 1.5])
 
@@ -102,9 +102,11 @@ def test_weights_are_those_of_what_was_sent_at_the_last_solution() -> None:
         state = rule(Gradients(own, rows=torch.stack(rows), names=("a", "b")), state)[1]
         taken[step] = state
     first = next(step for step in taken if bool(taken[step]["tau"].any()))
-    assert first == PATIENCE + EVERY  # the first solution after means of enough steps were sent
+    assert (
+        first == MIN_STEPS_SEEN + STEPS_BETWEEN_SOLUTIONS
+    )  # the first solution after means of enough steps were sent
     for step in range(first, 41):
-        sent = taken[step - step % EVERY - EVERY]
+        sent = taken[step - step % STEPS_BETWEEN_SOLUTIONS - STEPS_BETWEEN_SOLUTIONS]
         kappa = rule._kappa({name: sent[name] for name in ("bias", "squares", "counts", "noise")})
         assert taken[step]["tau"].tolist() == kappa[1:].tolist()
 
@@ -130,7 +132,7 @@ def test_between_solutions_the_host_is_asked_for_nothing(monkeypatch: pytest.Mon
         own, *rows = torch.randn(3, 3, generator=generator)
         state = rule(Gradients(own, rows=torch.stack(rows), names=("a", "b")), state)[1]
     monkeypatch.undo()
-    assert {step % EVERY for step in asked} == {0}
+    assert {step % STEPS_BETWEEN_SOLUTIONS for step in asked} == {0}
     assert set(asked) == {5, 10, 15, 20, 25, 30}
 
 

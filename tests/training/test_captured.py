@@ -164,7 +164,7 @@ def test_a_run_resumes_from_the_middle_of_a_block(tmp_path: Path) -> None:
     assert torch.equal(parameters(other), parameters(train(rule, users(), **longer)))
 
 
-def test_callbacks_are_called_after_every_step_with_what_they_would_see() -> None:
+def test_hooks_are_called_after_every_step_with_what_they_would_see() -> None:
     def watched(*, capture: bool) -> list[tuple[int, float, float, float]]:
         seen: list[tuple[int, float, float, float]] = []
 

@@ -71,3 +71,25 @@ def test_seeded_draws_depend_on_the_step_alone_and_leave_every_generator_as_it_w
         assert draws() == inside
     with seeded(0, "a", 6):
         assert all(x != y for x, y in zip(draws(), inside, strict=True))
+
+
+def test_a_table_of_indices_is_what_each_user_draws() -> None:
+    """Blocks, places and gaps change nothing about what is drawn."""
+    streams = [BatchStream(random_key(3, name), n, size, first) for name, n, size, first in SEVERAL]
+    table = IndexTable(streams, max_entries=40)
+    places, gaps = [9, 0, 14, 5], torch.full((16,), -1)
+    spread = IndexTable(streams, places, gaps, max_entries=10)
+    for step in (0, 1, 5, 6, 2, 100):
+        ends = 0
+        for stream, place in zip(streams, places, strict=True):
+            drawn = stream.first + torch.arange(stream.n)[:0]
+            if stream.size:
+                drawn = draw([stream.key], [stream.n], stream.size, [step])[0, 0] + stream.first
+            assert torch.equal(table.row(step)[ends : ends + stream.size], drawn)
+            assert torch.equal(spread.row(step)[place : place + stream.size], drawn)
+            ends += stream.size
+        assert spread.row(step)[[4, 8, 12, 13, 15]].tolist() == [-1, -1, -1, -1, -1]
+        assert torch.equal(table.block(step)[0], table.row(step))
+
+
+SEVERAL = [("a", 9, 3, 0), ("b", 4, 4, 9), ("none", 5, 0, 13), ("c", 30, 3, 18)]

@@ -18,8 +18,8 @@ T = TypeVar("T")
 Needs: TypeAlias = dict[int, dict[BatchStream, float]]
 """For each run, the batches that it needs, and what the mean loss over each weighs."""
 
-SPARE = 1.25
-"""How many times the examples that it needs a run may see, those of others with no weight, in order to share."""
+MAX_EXTRA_EXAMPLES = 1.25
+"""Runs share a group where that passes at most this many times the examples that a run needs; the rest weigh 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ def _groups(needs: Needs) -> list[tuple[list[int], list[BatchStream]]]:
         if wanted not in known:
             for place, (_, there, least) in enumerate(groups):
                 union = _rows(there.keys() | wanted)
-                if union <= SPARE * min(rows, least):
+                if union <= MAX_EXTRA_EXAMPLES * min(rows, least):
                     groups[place] = (groups[place][0], there | dict.fromkeys(need), min(rows, least))
                     known[wanted] = place
                     break

@@ -1,7 +1,7 @@
 """Many runs at once: one model in many copies, trained side by side.
 
 The parameters of all runs are the rows of a matrix (`Stack`), batches go through all copies of the model together
-(`Copies`), and an optimizer that works element by element does not notice. Two kinds of runs go so:
+(`Copies`), and one optimizer that works element by element steps all rows. Two kinds of runs use this:
 
 - Cross-fitting and cross-validation need the same training many times over, each blind to some of user 0's examples
   and with other weights (`side_by_side`); in a plain loop (`OneByOne`) where model or optimizer allow no more.

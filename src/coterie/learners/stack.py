@@ -15,9 +15,9 @@ from coterie.learners.spec import RunSpec
 
 
 class Stack:
-    """Rows of parameters, and for each setting of the optimizer one that steps all rows of that setting.
+    """Rows of parameters, and an optimizer for all rows that have the same settings.
 
-    An optimizer that treats every number by itself does not notice that its parameter is many.
+    The optimizer must work element by element: then it treats stacked parameters as it treats each by itself.
 
     Args:
         x: of shape (K, d): where each run starts; it is changed in place.

@@ -13,7 +13,7 @@ from coterie.users.user import User
 
 
 class Pool:
-    """The examples of many users, those that are the same kept once.
+    """The examples of many users in one place; examples that several users share are kept once.
 
     Args:
         users: whose examples are in memory, and alike.
@@ -51,7 +51,7 @@ class Pool:
 
 
 class Table:
-    """The batches of G groups of users, as rows of a pool, R for each group; short ones are filled up.
+    """The batches of G groups of users: R rows of a pool for each group, short groups filled up with its first row.
 
     Args:
         examples: the pool.

@@ -1,5 +1,6 @@
 """The record of a run: configuration, versions and curves, on disk as it grows."""
 
+import functools
 import json
 import os
 import platform
@@ -128,15 +129,19 @@ class Record:
 
 def versions() -> dict[str, str]:
     """Return the versions that a result may depend on."""
-    try:
-        coterie = metadata.version("coterie")
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        coterie = "not installed"
     return {
-        "coterie": coterie,
+        "coterie": _own_version(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "numpy": np.__version__,
         "scipy": scipy.__version__,
     }
+
+
+@functools.cache  # reading it takes a millisecond, and `train_many` makes many records
+def _own_version() -> str:
+    try:
+        return metadata.version("coterie")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        return "not installed"

@@ -143,7 +143,8 @@ class FormulaRule(ABC):
 
     def after(self, state: State, knobs: Mapping[str, Any], answered: float) -> State:
         """Return the plain part of the state after a step: how many steps, and the weight that the peers had."""
-        return {"step": state["step"] + 1, "weight": knobs.get("alpha", 1.0) * answered}
+        alpha = knobs.get("alpha", 1.0)
+        return {"step": state["step"] + 1, "weight": alpha if answered == 1 else alpha * answered}
 
 
 def knob_names(rule: FormulaRule) -> list[str]:

@@ -3,8 +3,9 @@
 With fresh samples a gradient is unbiased wherever x is, and the noises of two steps are independent. So products of
 gradients across steps show the peers' bias without their noise.
 
-The running means stay on the device. Every few steps they are sent to the host, which finds weights from them when
-it comes to the next such step: nothing waits, and what is found does not depend on how fast they travel.
+The running means stay on the device. Every few steps they are copied to the host. The host solves for weights at
+the next such step, from the last copy: neither waits for the other, and the weights do not depend on how fast the
+copy travels.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from coterie.gradients.simplex import simplex_minimum
 from coterie.rules.knobs import weights_over
 from coterie.rules.rule import State
 
-EVERY = 5
-"""Steps from one solution for the weights to the next. Each is for the running means as they were at the last."""
-PATIENCE = 10
+STEPS_BETWEEN_SOLUTIONS = 5
+"""Steps from one solution for the weights to the next; each uses the running means of the solution before."""
+MIN_STEPS_SEEN = 10
 """Steps that a peer must have been seen in before it can have weight."""
 MEANS = ("bias", "squares", "counts", "noise")
 """The running means, by their names in the state."""
@@ -34,7 +35,7 @@ MEANS = ("bias", "squares", "counts", "noise")
 
 @dataclass(frozen=True)
 class StreamAveraging:
-    """Average by the weights that trade the peers' bias against everybody's noise best, found on the way.
+    """Average by the weights that trade the peers' bias against everybody's noise best, solved for as the run goes.
 
         B_ij = running mean of sym⟨y_i(t), y_j(t − 1)⟩,  y_i = g_i − g_0
         κ    = argmin over the simplex of  κᵀBκ + Σ_{k≥0} κ_k² σ_k² / T
@@ -86,8 +87,8 @@ class StreamAveraging:
         if "tau" not in state:
             state = state | self._start(g)
         seen = self._observed(g, g.rows, state)
-        if state["step"] % EVERY == 0:
-            seen |= self._found(state) | {f"sent {name}": _send(seen[name]) for name in MEANS}
+        if state["step"] % STEPS_BETWEEN_SOLUTIONS == 0:
+            seen |= self._solved(state) | {f"sent {name}": _send(seen[name]) for name in MEANS}
         following = state | seen
         used = by_name(following["tau"], following["names"], g.names)
         weight = used.sum()
@@ -139,10 +140,10 @@ class StreamAveraging:
             "counts": counts,
         }
 
-    def _found(self, state: State) -> State:
+    def _solved(self, state: State) -> State:
         """Return the weights for the running means that were sent at the last such step, if they show somebody."""
         sent = {name: _arrived(state[f"sent {name}"]) for name in MEANS if f"sent {name}" in state}
-        if not sent or not bool((sent["counts"].diag() >= PATIENCE).any()):
+        if not sent or not bool((sent["counts"].diag() >= MIN_STEPS_SEEN).any()):
             return {}
         tau: Tensor = state["tau"]
         return {"tau": torch.from_numpy(self._kappa(sent)[1:]).to(tau, non_blocking=True)}
@@ -154,7 +155,7 @@ class StreamAveraging:
         shrunk = (1 - 4 * error / bias.square().clamp(min=1e-300)).clamp(min=0) * bias
         size = _pooled(bias.diag(), error.diag()).clamp(min=0).sqrt()
         kept = torch.minimum(shrunk.clamp(min=0), size * size[:, None]).fill_diagonal_(0) + size.square().diag()
-        known = torch.cat([torch.tensor([True]), counts.diag() >= PATIENCE]).numpy()
+        known = torch.cat([torch.tensor([True]), counts.diag() >= MIN_STEPS_SEEN]).numpy()
         matrix = torch.nn.functional.pad(kept, (1, 0, 1, 0)) + (seen["noise"] / self.horizon).diag()
         kappa = np.zeros(len(known))
         kappa[known] = simplex_minimum(matrix.numpy()[np.ix_(known, known)])

@@ -1,11 +1,10 @@
-"""A whole step as one program, taken many times without the host looking in between.
+"""Whole steps as one program: the host waits for the device once a block of steps, not at every step.
 
-A step is the same work every time but for a few numbers that are known beforehand: which examples are drawn, the
-rule's knobs, the step size. They are put in tables for a block of steps (`step_tables`); the rest (batches,
-passes, rule, optimizer, and all of it for the guard's shadow) reads them there: on a GPU as a captured CUDA graph,
-on a CPU as it is. What the host has to know, the losses and whether all gradients were finite, it reads after the
-block. Where one was not, the block is undone and taken again step by step, which leaves out, counts and reports as
-ever.
+A step is the same work every time, except for a few numbers that are known beforehand: which examples are drawn,
+the rule's knobs, the step size. They are put in tables for a block of steps (`step_tables`). The rest (batches,
+passes, rule, optimizer, and the same for the guard's shadow) reads them there: on a GPU as a captured CUDA graph,
+on a CPU as it is. After the block the host reads the losses and whether all gradients were finite. If one was not, the
+block is undone and its steps are taken one by one, where peers are left out, counted and reported as usual.
 """
 
 from __future__ import annotations

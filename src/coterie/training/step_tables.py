@@ -20,7 +20,7 @@ from coterie.rules import Alone, Capturable, State
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What a block of steps changes, as it was before: tensors, the rule's state, the schedule and step sizes."""
+    """What a block of steps changes, saved before it: tensors, the rule's state, the schedule and step sizes."""
 
     tensors: list[Tensor]
     state: State
@@ -63,7 +63,7 @@ class StepTables:
         return cast("Capturable", self.learner.rule) if self.listens else Alone()
 
     def known(self, most: int) -> int:
-        """Return for how many of the next steps, at most so many, the tables can hold what they need."""
+        """Return for how many of the next steps, at most `most`, the tables can hold what they need."""
         learner = self.learner
         if not learner.step or not self.rule.repeats(learner.state):
             return 0  # in the first step of all an optimizer makes what it remembers
@@ -94,7 +94,7 @@ class StepTables:
         _make_capturable(learner)
 
     def step(self, taken: int) -> None:
-        """Take one step, by what the tables say for it; it is that many steps after the block's first."""
+        """Take one step by its row of the tables; `taken` steps of the block were taken before."""
         learner, rule = self.learner, self.rule
         numbers = self.numbers.index_select(0, self.counter)[0].unbind()
         drawn = self.indices.index_select(0, self.counter)[0]
