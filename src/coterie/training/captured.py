@@ -3,8 +3,8 @@
 A step is the same work every time, except for a few numbers that are known beforehand: which examples are drawn,
 the rule's knobs, the step size. They are put in tables for a block of steps (`step_tables`). The rest (batches,
 passes, rule, optimizer, and the same for the guard's shadow) reads them there: on a GPU as a captured CUDA graph,
-on a CPU as it is. After the block the host reads the losses and whether all gradients were finite. If one was not, the
-block is undone and its steps are taken one by one, where peers are left out, counted and reported as usual.
+on a CPU as it is. After the block the host reads the losses and whether all gradients were finite. If one was not,
+the block is undone and its steps are taken one by one, where peers are left out, counted and reported as usual.
 """
 
 from __future__ import annotations
