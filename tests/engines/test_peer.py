@@ -16,7 +16,7 @@ from torch import nn
 import coterie
 from coterie.engines.flare.messages import answer_message
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Caps, Peer, Request, clipped
+from coterie.engines.peer import Caps, Peer, Request, clipped, frozen_digest, to_array
 from coterie.errors import KnobError
 
 LOSS = nn.functional.cross_entropy
@@ -122,6 +122,22 @@ def test_a_gradient_that_is_not_finite_is_refused_and_not_counted(peer: coterie.
     assert site.answer(Request(torch.from_numpy(POINT), 2, 5, 4)).refused == "not finite"
     assert site.given == 0
     assert json.loads(log.read_text())["refused"] == "not finite"
+
+
+def test_a_longer_gradient_is_clipped_and_its_norm_told() -> None:
+    shorter, norm = clipped(torch.tensor([3.0, 4.0]), 1.0)
+    assert (shorter.tolist(), norm) == (pytest.approx([0.6, 0.8]), 5.0)
+
+
+def test_a_model_of_which_nothing_is_frozen_has_the_digest_of_any_other() -> None:
+    models = [nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(requires_grad=False)]
+    first, second, frozen = map(frozen_digest, models)
+    assert first == second != frozen
+
+
+def test_what_numpy_lacks_travels_as_float32() -> None:
+    array = to_array(torch.ones(2, dtype=torch.bfloat16))
+    assert (array.dtype, array.tolist()) == (np.float32, [1, 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,7 +1,5 @@
 """What an engine can do: a Protocol for each capability, and the one place that refuses what cannot be had."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, Self, overload, runtime_checkable
@@ -71,23 +69,15 @@ class Local(Engine, Protocol):
 
 Capability = Literal["rows", "own_points", "local", "capture"]
 
-_REFUSALS: dict[str, tuple[str, str, str]] = {
-    "rows": (
-        "every peer's gradient",
-        "this engine gives their weighted sum alone",
-        "use `WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows",
-    ),
-    "own_points": (
-        "every user's gradient at a point of its own",
-        "this engine asks all users at one point",
-        "pass no `engine`: users in this process answer at any point",
-    ),
-    "local": (
-        "all users' examples in this process",
-        "those of this engine are elsewhere",
-        "pass no `engine`, or a rule with its weights set, such as `WeightedAveraging`",
-    ),
-    "capture": ("steps that can be captured", "{why}", "take them one by one: `capture=False`"),
+_METHODS = {"own_points": AnswersAtOwnPoints, "local": Local, "capture": Captures}
+_REFUSALS = {
+    "rows": "every peer's gradient{purpose}, but this engine gives their weighted sum alone; use "
+    "`WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows",
+    "own_points": "every user's gradient at a point of its own{purpose}, but this engine asks all users at one "
+    "point; pass no `engine`: users in this process answer at any point",
+    "local": "all users' examples in this process{purpose}, but those of this engine are elsewhere; pass no "
+    "`engine`, or a rule with its weights set, such as `WeightedAveraging`",
+    "capture": "steps that can be captured{purpose}, but {why}; take them one by one: `capture=False`",
 }
 
 
@@ -123,15 +113,8 @@ def require(engine: Engine, capability: Capability, for_whom: str, purpose: str 
     can = engine.capabilities
     has = {"rows": can.rows, "own_points": can.own_points, "local": can.local, "capture": can.not_captured is None}
     if not has[capability]:
-        what, but, remedy = _REFUSALS[capability]
-        needed = f"{what} {purpose}".rstrip()
-        raise KnobError(f"{for_whom} needs {needed}, but {but.format(why=can.not_captured)}; {remedy}")
-    kept = {
-        "rows": True,
-        "own_points": isinstance(engine, AnswersAtOwnPoints),
-        "local": isinstance(engine, Local),
-        "capture": isinstance(engine, Captures),
-    }
-    if not kept[capability]:
+        needed = _REFUSALS[capability].format(purpose=f" {purpose}".rstrip(), why=can.not_captured)
+        raise KnobError(f"{for_whom} needs {needed}")
+    if capability in _METHODS and not isinstance(engine, _METHODS[capability]):
         raise TypeError(f"{type(engine).__name__} says that it has `{capability}`, but lacks its methods")
     return engine

@@ -1,7 +1,5 @@
 """The contract of an engine: it gives all users' gradients at one point, wherever the users are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ The worker of torch.distributed, the site of NVFLARE and `InProcess(one_by_one=T
 differ only in what carries requests and replies.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -17,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -60,39 +59,23 @@ class Caps:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What user 0 asks of a peer: the gradient at x on the batch of (seed, user, step).
-
-    Args:
-        x: the point, a flat vector.
-        step: the step.
-        seed: the seed of the run.
-        batch_size: how many examples to draw; all of them where the peer has fewer.
-        buffers: user 0's buffers by name, where the peer's model may have others.
-        frozen: `frozen_digest` of user 0's model; not compared when None.
-    """
+    """What user 0 asks of a peer: the gradient at x on the batch of (seed, user, step)."""
 
     x: Tensor
     step: int
     seed: int
-    batch_size: int
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    frozen: str | None = None
+    batch_size: int  # all examples where the peer has fewer
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # user 0's, where the peer's model may have others
+    frozen: str | None = None  # `frozen_digest` of user 0's model; not compared when None
 
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """What a peer answers: a gradient, or why there is none.
-
-    Args:
-        gradient: the gradient, clipped; None where it is refused.
-        refused: why it is refused.
-        norm: the norm before clipping, where the peer has a cap on it or a log.
-        seconds: the seconds that it took.
-    """
+    """What a peer answers: a gradient, clipped, or why it is refused."""
 
     gradient: Tensor | None = None
     refused: str | None = None
-    norm: float | None = None
+    norm: float | None = None  # before clipping, where the peer has a cap on it or a log
     seconds: float = 0.0
 
 
@@ -127,7 +110,10 @@ class Peer:
         self.user, self.passes = user.to(passes.parameters.device), passes
         self.caps, self.log = caps or Caps(), log
         self.support = support or ModelSupport(moves_buffers=True, random=True)
-        self.given = _count_given(log)
+        self.given = 0
+        if log is not None and log.exists():
+            with log.open(encoding="utf-8") as lines:
+                self.given = sum('"norm":' in line for line in lines)
         self._table: tuple[BatchStream, IndexTable] | None = None
 
     @functools.cached_property
@@ -142,14 +128,10 @@ class Peer:
     def answer(self, request: Request, caller: str = "user 0") -> Reply:
         """Return the gradient at x on the batch of (seed, user, step), or why there is none.
 
-        An error is logged and raised.
-
-        Args:
-            request: what is asked.
-            caller: who asks, for the log.
+        An error is logged and raised. The log also names the caller.
         """
         began = time.perf_counter()
-        if reason := self._misfit(request) or self._beyond_caps(request):
+        if reason := self._misfit(request) or self._exceeded_cap(request):
             return self.refuse(reason, caller, request.step)
         try:
             gradient, norm = self._gradient(request), None
@@ -184,7 +166,7 @@ class Peer:
             return "its model has other frozen parameters"
         return None
 
-    def _beyond_caps(self, request: Request) -> str | None:
+    def _exceeded_cap(self, request: Request) -> str | None:
         """Return which cap a request exceeds, if any."""
         if self._n_examples(request) < self.caps.examples:
             return f"it gives no gradient of fewer than {self.caps.examples} examples"
@@ -217,22 +199,14 @@ class Peer:
     def _write_log(self, caller: str, step: object, **what: Any) -> None:
         if self.log is None:
             return
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        line = {"time": now, "caller": caller, "step": repr(step), **what}
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "caller": caller, "step": repr(step), **what}
         short = {k: v[:MAX_LOGGED_CHARACTERS] if isinstance(v, str) else v for k, v in line.items()}
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(short) + "\n")
 
 
 def clipped(gradient: Tensor, max_norm: float | None) -> tuple[Tensor, float]:
-    """Return a gradient of at most this norm, and the norm it had; not finite where an entry is not.
-
-    Example:
-        >>> clipped(torch.tensor([3.0, 4.0]), 1.0)
-        (tensor([0.6000, 0.8000]), 5.0)
-        >>> clipped(torch.tensor([3e30, 4e30]), 1.0)[0]  # the squares overflow
-        tensor([0.6000, 0.8000])
-    """
+    """Return a gradient of at most this norm, and the norm it had; not finite where an entry is not."""
     norm, scale = float(gradient.norm()), 1.0
     if not math.isfinite(norm) and bool(gradient.isfinite().all()):  # the squares overflow
         scale = float(gradient.abs().max())
@@ -243,23 +217,15 @@ def clipped(gradient: Tensor, max_norm: float | None) -> tuple[Tensor, float]:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """Return a digest of the parameters that are not trained, which do not travel and must be the same everywhere.
-
-    Example:
-        >>> frozen_digest(nn.Linear(2, 1)) == frozen_digest(nn.Linear(2, 1))  # nothing is frozen
-        True
-    """
+    """Return a digest of the parameters that are not trained, which do not travel and must be alike everywhere."""
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            plain = parameter.detach().cpu()
-            plain = plain.float() if plain.dtype == torch.bfloat16 else plain  # NumPy has no bfloat16
-            digest.update(name.encode() + plain.numpy().tobytes())
+            digest.update(name.encode() + to_array(parameter).tobytes())
     return digest.hexdigest()
 
 
-def _count_given(log: Path | None) -> int:
-    if log is None or not log.exists():
-        return 0
-    with log.open(encoding="utf-8") as lines:
-        return sum('"norm":' in line for line in lines)
+def to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return a copy of a tensor as an array that can be sent."""
+    plain = tensor.detach().cpu()
+    return np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())  # NumPy has no bfloat16

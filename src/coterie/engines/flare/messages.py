@@ -3,46 +3,28 @@
 Both ends take nothing on trust. What does not fit is refused by the site, and left out by user 0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.peer import Peer, Request
+from coterie.engines.peer import Peer, Request, to_array
 
 MAX_EXTRA_BYTES = 4096
 """How many bytes a message may have beside the gradient."""
 
 
 def pack_request(request: Request) -> dict[str, Any]:
-    """Return a request as a message.
-
-    Example:
-        >>> sorted(pack_request(Request(torch.zeros(2), step=3, seed=0, batch_size=4)))
-        ['batch_size', 'buffers', 'frozen', 'seed', 'step', 'x']
-    """
-    return {
-        "x": to_array(request.x),
-        "step": request.step,
-        "seed": request.seed,
-        "batch_size": request.batch_size,
-        "buffers": {name: to_array(buffer) for name, buffer in request.buffers.items()},
-        "frozen": request.frozen,
-    }
+    """Return a request as a message."""
+    buffers = {name: to_array(buffer) for name, buffer in request.buffers.items()}
+    return vars(request) | {"x": to_array(request.x), "buffers": buffers}
 
 
 def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
     """Return a peer's reply to a message, as a message.
 
     Of an error only its kind leaves the site: its text may hold what is in the data.
-
-    Args:
-        peer: who answers.
-        caller: who asks, for the log.
-        request: what came.
     """
     step = request.get("step") if isinstance(request, dict) else None
     read = _read_request(peer, request)
@@ -79,17 +61,6 @@ def read_reply(name: str, reply: Any, step: int, own: Tensor) -> Tensor | str | 
     }
     reasons = [reason for reason, is_so in wrong.items() if is_so]
     return reasons[0] if reasons else torch.from_numpy(np.array(gradient))
-
-
-def to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return a copy of a tensor as an array that can be sent.
-
-    Example:
-        >>> to_array(torch.ones(2, dtype=torch.bfloat16))
-        array([1., 1.], dtype=float32)
-    """
-    plain = tensor.detach().cpu()
-    return np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())  # NumPy has no bfloat16
 
 
 def _read_request(peer: Peer, message: Any) -> Request | str:

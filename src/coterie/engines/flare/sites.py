@@ -1,7 +1,5 @@
 """The sites that user 0 can ask, whatever carries the messages; and sites in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,36 +22,11 @@ class Sites(Protocol):
     """The sites that can be asked."""
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
-        """Send a message to sites and return at once.
+        """Send a message to sites and return at once; a site has so many seconds to answer.
 
-        Args:
-            names: which sites.
-            method: "gradient", with the argument `request`; or "ready", whether there is a gradient to give.
-            timeout: seconds to wait for a site.
-            arguments: the message, of plain data and arrays.
+        `method` is "gradient", with the argument `request` of plain data and arrays; or "ready", which asks whether
+        there is a gradient to give.
         """
-
-
-class LocalSites:
-    """Sites in this process: a consortium with no network between.
-
-    Args:
-        peers: by name; nobody answers where there are none.
-
-    Example:
-        >>> LocalSites({}).ask(["a"], "ready", timeout=1.0).wait()
-        {}
-    """
-
-    def __init__(self, peers: Mapping[str, Peer]) -> None:
-        self.peers = peers
-
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
-        """Ask the sites that are here; see `Sites.ask`."""
-        here = {name: self.peers[name] for name in names if name in self.peers}
-        if method == "ready":
-            return LocalReplies({name: {"willing": peer.is_willing()} for name, peer in here.items()})
-        return LocalReplies({name: answer_message(peer, "user 0", **arguments) for name, peer in here.items()})
 
 
 @dataclass(frozen=True)
@@ -69,3 +42,17 @@ class LocalReplies:
     def wait(self) -> Mapping[str, Any]:
         """Return the replies."""
         return self.replies
+
+
+class LocalSites:
+    """Sites in this process: a consortium with no network between. Nobody answers for a name without a peer."""
+
+    def __init__(self, peers: Mapping[str, Peer]) -> None:
+        self.peers = peers
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        """Ask the sites that are here; see `Sites.ask`."""
+        here = {name: self.peers[name] for name in names if name in self.peers}
+        if method == "ready":
+            return LocalReplies({name: {"willing": peer.is_willing()} for name, peer in here.items()})
+        return LocalReplies({name: answer_message(peer, "user 0", **arguments) for name, peer in here.items()})

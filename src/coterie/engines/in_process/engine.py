@@ -1,10 +1,9 @@
 """All users in one process: one pass for user 0 and one for all peers, on CPU or GPU."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,16 +20,7 @@ from coterie.engines.in_process.side_stream import side_stream
 from coterie.engines.peer import Caps, Peer, Request
 from coterie.errors import DataError, KnobError
 from coterie.evaluation.evaluate import evaluate
-from coterie.gradients.gradients import (
-    FiniteLater,
-    Gradients,
-    add_up,
-    is_finite,
-    keep_finite,
-    present,
-    weighted_sum,
-)
-from coterie.gradients.parameters import Parameters
+from coterie.gradients.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite
 from coterie.recording.traffic import Traffic
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
@@ -81,12 +71,13 @@ class InProcess:
         self.names = tuple(peer.name for peer in peers)
         if len({me.name, *self.names}) <= len(peers):
             raise DataError("users must have different names: weights and batches go by them")
-        self.passes = Passes(model, loss)
-        self.me, self.seed = me.name, seed
-        device = self.passes.parameters.device
+        self.me, self.seed, self.passes = me.name, seed, Passes(model, loss)
+        self.parameters = self.passes.parameters
+        device = self.parameters.device
         self.sampler = BatchSampler(me, peers, batch_size=batch_size, seed=seed, device=device)
+        self.users: Mapping[str, User] = self.sampler.users
         with seeded(seed, me.name, 0, device):
-            x, batch = self.passes.parameters.vector(), self.sampler.one(me.name, 0)
+            x, batch = self.parameters.vector(), self.sampler.one(me.name, 0)
             output, self.support = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
         self._peers: dict[str, Peer] = {}
         self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
@@ -103,9 +94,11 @@ class InProcess:
         own, loss, buffers = self._single(x, step, self.me, own_batch)
         if finite is not None and finite.read():
             return Gradients(own, peers, x=x, own_loss=loss)
-        from_peers = self._from_peers(own, x, step, weights, batches, rows=rows) if names else {}
+        g = Gradients(own, x=x, own_loss=loss)
+        if names:
+            g = self._with_peers(g, x, step, weights, batches, rows=rows)
         self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
-        return Gradients(own=own, x=x, own_loss=loss, **from_peers)
+        return g
 
     @property
     def capabilities(self) -> Capabilities:
@@ -126,16 +119,6 @@ class InProcess:
             batch_dependent=support.batch_dependent,
         )
 
-    @property
-    def users(self) -> Mapping[str, User]:
-        """All users by name, user 0 first, on the model's device."""
-        return self.sampler.users
-
-    @property
-    def parameters(self) -> Parameters:
-        """The trainable parameters of the model."""
-        return self.passes.parameters
-
     def draw(self, names: tuple[str, ...], step: int) -> Drawn:
         """Return user 0's batch at a step, and those of these peers, grouped by size."""
         return self.sampler.draw(names, step)
@@ -152,15 +135,11 @@ class InProcess:
         own_batch, others = self.sampler.at(tuple(weights), indices)
         with side_stream(x.device) as join:
             own, loss, _ = self._single(x, 0, self.me, own_batch)
-        if rows and weights:
-            g = Gradients(own, rows=self.passes.rows(x, others), names=tuple(weights), x=x, own_loss=loss)
-        elif weights:
-            average = self.passes.average(x, others, self._weights(x, weights, others))
-            g = Gradients(own, average, x=x, own_loss=loss)
-        else:
-            g = Gradients(own, x=x, own_loss=loss)
+        matrix = self.passes.rows(x, others) if weights and rows else None
+        averaged = weights and not rows
+        peers = self.passes.average(x, others, self._weights(x, weights, others)) if averaged else None
         join()
-        return g
+        return Gradients(own, peers, matrix, tuple(weights) if rows else (), x=x, own_loss=loss)
 
     def with_batch_size(self, size: int) -> Self:
         """Return the same users and model with batches of another size."""
@@ -185,13 +164,7 @@ class InProcess:
                 buffer.copy_(before[name])
 
     def peer(self, name: str, caps: Caps | None = None, log: Path | None = None) -> Peer:
-        """Return one user by itself, with this engine's model.
-
-        Args:
-            name: which user.
-            caps: what it gives at most.
-            log: a file to which every request is added.
-        """
+        """Return one user by itself, with this engine's model; see `Peer`."""
         return Peer(self.sampler.users[name], self.passes, caps, log, self.support)
 
     def copies(self) -> Copies:
@@ -199,12 +172,7 @@ class InProcess:
         return Copies(self.passes)
 
     def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return every user's gradient at a point of its own, and user 0's loss.
-
-        Args:
-            points: a row for each user, user 0 first; the first alone asks nobody else.
-            step: the step, from which every user draws its batch.
-        """
+        """Return every user's gradient at its row of `points`, and user 0's loss; one row asks nobody else."""
         names = self.names if len(points) > 1 else ()
         own_batch, batches = self.sampler.draw(() if self.support.loop else names, step)
         own, loss, buffers = self._single(points[0], step, self.me, own_batch)
@@ -242,12 +210,7 @@ class InProcess:
         return gradient, loss
 
     def losses(self, points: Tensor, step: int) -> Tensor:
-        """Return every user's loss at a point of its own, user 0's first; the model's buffers stay as they are.
-
-        Args:
-            points: a row for each user, user 0 first; the first alone asks nobody else.
-            step: the step, from which every user draws its batch.
-        """
+        """Return every user's loss at its row of `points`, or those of the first; buffers stay as they are."""
         losses = []
         for name, point in zip((self.me, *self.names), points, strict=False):
             inputs, targets = self.sampler.one(name, step)
@@ -267,18 +230,15 @@ class InProcess:
 
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
+        one_by_one, loop = self.support.one_by_one, self.support.loop
+        mapped = f"loop: {loop}" if loop else "vmap"
         return {
             "engine": "in process",
-            "device": str(self.passes.parameters.device),
-            "average": "user by user: " + self.support.one_by_one if self.support.one_by_one else "one pass",
-            "rows": self._way_of_rows(),
+            "device": str(self.parameters.device),
+            "average": f"user by user: {one_by_one}" if one_by_one else "one pass",
+            "rows": mapped if self.passes.by_layer is None else "by layer",
             **{name: str(value) for name, value in vars(self.passes.forward_options).items() if value},
         }
-
-    def _way_of_rows(self) -> str:
-        if self.passes.by_layer is not None:
-            return "by layer"
-        return "loop: " + self.support.loop if self.support.loop else "vmap"
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return nothing: nothing travels."""
@@ -313,33 +273,24 @@ class InProcess:
             for name, buffer in self.passes.model.named_buffers():
                 buffer.copy_(buffers[name])
 
-    def _from_peers(
+    def _with_peers(
         self,
-        own: Tensor,
+        g: Gradients,
         x: Tensor,
         step: int,
         weights: Mapping[str, float],
-        batches: Sequence[Batches],
+        batches: list[Batches],
         *,
         rows: bool,
-    ) -> dict[str, Any]:
-        """Return what the peers add to `Gradients`, by field, where it does not come from one pass."""
+    ) -> Gradients:
+        """Return user 0's gradient together with the peers', where they do not come from one pass."""
         if not rows and self.support.one_by_one:
-            return self._average_one_by_one(own, x, step, weights)
+            replies = ((name, self._ask(name, x, step)) for name in weights)
+            peers, answered, left_out = add_up(g.own, replies, weights)
+            return replace(g, peers=peers, answered=answered, left_out=left_out)
         # Rows are wanted, or a peer's gradient was not finite and has to be located.
         matrix, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
-        given = [weights[name] for name in kept]
-        if rows:
-            return {"rows": matrix, "names": kept, "answered": present(given), "left_out": left_out}
-        peers, answered = weighted_sum(own, matrix, given)
-        return {"peers": peers, "answered": answered, "left_out": left_out}
-
-    def _average_one_by_one(
-        self, own: Tensor, x: Tensor, step: int, weights: Mapping[str, float]
-    ) -> dict[str, Any]:
-        replies = ((name, self._ask(name, x, step)) for name in weights)
-        peers, answered, left_out = add_up(own, replies, weights)
-        return {"peers": peers, "answered": answered, "left_out": left_out}
+        return g.with_peers(matrix, kept, weights, left_out, rows=rows)
 
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
         """Return the peers' gradients at x, one point for all or a row for each."""
