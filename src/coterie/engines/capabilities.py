@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol, Self, overload, runtime_checkable
+from typing import Any, Literal, Protocol, Self, overload, runtime_checkable
 
 from torch import Tensor
 
@@ -69,7 +69,7 @@ class Local(Engine, Protocol):
 
 Capability = Literal["rows", "own_points", "local", "capture"]
 
-_METHODS = {"own_points": AnswersAtOwnPoints, "local": Local, "capture": Captures}
+_METHODS: dict[str, Any] = {"own_points": AnswersAtOwnPoints, "local": Local, "capture": Captures}
 _REFUSALS = {
     "rows": "every peer's gradient{purpose}, but this engine gives their weighted sum alone; use "
     "`WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows",
