@@ -191,8 +191,7 @@ class Attacked:
     attack: Attack
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.attackers if name not in self.names]
-        if unknown:
+        if unknown := [name for name in self.attackers if name not in self.names]:
             raise KnobError(f"`attackers` names an unknown peer {unknown[0]!r}; the peers are {self.names}")
 
     @property

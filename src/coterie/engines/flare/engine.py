@@ -110,14 +110,9 @@ class Flare:
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
-        return self.own.describe() | {
-            "engine": "NVFLARE",
-            "peers": dict.fromkeys(self.names, "at its site"),
-            "timeout": self.timeout,
-            "misses": self.misses,
-            "probe_every": self.probe_every,
-            "minimum": self.minimum,
-        }
+        knobs = {name: getattr(self, name) for name in ("timeout", "misses", "probe_every", "minimum")}
+        peers = dict.fromkeys(self.names, "at its site")
+        return self.own.describe() | {"engine": "NVFLARE", "peers": peers} | knobs
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return what has travelled so far, by user; a site's waiting is not known here."""
@@ -167,9 +162,10 @@ class Flare:
             site = self._standing[name]
             if site.probe is not None and site.probe.done():
                 answer = site.probe.wait().get(name)
-                willing = isinstance(answer, dict) and answer.get("willing") is True
                 site.probe, site.since = None, step
-                if willing:  # one more miss and it is dropped again, for twice as long
+                if (
+                    isinstance(answer, dict) and answer.get("willing") is True
+                ):  # one more miss and it is dropped again, for twice as long
                     site.missed, site.pause = self.misses - 1, 2 * site.pause
                     logger.warning("step %d: %s is back", step, name)
             elif site.probe is None and step - site.since >= site.pause:

@@ -75,7 +75,7 @@ class ByLayer:
         finally:
             for handle in handles:
                 handle.remove()
-        held = sum(call.bytes for call in calls)
+        held = sum(call.inputs.nbytes for call in calls if call.inputs is not None)
         written = _Written(batches, to, Counter(name for call in calls for name in call.names.values()))
         # On the way back to layers whose input came from no other lie all outputs; no weight is asked for.
         with torch.autograd.set_multithreading_enabled(False):
@@ -142,10 +142,6 @@ class _Call:
     layer: nn.Module
     names: dict[str, str]
     inputs: Tensor | None
-
-    @property
-    def bytes(self) -> int:
-        return 0 if self.inputs is None else self.inputs.numel() * self.inputs.element_size()
 
 
 class _Written:

@@ -23,19 +23,12 @@ from coterie.users.user import Loss, User
 
 @dataclass(frozen=True)
 class ModelSupport:
-    """How the users' batches may be passed through a model.
+    """How the users' batches may be passed through a model."""
 
-    Args:
-        one_by_one: why users must be taken one by one, or None where their batches may share a pass.
-        loop: why rows need a loop over users, or None where `torch.func.vmap` can do it.
-        moves_buffers: whether the forward pass changes the model's buffers.
-        random: whether the forward pass or the loss draws random numbers.
-    """
-
-    one_by_one: str | None = None
-    loop: str | None = None
-    moves_buffers: bool = False
-    random: bool = False
+    one_by_one: str | None = None  # why users must be taken one by one; None where their batches may share a pass
+    loop: str | None = None  # why rows need a loop over users; None where `torch.func.vmap` can do it
+    moves_buffers: bool = False  # whether the forward pass changes the model's buffers
+    random: bool = False  # whether the forward pass or the loss draws random numbers
 
     @property
     def batch_dependent(self) -> bool:
@@ -72,10 +65,8 @@ def probe(
         one_by_one: str | None = "the model draws random numbers, which belong to (seed, user, step)"
     elif moves_buffers:
         one_by_one = "the model moves its buffers, which only user 0 may"
-    elif not together:
-        one_by_one = "as asked"
     else:
-        one_by_one = _why_one_by_one(passes, x, inputs, output)
+        one_by_one = _why_one_by_one(passes, x, inputs, output) if together else "as asked"
     loop = one_by_one or _why_loop(passes, x, inputs, targets)
     if one_by_one is None:
         passes.per_example = _per_example(passes.loss, users)
@@ -107,11 +98,10 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor, buffe
         with torch.no_grad():
             output = passes.output(x, inputs, buffers)
     except Exception as error:
-        raise ModelError(
-            f"the model does not take user 0's inputs of shape {tuple(inputs.shape)}: {error}"
-        ) from error
-    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    about = f"the model's output ({shape}) does not fit the loss with targets {tuple(targets.shape)}"
+        shape = tuple(inputs.shape)
+        raise ModelError(f"the model does not take user 0's inputs of shape {shape}: {error}") from error
+    given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    about = f"the model's output ({given}) does not fit the loss with targets {tuple(targets.shape)}"
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")  # torch only warns where mse_loss would broadcast wrongly

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ MAX_LOOPED_BEFORE_MAPPING = 8
 """On a CPU up to so many users are taken one by one where only a mapped pass could take them together."""
 MAX_MAPPED_SIZE = 2**17
 """On a CPU users with longer rows are taken one by one instead of mapped: a loop is then faster."""
+
+
+Buffers: TypeAlias = dict[str, Tensor] | None
+"""The buffers of a pass by name, which become what it leaves in them; None for the model's own."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,11 @@ class Passes:
         """Return copies of the model's buffers, for a pass that may move them."""
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
-    def output(self, x: Tensor, inputs: Tensor, buffers: dict[str, Tensor] | None = None) -> Any:
+    def output(self, x: Tensor, inputs: Tensor, buffers: Buffers = None) -> Any:
         """Return the model's output at x; `buffers` becomes what the pass leaves in them."""
         return self._output(self._leaves(x), inputs, buffers)
 
-    def single(
-        self, x: Tensor, inputs: Tensor, targets: Tensor, buffers: dict[str, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def single(self, x: Tensor, inputs: Tensor, targets: Tensor, buffers: Buffers = None) -> tuple[Tensor, Tensor]:
         """Return the gradient and the loss of one batch; `buffers` becomes what the pass leaves in them."""
         leaves = self._leaves(x)
         loss = self.loss(self._output(leaves, inputs, buffers), targets)
@@ -204,12 +206,7 @@ class Passes:
         return {name: view.requires_grad_() for name, view in self.parameters.unflatten(x.detach()).items()}
 
     def _output(
-        self,
-        leaves: Mapping[str, Tensor],
-        inputs: Tensor,
-        buffers: dict[str, Tensor] | None = None,
-        *,
-        watched: bool = False,
+        self, leaves: Mapping[str, Tensor], inputs: Tensor, buffers: Buffers = None, *, watched: bool = False
     ) -> Any:
         """Return the model's output; one whose layers are watched is not compiled, which would leave them out."""
         if leaves is self.parameters.named and not buffers:

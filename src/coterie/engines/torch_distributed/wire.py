@@ -98,10 +98,8 @@ class Wire:
             self._answers[ask] = self.empty_answer(ask)
         answer = self._answers[ask]
         sent, notes = answer[: self.size], answer[self.size :].zero_()
-        outcome, rounding = Outcome.NOTHING, 0.0
-        if reply is not None and reply.gradient is None:
-            outcome = Outcome.REFUSED
-        elif reply is not None and reply.gradient is not None:
+        outcome, rounding = Outcome.NOTHING if reply is None else Outcome.REFUSED, 0.0
+        if reply is not None and reply.gradient is not None:
             rounding = self._put(reply.gradient, weight if ask is Ask.SUM else 1.0, sent)
             outcome = Outcome(int(is_finite(sent)))
         if outcome is not Outcome.GRADIENT:
