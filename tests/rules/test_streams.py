@@ -16,7 +16,7 @@ from coterie import AdaptiveAveraging, Gradients, User
 from coterie.errors import DataError, KnobError
 from coterie.gradients.parameters import Parameters
 from coterie.rules import weights_in
-from coterie.rules.streams import MIN_STEPS_SEEN, STEPS_BETWEEN_SOLUTIONS, StreamAveraging
+from coterie.rules.streams import MIN_STEPS_SEEN, STEPS_BETWEEN_SOLUTIONS, StreamAveraging, _pooled
 
 TRUTH = torch.tensor([1.0, -2.0, 0.5, 1.5])
 
@@ -173,3 +173,8 @@ def test_wrong_uses_are_named() -> None:
         StreamAveraging(0)
     with pytest.raises(KnobError, match="every peer's gradient"):
         StreamAveraging(5)(Gradients(torch.zeros(2)), {"step": 0, "tau": {}})
+
+
+def test_values_that_cannot_be_told_apart_get_their_mean() -> None:
+    near = _pooled(torch.tensor([1.0, 3.0, 90.0]), torch.tensor([4.0, 4.0, 4.0]))
+    assert near.tolist() == pytest.approx([1.8756, 2.1244, 90.0], abs=1e-4)

@@ -12,8 +12,7 @@ from coterie.aggregators.distances import CentredClipping, Krum, MultiKrum
 from coterie.aggregators.geometric_median import GeometricMedian
 from coterie.aggregators.mixing import Bucketing, NearestNeighbourMixing
 from coterie.aggregators.points import Aggregator, Points
-from coterie.aggregators.registry import AGGREGATORS, register_aggregator
-from coterie.registry import FromRun
+from coterie.registry import FromRun, Registry
 
 __all__ = [
     "AGGREGATORS",
@@ -30,6 +29,9 @@ __all__ = [
     "TrimmedMean",
     "register_aggregator",
 ]
+
+AGGREGATORS: Registry[type[Aggregator]] = Registry("aggregator", "coterie.aggregators")
+register_aggregator = AGGREGATORS.register
 
 _BAD = {"n_byzantine": FromRun(lambda run: (len(run.peers) - 1) // 2)}  # just less than half of the peers
 

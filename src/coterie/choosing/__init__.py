@@ -3,7 +3,7 @@
 from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.choosing.auto import chooser_for
 from coterie.choosing.chooser import Choice, Chooser
-from coterie.rules.registry import RULES
+from coterie.rules import RULES
 
 __all__ = ["AdaptiveAveraging", "Choice", "Chooser", "chooser_for"]
 

@@ -1,5 +1,7 @@
 """The methods that coterie is compared with, over the same users, record and costs. See docs/methods.md."""
 
+from collections.abc import Callable
+
 from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.averaging.fine_tuning import FineTuning
@@ -11,7 +13,6 @@ from coterie.methods.personal.hyp_cluster import HypCluster
 from coterie.methods.personal.l2gd import L2GD
 from coterie.methods.personal.mapper import Mapper
 from coterie.methods.personal.per_fedavg import PerFedAvg
-from coterie.methods.registry import METHODS, register_method
 from coterie.methods.rounds import Method
 from coterie.methods.variance.mime import Mime
 from coterie.methods.variance.own_variance import MVR, SAGA, SVRG
@@ -20,8 +21,8 @@ from coterie.methods.weighting.fedfomo import FedFomo
 from coterie.methods.weighting.selfish import Selfish
 from coterie.methods.weighting.user_centric import UserCentric
 from coterie.methods.weighting.waffle import Waffle
-from coterie.registry import FromRun
-from coterie.rules.registry import RULES
+from coterie.registry import FromRun, Registry
+from coterie.rules import RULES
 from coterie.rules.similarity import MirrorDescent, WeightErosion
 
 __all__ = [
@@ -52,6 +53,9 @@ __all__ = [
     "data_interpolation",
     "register_method",
 ]
+
+METHODS: Registry[Callable[..., Method]] = Registry("method", "coterie.methods")
+register_method = METHODS.register
 
 _FIVE = {"local_steps": 5}
 _ROUNDS = {"rounds": FromRun(lambda run: max(1, run.steps // 5)), **_FIVE}

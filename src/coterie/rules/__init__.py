@@ -1,11 +1,13 @@
 """Rules: from the gradients of one step to the direction that user 0 follows. An algorithm is a file."""
 
-from coterie.registry import FromRun
+from collections.abc import Callable
+from typing import Any
+
+from coterie.registry import FromRun, Registry
 from coterie.rules.alone import Alone
 from coterie.rules.bias_correction import BiasCorrection
 from coterie.rules.knobs import Knob
 from coterie.rules.oracle_correction import OracleCorrection
-from coterie.rules.registry import RULES, register_rule
 from coterie.rules.rule import Capturable, FormulaRule, Rule, State, weights_in
 from coterie.rules.similarity import CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
 from coterie.rules.streams import StreamAveraging
@@ -26,6 +28,10 @@ __all__ = [
     "weights_in",
 ]
 
+RULES: Registry[Callable[..., Any]] = Registry("rule", "coterie.rules")
+"""What makes a rule from knobs: its class, or a function. What chooses a rule before the first step is here too."""
+register_rule = RULES.register
+
 _HALF = {"alpha": 0.5}
 _ALPHAS = [{"alpha": alpha} for alpha in (0.1, 0.3, 0.6, 0.9)]
 _POOLED = {
@@ -37,6 +43,7 @@ _PAPER_ALPHAS = (  # the paper's N/(N + 1), and half of it
     FromRun(lambda run: 0.5 * len(run.peers) / (len(run.peers) + 1)),
 )
 _CORRECTED = [{"alpha": alpha, "beta": beta} for alpha in _PAPER_ALPHAS for beta in (0.01, 0.1)]
+_PENALTIES = [{"penalty": penalty} for penalty in (0.001, 0.01, 0.03, 0.1)]
 
 RULES.register("alone", Alone)
 RULES.register("pooled", WeightedAveraging, defaults=_POOLED, description="Weigh everybody's examples alike.")
@@ -46,7 +53,5 @@ RULES.register("stream", StreamAveraging, defaults={"horizon": FromRun(lambda ru
 RULES.register("cosine", CosineSimilarity, defaults=_HALF, benchmark_settings=_ALPHAS)
 RULES.register("gate", SimilarityGate, defaults=_HALF, benchmark_settings=_ALPHAS)
 RULES.register("first-order", FirstOrder, benchmark_settings=[{"memory": m} for m in (0.0, 0.5, 0.9, 0.99)])
-RULES.register(
-    "weight-erosion", WeightErosion, benchmark_settings=[{"penalty": p} for p in (0.001, 0.01, 0.03, 0.1)]
-)
+RULES.register("weight-erosion", WeightErosion, benchmark_settings=_PENALTIES)
 RULES.register("meritfed", MirrorDescent, benchmark_settings=[{"rate": rate} for rate in (0.01, 0.1, 0.3, 1.0)])

@@ -1,19 +1,17 @@
 """Training alone: the own gradient and nobody else's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Self
 
 from torch import Tensor
 
 from coterie.gradients.gradients import Gradients
-from coterie.rules.rule import State
+from coterie.rules.rule import BaseRule, State
 
 
 @dataclass(frozen=True)
-class Alone:
+class Alone(BaseRule):
     """Follow the own gradient: d_t = g_0.
 
     Example:
@@ -23,15 +21,9 @@ class Alone:
         tensor([1.])
     """
 
-    needs_rows: ClassVar[bool] = False
-
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Ask nobody."""
         return {}
-
-    def init(self, x: Tensor) -> State:
-        """Return the state before the first step."""
-        return {"step": 0, "weight": 0.0}
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return g_0."""
@@ -45,6 +37,6 @@ class Alone:
         """Return no knobs: there are none."""
         return {}, {"step": state["step"] + 1, "weight": 0.0}
 
-    def with_knobs(self, knobs: Mapping[str, Any]) -> Alone:
+    def with_knobs(self, knobs: Mapping[str, Any]) -> Self:
         """Return this rule."""
         return self

@@ -1,10 +1,8 @@
 """Bias correction: Algorithm 3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, Self
 
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from coterie.aggregators import Aggregator
 from coterie.errors import KnobError
 from coterie.rules.formula import corrected_step
 from coterie.rules.knobs import Auto, Knob, check_knob, check_tau
-from coterie.rules.rule import FormulaRule, State
+from coterie.rules.rule import FormulaRule, Knobs, State
 
 
 @dataclass(frozen=True)
@@ -70,27 +68,20 @@ class BiasCorrection(FormulaRule):
         """Return the state before the first step; `seen` counts the steps in which a bias was observed."""
         return {**super().init(x), "seen": 0}
 
-    def direction(
-        self, own: Tensor, peers: Tensor, state: Mapping[str, Any], knobs: Mapping[str, Any]
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def direction(self, own: Tensor, peers: Tensor, state: State, knobs: Knobs) -> tuple[Tensor, State]:
         """Return the corrected average, and the next c."""
         c, answered = state["c"], knobs["answered"]
         if self.start == "first" and not state["seen"]:
             c = (peers - own) / answered
-        direction, following = corrected_step(
-            *(own, peers, c),
-            alpha=knobs["alpha"],
-            beta=knobs["beta"],
-            correction=self.correction,
-            answered=answered,
-        )
-        return direction, {"c": following}
+        knobs = {"alpha": knobs["alpha"], "beta": knobs["beta"]}
+        direction, c = corrected_step(own, peers, c, **knobs, correction=self.correction, answered=answered)
+        return direction, {"c": c}
 
     def repeats(self, state: State) -> bool:
         """Say whether c has started: the first bias, which it starts from, is a step of its own."""
         return self.start == "zero" or bool(state["seen"])
 
-    def with_knobs(self, knobs: Mapping[str, Any]) -> BiasCorrection:
+    def with_knobs(self, knobs: Knobs) -> Self:
         """Return the rule with these α and β; β has been warmed up already."""
         return replace(self, warm_up=False, **knobs)
 
@@ -99,6 +90,6 @@ class BiasCorrection(FormulaRule):
         knobs = super().knobs_at(state)
         return knobs | {"beta": max(knobs["beta"], 1 / (state["seen"] + 1))} if self.warm_up else knobs
 
-    def after(self, state: State, knobs: Mapping[str, Any], answered: float) -> State:
+    def after(self, state: State, knobs: Knobs, answered: float) -> State:
         """Return the plain part of the state after a step."""
         return super().after(state, knobs, answered) | {"seen": state["seen"] + bool(answered)}

@@ -1,7 +1,5 @@
 """Knobs: what may be set in rules and methods, and how a wrong setting is told."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, cast
@@ -20,31 +18,19 @@ Auto: TypeAlias = Literal["auto"]
 
 
 def check_share(name: str, value: float) -> None:
-    """Check a number that must lie in [0, 1].
-
-    Example:
-        >>> check_share("mixing", 0.5)
-    """
+    """Check a number that must lie in [0, 1]."""
     if isinstance(value, bool) or not 0 <= value <= 1:
         raise KnobError(f"`{name}` must lie in [0, 1], got {value!r}")
 
 
 def check_positive(name: str, value: float) -> None:
-    """Check a number that must be finite and above 0.
-
-    Example:
-        >>> check_positive("penalty", 0.1)
-    """
+    """Check a number that must be finite and above 0."""
     if isinstance(value, bool) or not 0 < value < math.inf:
         raise KnobError(f"`{name}` must be a finite number above 0, got {value!r}")
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:
-    """Check a whole number.
-
-    Example:
-        >>> check_count("clusters", 2)
-    """
+    """Check a whole number."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise KnobError(f"`{name}` must be a whole number, at least {least}, got {value!r}")
 

@@ -1,22 +1,19 @@
 """Bias correction with the true bias, where it is known: the method of Theorem 2."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients
 from coterie.rules.formula import combined
-from coterie.rules.knobs import Knob, check_knob, check_tau, value_at, weights_over
-from coterie.rules.rule import State
+from coterie.rules.knobs import Knob, check_knob, check_tau, value_at
+from coterie.rules.rule import BaseRule, State
 
 
 @dataclass(frozen=True)
-class OracleCorrection:
+class OracleCorrection(BaseRule):
     """Bias correction with the true bias, for problems where it is known (Theorem 2).
 
         d_t = (1 − α) g_0 + α (g_avg − c_t),   c_t = ∇f_avg(x_t) − ∇f_0(x_t)
@@ -38,19 +35,9 @@ class OracleCorrection:
     bias: Callable[[Tensor], Tensor]
     tau: Mapping[str, float] | None = None
 
-    needs_rows: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         check_knob("alpha", self.alpha)
         check_tau(self.tau)
-
-    def weights(self, names: Sequence[str]) -> dict[str, float]:
-        """Return τ over the given peers."""
-        return weights_over(self.tau, names)
-
-    def init(self, x: Tensor) -> State:
-        """Return the state before the first step."""
-        return {"step": 0, "weight": 0.0}
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the corrected average and the next state."""

@@ -3,22 +3,25 @@
 A rule is a frozen dataclass of knobs. Its state is passed and returned, so that a checkpoint can hold all of it.
 """
 
-from __future__ import annotations
-
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Protocol, Self, TypeAlias, get_args, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients
 from coterie.rules.knobs import Knob, value_at, weights_over
 
 State: TypeAlias = dict[str, Any]
 """A rule's memory: tensors and numbers by name, so that a checkpoint can hold it. `step` counts the steps
 taken; `weight` is the weight that the peers had in the last one."""
+
+Knobs: TypeAlias = Mapping[str, Any]
+"""The value of each knob at one step."""
 
 
 @runtime_checkable
@@ -53,11 +56,41 @@ class Capturable(Rule, Protocol):
     def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
         """Return the next step's knobs, and the plain part of the state after it if all peers answer."""
 
-    def with_knobs(self, knobs: Mapping[str, Any]) -> Rule:
+    def with_knobs(self, knobs: Knobs) -> Rule:
         """Return the rule with these knobs: numbers, tensors on the device, or a column with a row for each run."""
 
 
-class FormulaRule(ABC):
+class BaseRule:
+    """What rules share: a state, and peers weighed by the fields `tau` and `aggregator`, where they have them."""
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether there is an aggregator, which needs every peer's gradient."""
+        return getattr(self, "aggregator", None) is not None
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Return τ over the given peers."""
+        return weights_over(getattr(self, "tau", None), names, getattr(self, "aggregator", None))
+
+    def init(self, x: Tensor) -> State:
+        """Return the state before the first step."""
+        return {"step": 0, "weight": 0.0}
+
+
+class RowsRule(BaseRule):
+    """Base of rules that need every peer's gradient."""
+
+    needs_rows: ClassVar[bool] = True
+
+    def rows(self, g: Gradients) -> Tensor:
+        """Return the peers' gradients, of which each has a name."""
+        if g.rows is None or len(g.names) != len(g.rows):
+            rule = type(self).__name__
+            raise KnobError(f"`{rule}` needs every peer's gradient and name: `Gradients(rows=…, names=…)`")
+        return g.rows
+
+
+class FormulaRule(BaseRule, ABC):
     """Base of rules that are a formula of g_0, the peers' weighted sum and knobs.
 
     A subclass is a frozen dataclass. Fields annotated `Knob` are numbers or functions of the step. One function,
@@ -89,7 +122,7 @@ class FormulaRule(ABC):
 
     @abstractmethod
     def direction(
-        self, own: Tensor, peers: Tensor, state: Mapping[str, Any], knobs: Mapping[str, Any]
+        self, own: Tensor, peers: Tensor, state: State, knobs: Knobs
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the direction, and the tensors of the state that have changed.
 
@@ -101,18 +134,9 @@ class FormulaRule(ABC):
                 weight that answered, above 0.
         """
 
-    @property
-    def needs_rows(self) -> bool:
-        """Whether there is an aggregator, which needs every peer's gradient."""
-        return getattr(self, "aggregator", None) is not None
-
-    def weights(self, names: Sequence[str]) -> dict[str, float]:
-        """Return τ over the given peers."""
-        return weights_over(getattr(self, "tau", None), names, getattr(self, "aggregator", None))
-
     def init(self, x: Tensor) -> State:
         """Return the state before the first step."""
-        return {"step": 0, "weight": 0.0} | {name: torch.zeros_like(x, requires_grad=False) for name in self.memory}
+        return super().init(x) | {name: torch.zeros_like(x, requires_grad=False) for name in self.memory}
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the direction and the next state; g_0 to the bit where no peer answered."""
@@ -133,7 +157,7 @@ class FormulaRule(ABC):
         knobs = self.knobs_at(state)
         return knobs, self.after(state, knobs, 1.0)
 
-    def with_knobs(self, knobs: Mapping[str, Any]) -> Self:
+    def with_knobs(self, knobs: Knobs) -> Self:
         """Return the rule with these knobs; see `Capturable`."""
         return replace(self, **knobs)  # type: ignore[type-var]  # a subclass is a dataclass
 
@@ -141,7 +165,7 @@ class FormulaRule(ABC):
         """Return the knobs at the state's step."""
         return {name: value_at(name, getattr(self, name), state["step"]) for name in knob_names(self)}
 
-    def after(self, state: State, knobs: Mapping[str, Any], answered: float) -> State:
+    def after(self, state: State, knobs: Knobs, answered: float) -> State:
         """Return the plain part of the state after a step: how many steps, and the weight that the peers had."""
         alpha = knobs.get("alpha", 1.0)
         return {"step": state["step"] + 1, "weight": alpha if answered == 1 else alpha * answered}
@@ -149,14 +173,12 @@ class FormulaRule(ABC):
 
 def knob_names(rule: FormulaRule) -> list[str]:
     """Return the fields of a rule that are annotated `Knob`."""
-    known = _KNOB_NAMES.get(type(rule))
-    if known is None:
-        known = [field.name for field in fields(rule) if _is_knob(field.type)]  # type: ignore[arg-type]  # a dataclass
-        _KNOB_NAMES[type(rule)] = known
-    return known
+    return _knob_names(type(rule))
 
 
-_KNOB_NAMES: dict[type[FormulaRule], list[str]] = {}
+@functools.cache
+def _knob_names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind) if _is_knob(field.type)]
 
 
 def _is_knob(annotation: object) -> bool:

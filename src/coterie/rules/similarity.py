@@ -7,19 +7,17 @@ between gradients, their distance, or what a peer's last gradient would have don
 It stays on the device, where the next step needs it, and a step asks the host for nothing: it can be captured.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, by_name
-from coterie.rules.knobs import check_share, weights_over
-from coterie.rules.rule import State
+from coterie.rules.knobs import check_share
+from coterie.rules.rule import RowsRule, State
 
 TINY = 1e-30
 """Keeps a gradient of length zero from dividing by it."""
@@ -28,18 +26,8 @@ OWN = ""
 
 
 @dataclass(frozen=True)
-class _Weighing:
-    """What the rules here share: they ask every peer for its gradient."""
-
-    needs_rows: ClassVar[bool] = True
-
-    def weights(self, names: Sequence[str]) -> dict[str, float]:
-        """Ask every peer."""
-        return weights_over(None, names)
-
-    def init(self, x: Tensor) -> State:
-        """Return the state before the first step."""
-        return {"step": 0, "weight": 0.0}
+class _Weighing(RowsRule):
+    """What the rules here share: a step can be captured once the peers are known."""
 
     def repeats(self, state: State) -> bool:
         """Say whether the peers are known: the first step, which learns who they are, is on its own."""
@@ -55,7 +43,15 @@ class _Weighing:
 
 
 @dataclass(frozen=True)
-class CosineSimilarity(_Weighing):
+class _ByAngle(_Weighing):
+    alpha: float
+
+    def __post_init__(self) -> None:
+        check_share("alpha", self.alpha)
+
+
+@dataclass(frozen=True)
+class CosineSimilarity(_ByAngle):
     """Weigh each peer by the cosine of the angle between its gradient and the own.
 
         τ_k ∝ max(0, cos(g_0, g_k)),   d_t = (1 − α) g_0 + α Σ τ_k g_k
@@ -75,14 +71,9 @@ class CosineSimilarity(_Weighing):
     Reference: the similarity that Sattler, Müller and Samek, *Clustered Federated Learning* (2021), group by.
     """
 
-    alpha: float
-
-    def __post_init__(self) -> None:
-        check_share("alpha", self.alpha)
-
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by similarity and the next state."""
-        rows = _rows(g)
+        rows = self.rows(g)
         likeness = _cosines(g.own, rows).clamp(min=0)
         total = likeness.sum()
         tau = likeness / total.clamp(min=TINY)
@@ -91,7 +82,7 @@ class CosineSimilarity(_Weighing):
 
 
 @dataclass(frozen=True)
-class SimilarityGate(_Weighing):
+class SimilarityGate(_ByAngle):
     """Let a peer's gradient through where it makes an acute angle with the own, and not otherwise.
 
         d_t = g_0 + (α/N) Σ_k [cos(g_0, g_k) ≥ 0] (g_k − g_0)
@@ -111,14 +102,9 @@ class SimilarityGate(_Weighing):
     Gradient Similarity* (2018), the unweighted version, with peers for auxiliary losses.
     """
 
-    alpha: float
-
-    def __post_init__(self) -> None:
-        check_share("alpha", self.alpha)
-
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average of what came through and the next state."""
-        rows = _rows(g)
+        rows = self.rows(g)
         tau = (_cosines(g.own, rows) >= 0).to(rows) * (g.answered / max(1, len(rows)))
         direction = g.own + self.alpha * (tau @ rows - tau.sum() * g.own)
         return direction, _next(state, g, tau, self.alpha * tau.sum())
@@ -153,14 +139,12 @@ class WeightErosion(_Weighing):
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by what is left of the weights, and the next state."""
-        rows, names = _rows(g), _everybody(g, state)
+        rows, names = self.rows(g), _everybody(g, state)
         before = state["tau"] if "tau" in state else rows.new_ones(len(names))
         far = (rows - g.own).norm(dim=1) / g.own.norm().clamp(min=TINY)
         omega = (by_name(before, names, g.names) - self.penalty * far).clamp(min=0)
         total = 1 + omega.sum()
-        kept = by_name(omega, g.names, names, otherwise=before)  # who does not answer keeps the weight it had
-        following = {"step": state["step"] + 1, "weight": 1 - 1 / total, "tau": kept, "names": names}
-        return (g.own + omega @ rows) / total, following
+        return (g.own + omega @ rows) / total, _next(state, g, omega, 1 - 1 / total, otherwise=before)
 
 
 @dataclass(frozen=True)
@@ -203,7 +187,7 @@ class MirrorDescent(_Weighing):
             lengths, gains = _lengths_and_gains(g, state)
             scale = lengths.max() * g.own.norm().double() + TINY
             weights = weights * torch.exp(self.rate * gains / scale)
-        return _by_own_and_rows(g, weights / weights.sum(), state)
+        return _by_own_and_rows(g, self.rows(g), weights / weights.sum(), state)
 
 
 @dataclass(frozen=True)
@@ -244,7 +228,7 @@ class FirstOrder(_Weighing):
             total = worth.sum()
             moved = torch.lerp(worth / total.clamp(min=TINY), weights, self.memory)
             weights = torch.where(total > 0, moved, weights)
-        return _by_own_and_rows(g, weights, state)
+        return _by_own_and_rows(g, self.rows(g), weights, state)
 
 
 def _everybody(g: Gradients, state: State) -> list[str]:
@@ -266,9 +250,9 @@ def _lengths_and_gains(g: Gradients, state: State) -> tuple[Tensor, Tensor]:
     return state["last"].norm(dim=1).double(), (state["last"] @ g.own).double()
 
 
-def _by_own_and_rows(g: Gradients, weights: Tensor, state: State) -> tuple[Tensor, State]:
+def _by_own_and_rows(g: Gradients, rows: Tensor, weights: Tensor, state: State) -> tuple[Tensor, State]:
     """Return Σ w_k g_k over the own gradient and the rows, the own in the place of who did not answer."""
-    everyone = torch.cat([g.own.unsqueeze(0), _rows(g)])
+    everyone = torch.cat([g.own.unsqueeze(0), rows])
     names = state.get("names", [OWN, *g.names, *g.left_out])
     theirs = by_name(weights, names, [OWN, *g.names])[1:]
     used = torch.cat([1 - theirs.sum().reshape(1), theirs]).to(everyone)
@@ -281,17 +265,13 @@ def _by_own_and_rows(g: Gradients, weights: Tensor, state: State) -> tuple[Tenso
     }
 
 
-def _next(state: State, g: Gradients, tau: Tensor, weight: Tensor) -> State:
+def _next(state: State, g: Gradients, tau: Tensor, weight: Tensor, otherwise: Tensor | float = 0.0) -> State:
+    """Return the next state, in which who did not answer has the weight `otherwise`."""
     names = _everybody(g, state)
-    return {"step": state["step"] + 1, "weight": weight, "tau": by_name(tau, g.names, names), "names": names}
+    tau = by_name(tau, g.names, names, otherwise)
+    return {"step": state["step"] + 1, "weight": weight, "tau": tau, "names": names}
 
 
 def _cosines(own: Tensor, rows: Tensor) -> Tensor:
     lengths: Tensor = rows.norm(dim=1) * own.norm()
     return (rows @ own) / lengths.clamp(min=TINY)
-
-
-def _rows(g: Gradients) -> Tensor:
-    if g.rows is None or len(g.names) != len(g.rows):
-        raise KnobError("this rule needs every peer's gradient and name: `Gradients(rows=…, names=…)`")
-    return g.rows

@@ -8,11 +8,8 @@ the next such step, from the last copy: neither waits for the other, and the wei
 copy travels.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,8 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, by_name
 from coterie.gradients.simplex import simplex_minimum
-from coterie.rules.knobs import weights_over
-from coterie.rules.rule import State
+from coterie.rules.rule import RowsRule, State
 
 STEPS_BETWEEN_SOLUTIONS = 5
 """Steps from one solution for the weights to the next; each uses the running means of the solution before."""
@@ -34,7 +30,7 @@ MEANS = ("bias", "squares", "counts", "noise")
 
 
 @dataclass(frozen=True)
-class StreamAveraging:
+class StreamAveraging(RowsRule):
     """Average by the weights that trade the peers' bias against everybody's noise best, solved for as the run goes.
 
         B_ij = running mean of sym⟨y_i(t), y_j(t − 1)⟩,  y_i = g_i − g_0
@@ -66,33 +62,22 @@ class StreamAveraging:
 
     horizon: int
 
-    needs_rows: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if not self.horizon >= 1:
             raise KnobError(f"`horizon` must be at least 1 step, got {self.horizon!r}")
 
-    def weights(self, names: Sequence[str]) -> dict[str, float]:
-        """Ask every peer."""
-        return weights_over(None, names)
-
-    def init(self, x: Tensor) -> State:
-        """Return the state before the first step; `tau` will be the peers' part of κ, in the order of `names`."""
-        return {"step": 0, "weight": 0.0}
-
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by the weights found so far, and the next state."""
-        if g.rows is None or len(g.names) != len(g.rows):
-            raise KnobError("`StreamAveraging` needs every peer's gradient: `Gradients(rows=…, names=…)`")
-        if "tau" not in state:
+        rows = self.rows(g)
+        if "tau" not in state:  # the peers' part of κ, in the order of `names`
             state = state | self._start(g)
-        seen = self._observed(g, g.rows, state)
+        seen = self._observed(g, rows, state)
         if state["step"] % STEPS_BETWEEN_SOLUTIONS == 0:
             seen |= self._solved(state) | {f"sent {name}": _send(seen[name]) for name in MEANS}
         following = state | seen
         used = by_name(following["tau"], following["names"], g.names)
         weight = used.sum()
-        average = used @ g.rows / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+        average = used @ rows / weight.clamp(min=torch.finfo(weight.dtype).tiny)
         following |= {"step": state["step"] + 1, "weight": weight}
         return torch.lerp(g.own, average, weight), following
 
@@ -106,16 +91,9 @@ class StreamAveraging:
         names = [*g.names, *g.left_out]
         n, d = len(names), len(g.own)
         matrix, noise = g.own.new_zeros(n, n, dtype=torch.float64), g.own.new_zeros(1 + n, dtype=torch.float64)
-        return {
-            "names": names,
-            "tau": g.own.new_zeros(n),
-            "rows": g.own.new_zeros(1 + n, d),
-            "present": noise[1:],
-            "bias": matrix,
-            "squares": matrix,
-            "counts": matrix,
-            "noise": noise,
-        }
+        means = {"bias": matrix, "squares": matrix, "counts": matrix, "noise": noise}
+        tau, rows = g.own.new_zeros(n), g.own.new_zeros(1 + n, d)
+        return {"names": names, "tau": tau, "rows": rows, "present": noise[1:], **means}
 
     def _observed(self, g: Gradients, rows: Tensor, state: State) -> State:
         """Return the running means after one more step: bias products, their squares, noise, and counts."""
@@ -183,12 +161,7 @@ def _arrived(copy: Tensor) -> Tensor:
 
 
 def _pooled(values: Tensor, variances: Tensor) -> Tensor:
-    """Return for each value the mean of those that it cannot be told apart from, by how likely that is.
-
-    Example:
-        >>> _pooled(torch.tensor([1.0, 3.0, 90.0]), torch.tensor([4.0, 4.0, 4.0])).tolist()
-        [1.87..., 2.12..., 90.0]
-    """
+    """Return for each value the mean of those that it cannot be told apart from, by how likely that is."""
     known = variances.clamp(min=1e-300)
     apart = (values[:, None] - values).square() / (2 * (known[:, None] + known))
     weights = torch.exp(-apart) / known

@@ -1,17 +1,15 @@
 """Weighted gradient averaging: Algorithm 2."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 from torch import Tensor
 
 from coterie.aggregators import Aggregator
 from coterie.rules.formula import combined
 from coterie.rules.knobs import Auto, Knob, check_knob, check_tau
-from coterie.rules.rule import FormulaRule
+from coterie.rules.rule import FormulaRule, Knobs, State
 from coterie.users.user import User
 
 
@@ -44,7 +42,7 @@ class WeightedAveraging(FormulaRule):
         check_tau(self.tau, self.aggregator)
 
     @classmethod
-    def pooled(cls, me: User, peers: Sequence[User]) -> WeightedAveraging:
+    def pooled(cls, me: User, peers: Sequence[User]) -> Self:
         """Return the averaging that minimises the mean loss over everybody's examples together.
 
         Example:
@@ -57,8 +55,6 @@ class WeightedAveraging(FormulaRule):
         total = sum(len(peer) for peer in peers)
         return cls(alpha=total / (total + len(me)), tau={peer.name: len(peer) / total for peer in peers})
 
-    def direction(
-        self, own: Tensor, peers: Tensor, state: Mapping[str, Any], knobs: Mapping[str, Any]
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def direction(self, own: Tensor, peers: Tensor, state: State, knobs: Knobs) -> tuple[Tensor, State]:
         """Return (1 − α) g_0 + α g_avg."""
         return combined(own, peers, knobs["alpha"]), {}
