@@ -1,7 +1,11 @@
 """The theory: constants, bounds, the best knobs and the speedup over training alone.
 
-Everything is a formula, vectorised over arrays. `docs/theory.md` leads from the paper's symbols to the names
-here; `docs/errata.md` lists what is printed in the paper and does not hold.
+Everything is a formula, vectorised over arrays. Arguments are the same everywhere: `problem` is the constants, with
+`pl` for a bound of the loss; `steps` is T, `alpha` is α in [0, 1], `beta` is β in (0, 1], `lr` is η, `oracle_noise`
+is v, the oracle's noise about one peer, and `initial_error` is E_0; see `correction_bound`.
+
+`docs/theory.md` leads from the paper's symbols to the names here; `docs/errata.md` lists what is printed in the
+paper and does not hold.
 """
 
 from coterie.theory.choices import (

@@ -14,11 +14,6 @@ def averaging_cost(problem: Constants, alpha: Numbers, steps: Numbers) -> Number
 
     Infinite at and beyond α = 1/√m.
 
-    Args:
-        problem: the constants.
-        alpha: α in [0, 1].
-        steps: T.
-
     Example:
         >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=10, bias_floor=1)
         >>> [float(averaging_cost(problem, alpha, steps=100)) for alpha in (0, 0.5, 1)]
@@ -41,10 +36,6 @@ def best_alpha(problem: Constants, steps: Numbers) -> Numbers:
     root of a cubic, Q′ = 0 cleared of its denominators: with S = σ_0² + σ_a² and z = μζ²T/L,
 
         m(S − z)α³ − 3mσ_0²α² + (S + 2mσ_0² + z)α − σ_0² = 0.
-
-    Args:
-        problem: the constants.
-        steps: T.
 
     Example:
         >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=10, bias_floor=1)
@@ -73,9 +64,7 @@ def least_noise_alpha(problem: Constants, oracle_noise: Numbers = 0.0) -> Number
 
         α = σ_0²/(σ_0² + σ_a² + v²/N),   with equal noises N/(N + 1 + v²/σ_0²)
 
-    Args:
-        problem: the constants.
-        oracle_noise: v, the oracle's noise about one peer; 0 for `BiasCorrection` over a long run.
+    For `BiasCorrection` over a long run, v is 0.
 
     Example:
         >>> float(least_noise_alpha(Constants(smoothness=1, initial_gap=1, noise=2, n_peers=3)))
@@ -90,12 +79,8 @@ def least_noise_alpha(problem: Constants, oracle_noise: Numbers = 0.0) -> Number
 def averaging_speedup(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> Numbers:
     """Return how many times more steps Alone needs for the same cost: Q(0)/Q(α).
 
-    At the best α and m = 0 it is 1/(1 − α); for ζ = 0 too, N + 1. For m > 0 it is sub-linear even if ζ = 0.
-
-    Args:
-        problem: the constants.
-        steps: T.
-        alpha: α; the best when None.
+    α is the best unless it is given. At the best α and m = 0 it is 1/(1 − α); for ζ = 0 too, N + 1. For m > 0 it is
+    sub-linear even if ζ = 0.
 
     Example:
         >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=np.array([1.0, 10.0]))
@@ -112,10 +97,6 @@ def oracle_speedup(problem: Constants, oracle_noise: Numbers = 0.0) -> Numbers:
     """Return how many times more steps Alone needs than correction by an oracle at its best α.
 
         σ_0²/σ̃²(α) = 1/(1 − α),   with equal noises and v = 0 the linear speedup N + 1
-
-    Args:
-        problem: the constants.
-        oracle_noise: v, the oracle's noise about one peer.
 
     Example:
         >>> print(f"{oracle_speedup(Constants(smoothness=1, initial_gap=1, noise=2, n_peers=9)):.6g}")

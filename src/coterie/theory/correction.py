@@ -60,20 +60,13 @@ def correction_bound(
     check("lr", lr, np.greater(lr, 0), "must be positive")
     check("lr", lr, np.less_equal(lr, limit * (1 + 1e-9)), "must not exceed 1/L", f"take {np.min(limit):g}")
     check("beta", beta, np.greater(beta, 0) & np.less_equal(beta, 1), "must lie in (0, 1]")
-    drift = alpha * problem.hessian_gap * lr / beta
-    check(
-        "beta", beta, 4 * (1 + beta) * drift**2 < 1, "must exceed √8·αδη", "take a larger `beta` or a smaller `lr`"
-    )
+    follows = 4 * (1 + beta) * (alpha * problem.hessian_gap * lr / beta) ** 2 < 1
+    check("beta", beta, follows, "must exceed √8·αδη", "take a larger `beta` or a smaller `lr`")
     return _bound(problem, alpha, beta, lr, steps, error=_initial_error(problem, initial_error))
 
 
 def correction_max_lr(problem: Constants, alpha: Numbers, beta: Numbers = 1.0) -> Numbers:
     """Return a step size up to which `correction_bound` holds, min(1/L, β/(3αδ)).
-
-    Args:
-        problem: the constants.
-        alpha: α in [0, 1].
-        beta: β in (0, 1].
 
     Example:
         >>> problem = Constants(smoothness=1, initial_gap=1, noise=1, hessian_gap=2)
@@ -89,17 +82,10 @@ def correction_max_lr(problem: Constants, alpha: Numbers, beta: Numbers = 1.0) -
 def best_beta(
     problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, *, initial_error: Numbers | None = None
 ) -> Numbers:
-    """Return the β with the least `correction_bound` for a given step size.
+    """Return the β with the least `correction_bound` for a step size of at most `correction_max_lr`.
 
     Where the drift of the bias decides it is near (2δ²η²σ²(α)/s)^{1/3}, where forgetting c_0 decides near
     √(E_0/(sT)).
-
-    Args:
-        problem: the constants.
-        alpha: α in [0, 1].
-        lr: η, at most `correction_max_lr(problem, alpha)`.
-        steps: T.
-        initial_error: E_0; s when None.
 
     Example:
         >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9, hessian_gap=0.01)
@@ -118,13 +104,7 @@ def best_beta(
 def best_correction(
     problem: Constants, steps: Numbers, alpha: Numbers | None = None, *, initial_error: Numbers | None = None
 ) -> Correction:
-    """Return the knobs with the least `correction_bound`, and that bound.
-
-    Args:
-        problem: the constants.
-        steps: T.
-        alpha: α; the one of least noise when None.
-        initial_error: E_0; s when None.
+    """Return the knobs with the least `correction_bound`, and that bound; α is that of least noise unless given.
 
     Example:
         >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9, hessian_gap=0.01)
@@ -152,11 +132,6 @@ def hessian_gap_limit(problem: Constants, alpha: Numbers, lr: Numbers) -> Number
 
     Below it the noise term, and with it the linear speedup, is what remains for large T, as long as c_0 is
     good: S ≫ s²/(LF_0σ²(α)) first batches. With η ∝ 1/√T it shrinks as T^{−1/4}.
-
-    Args:
-        problem: the constants.
-        alpha: α in (0, 1].
-        lr: η.
 
     Example:
         >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9)

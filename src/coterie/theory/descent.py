@@ -188,10 +188,6 @@ def steps_alone(problem: Constants, bound: Numbers) -> Numbers:
 
         T = 8LF_0σ_0²/bound²,   or 2LF_0/(bound − σ_0²) where the step size is 1/L
 
-    Args:
-        problem: the constants.
-        bound: what is to be reached by the mean squared gradient.
-
     Example:
         >>> problem = Constants(smoothness=1, initial_gap=2, noise=1)
         >>> steps = steps_alone(problem, 0.1)
@@ -210,11 +206,7 @@ def steps_alone(problem: Constants, bound: Numbers) -> Numbers:
 def averaging(problem: Constants, alpha: Numbers) -> Descent:
     """Return the descent of weighted gradient averaging (Theorem 1).
 
-        bias = α(∇f_avg − ∇f_0),   variance σ²(α) = (1 − α)²σ_0² + α²σ_a²
-
-    Args:
-        problem: the constants.
-        alpha: α in [0, 1], below 1/√m.
+        bias = α(∇f_avg − ∇f_0),   variance σ²(α) = (1 − α)²σ_0² + α²σ_a²,   α < 1/√m
 
     Example:
         >>> step = averaging(Constants(smoothness=1, initial_gap=1, noise=3, n_peers=2, bias_floor=4), 0.5)
@@ -234,11 +226,6 @@ def oracle(problem: Constants, alpha: Numbers, oracle_noise: Numbers = 0.0) -> D
     """Return the descent of bias correction by an oracle of the bias (Theorem 2): as averaging, without bias.
 
         variance σ̃²(α) = (1 − α)²σ_0² + α²(σ_a² + v²/N)
-
-    Args:
-        problem: the constants.
-        alpha: α in [0, 1].
-        oracle_noise: v, the oracle's noise about one peer.
 
     Example:
         >>> problem = Constants(smoothness=1, initial_gap=1, noise=3, n_peers=8, bias_floor=100)

@@ -75,7 +75,8 @@ class Dynamics:
         """Return steps `start` to `stop` − 1 as one transition."""
         if start == stop:
             return identity(len(self.curvature), self.size)
-        cuts = {start, stop} | {int(cut) for cut in self._cuts if start < cut < stop}
+        averaging = () if self.average_from is None else (self.average_from, self.average_from + 1)
+        cuts = {start, stop} | {int(cut) for cut in (self.settled, *averaging) if start < cut < stop}
         return functools.reduce(Transition.then, itertools.starmap(self._stretch, itertools.pairwise(sorted(cuts))))
 
     def each(self, start: int, stop: int) -> Transition:
@@ -101,12 +102,6 @@ class Dynamics:
             noise[..., 2, :] = noise[..., 0, :]
             noise[..., :, 2] = noise[..., :, 0]
         return Transition(matrix, offset, noise)
-
-    @property
-    def _cuts(self) -> tuple[float, ...]:
-        """The steps at which one stretch of equal steps ends and another begins."""
-        averaging = () if self.average_from is None else (self.average_from, self.average_from + 1)
-        return (self.settled, *averaging)
 
     def _stretch(self, start: int, stop: int) -> Transition:
         """Return steps between two cuts as one: by squaring once the knobs are constant, else pairwise."""

@@ -90,12 +90,7 @@ def best_averaging(peers: Peers, steps: float, tau: ArrayLike | None = None) -> 
 
         W = 2Lσ²(α)/(μT(1 − α²m)²) + α²ζ²/(1 − α²m),
 
-    which is iterated from α = 0; the best pair of all iterations is returned.
-
-    Args:
-        peers: the constants, with `pl`.
-        steps: T.
-        tau: τ; when given, only α is chosen.
+    which is iterated from α = 0; the best pair of all iterations is returned. With a given τ, only α is chosen.
 
     Example:
         >>> bias = {"bias_floor": [0, 0, 3], "bias_growth": [0, 90, 0]}

@@ -35,11 +35,7 @@ def plan(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> di
     """Return the best knobs, the bound and the speedup of `alone`, `wga`, `bc_oracle` and `bc`.
 
     A bound on the squared gradient becomes one on the loss by the PL condition, F ≤ ‖∇f_0‖²/(2μ).
-
-    Args:
-        problem: the constants, with `pl`.
-        steps: T.
-        alpha: α for weighted averaging; the best when None.
+    `alpha` is for weighted averaging; the best when None.
 
     Example:
         >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=9, hessian_gap=0.001)
@@ -75,10 +71,6 @@ def plan_for_peers(peers: Peers, steps: int) -> dict[str, Choice]:
     """Return the plan for peers that differ, each method with the peers that suit it.
 
     Averaging takes the weights of `best_averaging`, bias correction the peers of `best_corrected_peers`.
-
-    Args:
-        peers: the constants, with `pl`.
-        steps: T.
 
     Example:
         >>> peers = Peers(smoothness=1, pl=1, initial_gap=1, noise=1, peer_noise=[1, 1], bias_floor=[0, 9])
