@@ -1,17 +1,16 @@
 """Training alone: the own gradient and nobody else's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 from torch import Tensor
 
 from coterie.gradients.gradients import Gradients
-from coterie.rules.rule import BaseRule, State
+from coterie.rules.rule import Capturable, State
 
 
 @dataclass(frozen=True)
-class Alone(BaseRule):
+class Alone(Capturable):
     """Follow the own gradient: d_t = g_0.
 
     Example:
@@ -29,14 +28,6 @@ class Alone(BaseRule):
         """Return g_0."""
         return g.own, self.next_knobs(state)[1]
 
-    def repeats(self, state: State) -> bool:
-        """Say that every step is the same work."""
-        return True
-
     def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
         """Return no knobs: there are none."""
         return {}, {"step": state["step"] + 1, "weight": 0.0}
-
-    def with_knobs(self, knobs: Mapping[str, Any]) -> Self:
-        """Return this rule."""
-        return self

@@ -9,11 +9,11 @@ from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients
 from coterie.rules.formula import combined
 from coterie.rules.knobs import Knob, check_knob, check_tau, value_at
-from coterie.rules.rule import BaseRule, State
+from coterie.rules.rule import Rule, State
 
 
 @dataclass(frozen=True)
-class OracleCorrection(BaseRule):
+class OracleCorrection(Rule):
     """Bias correction with the true bias, for problems where it is known (Theorem 2).
 
         d_t = (1 − α) g_0 + α (g_avg − c_t),   c_t = ∇f_avg(x_t) − ∇f_0(x_t)

@@ -7,7 +7,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, ClassVar, Protocol, Self, TypeAlias, get_args, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,17 +26,23 @@ Knobs: TypeAlias = Mapping[str, Any]
 
 @runtime_checkable
 class Rule(Protocol):
-    """How user 0 turns gradients into a direction. The knobs are fields; the state is passed and returned."""
+    """How user 0 turns gradients into a direction. The knobs are fields; the state is passed and returned.
+
+    A class may inherit from it what it does not define; fields `tau` and `aggregator` are used where it has them.
+    """
 
     @property
     def needs_rows(self) -> bool:
-        """Whether every peer's gradient is needed, not only their weighted sum."""
+        """Whether every peer's gradient is needed, as by an aggregator, not only their weighted sum."""
+        return getattr(self, "aggregator", None) is not None
 
     def weights(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the weight of each peer to ask; an empty mapping asks nobody."""
+        """Return τ, the weight of each peer to ask; an empty mapping asks nobody."""
+        return weights_over(getattr(self, "tau", None), names, getattr(self, "aggregator", None))
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step."""
+        return {"step": 0, "weight": 0.0}
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the direction and the next state."""
@@ -52,45 +58,18 @@ class Capturable(Rule, Protocol):
 
     def repeats(self, state: State) -> bool:
         """Say whether the next step is the same work as those after it; the first may not be."""
+        return True
 
     def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
         """Return the next step's knobs, and the plain part of the state after it if all peers answer."""
+        return {}, {"step": state["step"] + 1}
 
     def with_knobs(self, knobs: Knobs) -> Rule:
         """Return the rule with these knobs: numbers, tensors on the device, or a column with a row for each run."""
+        return self
 
 
-class BaseRule:
-    """What rules share: a state, and peers weighed by the fields `tau` and `aggregator`, where they have them."""
-
-    @property
-    def needs_rows(self) -> bool:
-        """Whether there is an aggregator, which needs every peer's gradient."""
-        return getattr(self, "aggregator", None) is not None
-
-    def weights(self, names: Sequence[str]) -> dict[str, float]:
-        """Return τ over the given peers."""
-        return weights_over(getattr(self, "tau", None), names, getattr(self, "aggregator", None))
-
-    def init(self, x: Tensor) -> State:
-        """Return the state before the first step."""
-        return {"step": 0, "weight": 0.0}
-
-
-class RowsRule(BaseRule):
-    """Base of rules that need every peer's gradient."""
-
-    needs_rows: ClassVar[bool] = True
-
-    def rows(self, g: Gradients) -> Tensor:
-        """Return the peers' gradients, of which each has a name."""
-        if g.rows is None or len(g.names) != len(g.rows):
-            rule = type(self).__name__
-            raise KnobError(f"`{rule}` needs every peer's gradient and name: `Gradients(rows=…, names=…)`")
-        return g.rows
-
-
-class FormulaRule(BaseRule, ABC):
+class FormulaRule(Capturable, ABC):
     """Base of rules that are a formula of g_0, the peers' weighted sum and knobs.
 
     A subclass is a frozen dataclass. Fields annotated `Knob` are numbers or functions of the step. One function,
@@ -148,10 +127,6 @@ class FormulaRule(BaseRule, ABC):
         direction, changed = self.direction(g.own, peers, state, {**knobs, "answered": answered})
         return direction, {**state, **plain, **changed}
 
-    def repeats(self, state: State) -> bool:
-        """Say whether the next step is the same work as those after it."""
-        return True
-
     def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
         """Return the next step's knobs and the plain part of the state after it; see `Capturable`."""
         knobs = self.knobs_at(state)
@@ -199,3 +174,10 @@ def weights_in(state: State) -> dict[str, float]:
     """
     tau = state.get("tau", {})
     return dict(zip(state["names"], tau.tolist(), strict=True)) if isinstance(tau, Tensor) else dict(tau)
+
+
+def rows_of(g: Gradients) -> Tensor:
+    """Return every peer's gradient, each of which must have a name."""
+    if g.rows is None or len(g.names) != len(g.rows):
+        raise KnobError("this rule needs every peer's gradient and name: `Gradients(rows=…, names=…)`")
+    return g.rows

@@ -7,9 +7,9 @@ between gradients, their distance, or what a peer's last gradient would have don
 It stays on the device, where the next step needs it, and a step asks the host for nothing: it can be captured.
 """
 
-from collections.abc import Mapping
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, by_name
 from coterie.rules.knobs import check_share
-from coterie.rules.rule import RowsRule, State
+from coterie.rules.rule import Capturable, State, rows_of
 
 TINY = 1e-30
 """Keeps a gradient of length zero from dividing by it."""
@@ -26,20 +26,14 @@ OWN = ""
 
 
 @dataclass(frozen=True)
-class _Weighing(RowsRule):
-    """What the rules here share: a step can be captured once the peers are known."""
+class _Weighing(Capturable):
+    """What the rules here share: they need every peer's gradient, and can be captured once the peers are known."""
+
+    needs_rows: ClassVar[bool] = True
 
     def repeats(self, state: State) -> bool:
         """Say whether the peers are known: the first step, which learns who they are, is on its own."""
         return "tau" in state
-
-    def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
-        """Return no knobs, and the next step's number."""
-        return {}, {"step": state["step"] + 1}
-
-    def with_knobs(self, knobs: Mapping[str, Any]) -> Self:
-        """Return this rule."""
-        return self
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class CosineSimilarity(_ByAngle):
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by similarity and the next state."""
-        rows = self.rows(g)
+        rows = rows_of(g)
         likeness = _cosines(g.own, rows).clamp(min=0)
         total = likeness.sum()
         tau = likeness / total.clamp(min=TINY)
@@ -104,7 +98,7 @@ class SimilarityGate(_ByAngle):
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average of what came through and the next state."""
-        rows = self.rows(g)
+        rows = rows_of(g)
         tau = (_cosines(g.own, rows) >= 0).to(rows) * (g.answered / max(1, len(rows)))
         direction = g.own + self.alpha * (tau @ rows - tau.sum() * g.own)
         return direction, _next(state, g, tau, self.alpha * tau.sum())
@@ -139,7 +133,7 @@ class WeightErosion(_Weighing):
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by what is left of the weights, and the next state."""
-        rows, names = self.rows(g), _everybody(g, state)
+        rows, names = rows_of(g), _everybody(g, state)
         before = state["tau"] if "tau" in state else rows.new_ones(len(names))
         far = (rows - g.own).norm(dim=1) / g.own.norm().clamp(min=TINY)
         omega = (by_name(before, names, g.names) - self.penalty * far).clamp(min=0)
@@ -148,7 +142,31 @@ class WeightErosion(_Weighing):
 
 
 @dataclass(frozen=True)
-class MirrorDescent(_Weighing):
+class _ByGain(_Weighing):
+    """Weigh everybody, user 0 too, by what their last gradient does for user 0's loss: equally at first."""
+
+    @abstractmethod
+    def moved(self, weights: Tensor, lengths: Tensor, gains: Tensor, own: Tensor) -> Tensor:
+        """Return the next weights from ‖g_k‖ and ⟨g_0 now, g_k⟩ of the last step; before the first, g_k is zero."""
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return Σ w_k g_k, with the own gradient in the place of who did not answer, and the next state."""
+        here, everyone = [OWN, *g.names], torch.cat([g.own.unsqueeze(0), rows_of(g)])
+        if "tau" not in state:
+            n = len(here) + len(g.left_out)
+            equal = torch.full((n,), 1 / n, dtype=torch.float64, device=g.own.device)
+            zeros = everyone.new_zeros(n, everyone.shape[1])
+            state = {**state, "names": [*here, *g.left_out], "tau": equal, "last": zeros}
+        names, last = state["names"], state["last"]
+        weights = self.moved(state["tau"], last.norm(dim=1).double(), (last @ g.own).double(), g.own)
+        theirs = by_name(weights, names, here)[1:]
+        used = torch.cat([1 - theirs.sum().reshape(1), theirs]).to(everyone)
+        following = {"step": state["step"] + 1, "weight": used[1:].sum(), "tau": weights, "names": names}
+        return used @ everyone, {**following, "last": by_name(everyone, here, names)}
+
+
+@dataclass(frozen=True)
+class MirrorDescent(_ByGain):
     """Learn the weights with the model, by mirror descent on user 0's loss after the step that they cause.
 
         d_t = Σ_{k≥0} w_k g_k(x_t),   w_k ← w_k exp(γ ⟨g_0(x_{t+1}), g_k(x_t)⟩ / s) / Z
@@ -180,18 +198,15 @@ class MirrorDescent(_Weighing):
         if not self.rate > 0:
             raise KnobError(f"`rate` must be positive, got {self.rate!r}")
 
-    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
-        """Return the average by the weights learned so far, and the next state."""
-        weights = _weights(g, state)
-        if "last" in state:
-            lengths, gains = _lengths_and_gains(g, state)
-            scale = lengths.max() * g.own.norm().double() + TINY
-            weights = weights * torch.exp(self.rate * gains / scale)
-        return _by_own_and_rows(g, self.rows(g), weights / weights.sum(), state)
+    def moved(self, weights: Tensor, lengths: Tensor, gains: Tensor, own: Tensor) -> Tensor:
+        """Return w_k exp(γ gain_k / s) / Z."""
+        scale = lengths.max() * own.norm().double() + TINY
+        weights = weights * torch.exp(self.rate * gains / scale)
+        return weights / weights.sum()
 
 
 @dataclass(frozen=True)
-class FirstOrder(_Weighing):
+class FirstOrder(_ByGain):
     """Weigh everybody by how much user 0's loss falls along their last gradient, per unit of length.
 
         w_k ∝ running mean of max(0, ⟨g_0(x_{t+1}), g_k(x_t)⟩ / ‖g_k(x_t)‖),   d_t = Σ_{k≥0} w_k g_k(x_t)
@@ -219,50 +234,17 @@ class FirstOrder(_Weighing):
         if not 0 <= self.memory < 1:
             raise KnobError(f"`memory` must lie in [0, 1), got {self.memory!r}")
 
-    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
-        """Return the average by what everybody's last gradient was worth, and the next state."""
-        weights = _weights(g, state)
-        if "last" in state:
-            lengths, gains = _lengths_and_gains(g, state)
-            worth = (gains / (lengths + TINY)).clamp(min=0)
-            total = worth.sum()
-            moved = torch.lerp(worth / total.clamp(min=TINY), weights, self.memory)
-            weights = torch.where(total > 0, moved, weights)
-        return _by_own_and_rows(g, self.rows(g), weights, state)
+    def moved(self, weights: Tensor, lengths: Tensor, gains: Tensor, own: Tensor) -> Tensor:
+        """Return the running mean after one more step; as it was where nobody's gradient was of use."""
+        worth = (gains / (lengths + TINY)).clamp(min=0)
+        total = worth.sum()
+        return torch.where(total > 0, torch.lerp(worth / total.clamp(min=TINY), weights, self.memory), weights)
 
 
 def _everybody(g: Gradients, state: State) -> list[str]:
     """Return the peers asked, in the order of the first step."""
     names: list[str] = state.get("names", [*g.names, *g.left_out])
     return names
-
-
-def _weights(g: Gradients, state: State) -> Tensor:
-    """Return the weights so far, which sum to 1: equal at first."""
-    if "tau" in state:
-        return torch.as_tensor(state["tau"])
-    n = 1 + len(g.names) + len(g.left_out)
-    return torch.full((n,), 1 / n, dtype=torch.float64, device=g.own.device)
-
-
-def _lengths_and_gains(g: Gradients, state: State) -> tuple[Tensor, Tensor]:
-    """Return the length of the own and each peer's gradient of the last step, and ⟨g_0 now, it⟩."""
-    return state["last"].norm(dim=1).double(), (state["last"] @ g.own).double()
-
-
-def _by_own_and_rows(g: Gradients, rows: Tensor, weights: Tensor, state: State) -> tuple[Tensor, State]:
-    """Return Σ w_k g_k over the own gradient and the rows, the own in the place of who did not answer."""
-    everyone = torch.cat([g.own.unsqueeze(0), rows])
-    names = state.get("names", [OWN, *g.names, *g.left_out])
-    theirs = by_name(weights, names, [OWN, *g.names])[1:]
-    used = torch.cat([1 - theirs.sum().reshape(1), theirs]).to(everyone)
-    return used @ everyone, {
-        "step": state["step"] + 1,
-        "weight": used[1:].sum(),
-        "tau": weights,
-        "last": by_name(everyone, [OWN, *g.names], names),
-        "names": names,
-    }
 
 
 def _next(state: State, g: Gradients, tau: Tensor, weight: Tensor, otherwise: Tensor | float = 0.0) -> State:

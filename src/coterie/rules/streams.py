@@ -10,6 +10,7 @@ copy travels.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, by_name
 from coterie.gradients.simplex import simplex_minimum
-from coterie.rules.rule import RowsRule, State
+from coterie.rules.rule import Rule, State, rows_of
 
 STEPS_BETWEEN_SOLUTIONS = 5
 """Steps from one solution for the weights to the next; each uses the running means of the solution before."""
@@ -30,7 +31,7 @@ MEANS = ("bias", "squares", "counts", "noise")
 
 
 @dataclass(frozen=True)
-class StreamAveraging(RowsRule):
+class StreamAveraging(Rule):
     """Average by the weights that trade the peers' bias against everybody's noise best, solved for as the run goes.
 
         B_ij = running mean of sym⟨y_i(t), y_j(t − 1)⟩,  y_i = g_i − g_0
@@ -62,13 +63,15 @@ class StreamAveraging(RowsRule):
 
     horizon: int
 
+    needs_rows: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if not self.horizon >= 1:
             raise KnobError(f"`horizon` must be at least 1 step, got {self.horizon!r}")
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by the weights found so far, and the next state."""
-        rows = self.rows(g)
+        rows = rows_of(g)
         if "tau" not in state:  # the peers' part of κ, in the order of `names`
             state = state | self._start(g)
         seen = self._observed(g, rows, state)
