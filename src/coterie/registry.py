@@ -26,17 +26,11 @@ IMPORTS = "COTERIE_IMPORT"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run before it starts, for knobs that depend on it.
+    """What is known of a run before it starts, for knobs that depend on it."""
 
-    Args:
-        own_examples: how many examples user 0 trains on.
-        peers: how many examples each peer has, by name; None where it does not say.
-        steps: how many steps the run takes; for a method, how many gradients user 0 computes.
-    """
-
-    own_examples: int
-    peers: Mapping[str, int | None]
-    steps: int
+    own_examples: int  # how many examples user 0 trains on
+    peers: Mapping[str, int | None]  # how many each peer has, by name; None where it does not say
+    steps: int  # how many the run takes; for a method, how many gradients user 0 computes
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -54,34 +48,22 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class FromRun:
-    """A knob's value as a function of the run's facts.
-
-    Example:
-        >>> FromRun(lambda run: run.steps // 2).value(RunFacts(10, {"a": 20}, steps=100))
-        50
-    """
+    """A knob's value as a function of the run's facts."""
 
     value: Callable[[RunFacts], Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Entry(Generic[T]):
-    """A registered thing and what is said of it.
-
-    Args:
-        name: by which it is asked for.
-        thing: a class, a function or an object.
-        description: one line.
-        defaults: knobs that take these values unless others are given; a value may be `FromRun`.
-        benchmark_settings: the knobs that `coterie bench` tries, one mapping for each setting; None leaves the
-            choice to the benchmark, and an empty sequence keeps the thing out of it.
-    """
+    """A registered thing and what is said of it."""
 
     name: str
     thing: T
-    description: str = ""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    description: str = ""  # one line
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of knobs; a value may be `FromRun`
     benchmark_settings: Sequence[Mapping[str, Any]] | None = None
+    """The knobs that `coterie bench` tries, one mapping for each setting. None leaves the choice to the benchmark,
+    and an empty sequence keeps the thing out of it."""
 
     def build(self, knobs: Mapping[str, Any], run: RunFacts) -> Any:
         """Call the thing with its defaults and these knobs; one that it does not take is refused."""
@@ -105,11 +87,8 @@ class Entry(Generic[T]):
 class Registry(Generic[T]):
     """Things of one kind by name, in the order in which they were registered.
 
-    Entry points are loaded when a name is asked for that is not there, or all names are.
-
-    Args:
-        kind: what the things are, in messages.
-        group: the group of entry points by which other packages add theirs.
+    `kind` is what messages call the things. By entry points of `group` other packages add theirs; they are
+    loaded when a name is asked for that is not there, or all names are.
 
     Example:
         >>> shapes: Registry[type] = Registry("shape", "example.shapes")
@@ -137,20 +116,15 @@ class Registry(Generic[T]):
         """Make a thing known by name: as a call with the thing, or as a decorator without.
 
         A name is taken once. The same thing may be registered again, and so may one with the same qualified name:
-        a cell of a notebook that is run twice replaces what it registered.
-
-        Args:
-            name: by which it is asked for.
-            thing: what is registered.
-            about: fields of `Entry`; the description is the first line of the docstring when left out.
+        a cell of a notebook that is run twice replaces what it registered. `about` are fields of `Entry`; the
+        description is the first line of the docstring when left out.
         """
         if thing is None:
             return lambda thing: self.register(name, thing, **about)
         before = self._entries.get(name)
         if before is not None and _source(before.thing) != _source(thing):
-            raise KnobError(
-                f"the {self.kind} {name!r} is already {before.thing!r}; choose another name for {thing!r}"
-            )
+            taken = f"the {self.kind} {name!r} is already {before.thing!r}"
+            raise KnobError(f"{taken}; choose another name for {thing!r}")
         description = (inspect.getdoc(_origin(thing)) or "").partition("\n")[0]
         self._entries[name] = Entry(name, thing, **{"description": description, **about})
         return thing
@@ -187,10 +161,8 @@ class Registry(Generic[T]):
             try:
                 self.register(point.name, point.load())
             except Exception as error:  # another package's code may raise anything
-                warnings.warn(
-                    f"the package {package!r} offers the {self.kind} {point.name!r}, which cannot be used: {error}",
-                    stacklevel=3,
-                )
+                offer = f"the package {package!r} offers the {self.kind} {point.name!r}"
+                warnings.warn(f"{offer}, which cannot be used: {error}", stacklevel=3)
 
 
 def import_user_code(name: str) -> None:

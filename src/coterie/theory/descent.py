@@ -19,15 +19,6 @@ class Descent:
 
     In its methods `lr` is η, at most `max_lr`, `steps` is T, and `step` is t, counted from 0.
 
-    Args:
-        smoothness: L.
-        pl: μ; 0 where it is not assumed.
-        initial_gap: F_0.
-        bias_growth: a.
-        bias_floor: B.
-        noise_growth: M.
-        noise: σ.
-
     Example:
         >>> float(alone(Constants(smoothness=2, initial_gap=1, noise=1)).max_lr)
         0.5
@@ -35,13 +26,13 @@ class Descent:
     Reference: Appendix C.1, eq. (eqP), and C.2, eq. (eq1).
     """
 
-    smoothness: Numbers
-    pl: Numbers
-    initial_gap: Numbers
-    bias_growth: Numbers
-    bias_floor: Numbers
-    noise_growth: Numbers
-    noise: Numbers
+    smoothness: Numbers  # L
+    pl: Numbers  # μ; 0 where it is not assumed
+    initial_gap: Numbers  # F_0
+    bias_growth: Numbers  # a
+    bias_floor: Numbers  # B
+    noise_growth: Numbers  # M
+    noise: Numbers  # σ
 
     @property
     def max_lr(self) -> Numbers:

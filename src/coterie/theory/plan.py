@@ -13,22 +13,16 @@ from coterie.theory.peers import Peers, best_averaging, best_corrected_peers
 class Choice:
     """A method at its best knobs.
 
-    Args:
-        alpha: α.
-        beta: β, for bias correction.
-        lr: η, constant.
-        bound: a bound on the expected excess loss f_0 − f_0*, after the last step; for bias correction, whose
-            theorem has no such form, on its mean over the steps.
-        speedup: how many times more steps Alone needs, by the same theorem, for the same.
-        alone_bound: for bias correction, Alone's bound on the mean over the steps.
+    `bound` is on the expected excess loss f_0 − f_0* after the last step; for bias correction, whose theorem has no
+    such form, on its mean over the steps.
     """
 
     alpha: Numbers
-    beta: Numbers | None = None
-    lr: Numbers
+    beta: Numbers | None = None  # for bias correction
+    lr: Numbers  # constant
     bound: Numbers
-    speedup: Numbers
-    alone_bound: Numbers | None = None
+    speedup: Numbers  # how many times more steps Alone needs, by the same theorem, for the same
+    alone_bound: Numbers | None = None  # for bias correction, Alone's bound on the mean over the steps
 
 
 def plan(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> dict[str, Choice]:
