@@ -70,11 +70,9 @@ class BiasCorrection(FormulaRule):
 
     def direction(self, own: Tensor, peers: Tensor, state: State, knobs: Knobs) -> tuple[Tensor, State]:
         """Return the corrected average, and the next c."""
-        c, answered = state["c"], knobs["answered"]
-        if self.start == "first" and not state["seen"]:
-            c = (peers - own) / answered
-        knobs = {"alpha": knobs["alpha"], "beta": knobs["beta"]}
-        direction, c = corrected_step(own, peers, c, **knobs, correction=self.correction, answered=answered)
+        alpha, beta, a = knobs["alpha"], knobs["beta"], knobs["answered"]
+        c = (peers - own) / a if self.start == "first" and not state["seen"] else state["c"]
+        direction, c = corrected_step(own, peers, c, alpha=alpha, beta=beta, correction=self.correction, answered=a)
         return direction, {"c": c}
 
     def repeats(self, state: State) -> bool:
