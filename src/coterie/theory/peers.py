@@ -17,17 +17,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Peers:
-    """The constants of user 0's objective and of each peer.
-
-    Args:
-        smoothness: L of f_0.
-        pl: μ of f_0; 0 where it is not assumed.
-        initial_gap: F_0.
-        noise: σ_0.
-        peer_noise: σ_k.
-        bias_floor: ζ_k.
-        bias_growth: m_k.
-        hessian_gap: δ_k.
+    """The constants of user 0's objective, as in `Constants`, and of each peer.
 
     Example:
         >>> peers = Peers(smoothness=1, pl=1, initial_gap=1, noise=1, peer_noise=[1, 1], hessian_gap=[0, 4])
@@ -38,11 +28,11 @@ class Peers:
     smoothness: float
     initial_gap: float
     noise: float
-    peer_noise: ArrayLike
+    peer_noise: ArrayLike  # σ_k
     pl: float = 0.0
-    bias_floor: ArrayLike = 0.0
-    bias_growth: ArrayLike = 0.0
-    hessian_gap: ArrayLike = 0.0
+    bias_floor: ArrayLike = 0.0  # ζ_k
+    bias_growth: ArrayLike = 0.0  # m_k
+    hessian_gap: ArrayLike = 0.0  # δ_k
 
     def __post_init__(self) -> None:
         noise = np.atleast_1d(np.asarray(self.peer_noise, dtype=np.float64))
