@@ -103,38 +103,6 @@ class Rows:
         """Do nothing: the rows are complete as written."""
 
 
-class Gram:
-    """The inner products of what some vectors and all users' gradients differ from an origin.
-
-        Σ over parameters p of  (V_p − 1 o_pᵀ)(V_p − 1 o_pᵀ)ᵀ
-
-    Of the gradients, one parameter's exist at a time.
-
-    Args:
-        parameters: the layout of a vector.
-        vectors: of shape (m, d), which come first.
-        origin: of shape (d,).
-        users: how many.
-    """
-
-    def __init__(self, parameters: Parameters, vectors: Tensor, origin: Tensor, users: int) -> None:
-        self._vectors, self._origin = parameters.unflatten(vectors), parameters.unflatten(origin)
-        self._held: dict[str, Tensor] = {}
-        self._m, self._users = len(vectors), users
-        self.products = vectors.new_zeros(self._m + users, self._m + users, dtype=torch.float64)
-
-    def memory_for(self, name: str) -> Tensor:
-        """Return memory for one parameter, below that of the vectors."""
-        first = self._vectors[name]
-        self._held[name] = torch.cat([first, first.new_empty(self._users, *first.shape[1:])])
-        return self._held[name][self._m :]
-
-    def complete(self, name: str) -> None:
-        """Add the products of one parameter's part, and free it."""
-        part = self._held.pop(name).sub_(self._origin[name]).flatten(1)
-        self.products += part @ part.mT
-
-
 @dataclass
 class _Call:
     """One call of a layer; its input is freed once it has been used."""
