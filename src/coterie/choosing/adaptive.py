@@ -25,15 +25,10 @@ from coterie.rules.streams import StreamAveraging
 
 @dataclass(frozen=True)
 class Plan:
-    """How thorough a run is.
+    """How thorough a run is."""
 
-    Args:
-        folds: F, into how many parts user 0's examples are split.
-        nested: one trunk for each fold, judged without it; else one for all.
-    """
-
-    folds: int
-    nested: bool
+    folds: int  # F, into how many parts user 0's examples are split
+    nested: bool  # one trunk for each fold, judged without it; else one for all
 
     @property
     def cost(self) -> float:

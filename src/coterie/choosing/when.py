@@ -26,16 +26,12 @@ WORST = 1e9
 class Path:
     """One path: the points of the copy that sees all examples, and losses of examples that the judged copy has not.
 
-    Args:
-        steps: when each look was.
-        points: of each look.
-        losses: of each look, of shape (n + v,): each own example by the copy that is blind to it, then each
-            validation example. Looks and paths are chosen by them.
-        corrected: the same to report. A blind copy has had fewer examples than the one that sees all; Burman's
-            correction adds, example by example, the latter's loss less the blind copies' mean loss.
+    Losses, of shape (n + v,), are of each own example by the copy that is blind to it, then of each validation
+    example; looks and paths are chosen by them. A blind copy has had fewer examples than the one that sees all:
+    Burman's correction, for what is told, adds the latter's loss less the blind copies' mean loss, by example.
     """
 
-    steps: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # of the looks
     points: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     corrected: list[Tensor] = field(default_factory=list)
@@ -67,20 +63,12 @@ class Path:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """What is served.
-
-    Args:
-        path: its name.
-        frequencies: of each path's looks.
-        served: of shape (n + v,): the loss of each example under the procedure, with looks and path chosen without
-            the example's fold.
-        alone: the same for Alone.
-    """
+    """What is served."""
 
     path: str
-    frequencies: Mapping[str, Array]
-    served: Array
-    alone: Array
+    frequencies: Mapping[str, Array]  # of each path's looks
+    served: Array  # the loss of each example, (n + v,), looks and path chosen without the example's fold
+    alone: Array  # the same for Alone
 
 
 class Resampled:

@@ -26,32 +26,20 @@ from coterie.users.user import User
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """User 0's gradients at some points.
+    """User 0's gradients at some points."""
 
-    Args:
-        gradients: of shape (R, d).
-        loss: at the first point.
-        buffers: of shape (R, b): what the passes left in the model's buffers.
-    """
-
-    gradients: Tensor
-    loss: Tensor
-    buffers: Tensor
+    gradients: Tensor  # of shape (R, d)
+    loss: Tensor  # at the first point
+    buffers: Tensor  # of shape (R, b): what the passes left in the model's buffers
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """The peers' weighted sums at some points, over those peers whose gradients can be used.
+    """The peers' weighted sums at some points, over those peers whose gradients can be used."""
 
-    Args:
-        sums: of shape (R, d).
-        answered: of shape (R,): the weight that is in each.
-        left_out: the others, each with the reason.
-    """
-
-    sums: Tensor
-    answered: Tensor
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    sums: Tensor  # of shape (R, d)
+    answered: Tensor  # of shape (R,): the weight that is in each
+    left_out: Mapping[str, str] = field(default_factory=dict)  # the others, each with the reason
 
 
 class Points:

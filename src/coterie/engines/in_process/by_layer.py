@@ -8,7 +8,7 @@ one forward and one backward pass serve all users, and the backward pass leaves 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from coterie.engines.in_process.layers import gradients_of, is_known
 from coterie.engines.in_process.sampler import Batches
 from coterie.gradients.parameters import Parameters
-
-
-class Destination(Protocol):
-    """Where every user's gradients go, parameter by parameter."""
-
-    def memory_for(self, name: str) -> Tensor:
-        """Return where all users' gradients by a parameter are to be written, of shape (users, …)."""
-
-    def complete(self, name: str) -> None:
-        """Note that what was written for a parameter is all there is."""
 
 
 class ByLayer:
@@ -49,7 +39,7 @@ class ByLayer:
         """The class name of a layer with trainable parameters whose formula is not known, if there is one."""
         return next((type(module).__name__ for module in self._layers if not is_known(module)), None)
 
-    def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], to: Destination) -> int:
+    def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], to: Rows) -> int:
         """Write every user's gradients, and return how many bytes an example the layers' inputs took.
 
         `loss` runs the model on these batches, one after the other, and returns the sum of the users' losses.
@@ -115,7 +105,7 @@ class _Call:
 class _Written:
     """What has been written for each parameter, and what is still to come."""
 
-    def __init__(self, batches: Sequence[Batches], to: Destination, calls: Counter[str]) -> None:
+    def __init__(self, batches: Sequence[Batches], to: Rows, calls: Counter[str]) -> None:
         self.batches, self.to, self.to_come = batches, to, calls
         self.memory: dict[str, Tensor] = {}
         self.done: set[str] = set()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from coterie.engines.in_process.by_layer import ByLayer, Destination, Rows
+from coterie.engines.in_process.by_layer import ByLayer, Rows
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.reused_memory import ReusedMemory
 from coterie.engines.in_process.sampler import Batches
@@ -133,7 +133,7 @@ class Passes:
         else:
             self.mapped(x, batches[0], rows)
 
-    def write_by_layer(self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], to: Destination) -> int:
+    def write_by_layer(self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], to: Rows) -> int:
         """Write every user's gradient in one pass; see `ByLayer.backward`."""
 
         def loss() -> Tensor:
