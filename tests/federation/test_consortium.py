@@ -80,7 +80,7 @@ class Uncounted(coterie.InProcess):
 
     @property
     def capabilities(self) -> Capabilities:
-        return dataclasses.replace(super().capabilities, examples={})
+        return dataclasses.replace(super().capabilities, local=False, examples={})
 
 
 def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:

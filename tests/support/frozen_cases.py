@@ -226,7 +226,7 @@ def numbers_of(run: Any) -> dict[str, Any]:
         "best step": run.best_step,
         "test": dict(run.test),
         "choice": configuration.choice,
-        "account": end["account"],
+        "account": end.get("account", {}),
         "estimates": configuration.estimates,
         "one program": "one program" in (configuration.capture, configuration.runs[:11]),
         "tau": end["tau"],

@@ -92,7 +92,8 @@ class End:
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a line of JSON holds."""
-        return asdict(self)
+        plain = asdict(self)
+        return plain if self.account else {name: value for name, value in plain.items() if name != "account"}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
