@@ -39,7 +39,7 @@ class ByLayer:
         """The class name of a layer with trainable parameters whose formula is not known, if there is one."""
         return next((type(module).__name__ for module in self._layers if not is_known(module)), None)
 
-    def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], to: Rows) -> int:
+    def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], to: "Rows") -> int:
         """Write every user's gradients, and return how many bytes an example the layers' inputs took.
 
         `loss` runs the model on these batches, one after the other, and returns the sum of the users' losses.
