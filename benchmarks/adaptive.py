@@ -5,13 +5,15 @@
 Users of a set are user 0 in turn, with few examples to learn from and the rest of theirs for the test; the others
 are peers with all of theirs. All methods take the same steps of Adam, and the last model counts.
 Conditions, as in `coterie bench`: *honest*; *wrong-labels*, half the peers are wrong; *permuted*, nobody differs.
-Differences to Alone are paired by user, ± one standard error.
+Differences to Alone are paired by user, ± one standard error. Time is that of adaptive averaging over that of
+`WeightedAveraging(0.6)`, on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +23,10 @@ import coterie
 from coterie.benchmark.models import MODELS
 from coterie.benchmark.sets import SETS, load
 from coterie.benchmark.tasks import candidates, task_of
-from coterie.choosing import Chooser
 from coterie.evaluation.evaluate import example_errors
 from coterie.users.sampling import seeded
 
-RULES: dict[str, coterie.Rule | Chooser] = {
+RULES: dict[str, coterie.Rule | coterie.AdaptiveAveraging] = {
     "alone": coterie.Alone(),
     **{f"alpha {alpha:g}": coterie.WeightedAveraging(alpha) for alpha in (0.1, 0.3, 0.6, 0.9)},
     "adaptive": coterie.AdaptiveAveraging(),
@@ -33,7 +34,7 @@ RULES: dict[str, coterie.Rule | Chooser] = {
 
 
 def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> dict[str, float]:
-    """Return the score of each rule for one user, and `wrong`: adaptive averaging's weight on wrong peers."""
+    """Return each rule's score and seconds for one user, and `wrong`: the weight on wrong peers."""
     torch.set_num_threads(1)
     kind = SETS[name]
     sizes = {"own_examples": kind.own_examples, "most_peers": kind.most_peers}
@@ -44,6 +45,7 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
     regression = task.n_outputs == 1
     found: dict[str, float] = {}
     for rule_name, rule in RULES.items():
+        began = time.perf_counter()
         run = coterie.train(
             model,
             torch.nn.functional.mse_loss if regression else torch.nn.functional.cross_entropy,
@@ -54,26 +56,28 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
             steps=settings.steps,
             batch_size=kind.batch_size,
             progress=False,
+            measure=False,
         )
+        found[f"{rule_name}, seconds"] = time.perf_counter() - began
         if task.me.test is None:
             raise AssertionError("a task has test examples")
         cost = float(example_errors(run.model, task.me.test, 1 / task.spread).mean())
         found[rule_name] = -(cost**0.5) if regression else 1 - cost
-        choice = run.record.configuration.choice
-        if choice:
-            found["wrong"] = choice["alpha"] * sum(choice["tau"].get(peer, 0.0) for peer in task.wrong)
+        if run.record.end.account:
+            found["wrong"] = sum(run.record.end.account["tau"].get(peer, 0.0) for peer in task.wrong)
     return found
 
 
 def row(label: str, by_user: list[dict[str, float]]) -> str:
     """Return one line of the table."""
-    table = {rule: np.array([user[rule] for user in by_user]) for rule in (*RULES, "wrong")}
+    table = {column: np.array([user[column] for user in by_user]) for column in by_user[0]}
+    times = np.median(table["adaptive, seconds"] / table["alpha 0.6, seconds"])
     gain = table["adaptive"] - table["alone"]
     best = max((rule for rule in RULES if rule.startswith("alpha")), key=lambda rule: float(table[rule].mean()))
     behind = table["adaptive"] - table[best]
     shown = " | ".join(f"{table[rule].mean():.3f}" for rule in RULES)
     changes = (f"{c.mean():+.3f} ± {c.std(ddof=1) / len(c) ** 0.5:.3f}" for c in (gain, behind))
-    return f"| {label} | {shown} | {' | '.join(changes)} | {table['wrong'].mean():.1%} |"
+    return f"| {label} | {shown} | {' | '.join(changes)} | {table['wrong'].mean():.1%} | {times:.1f} × |"
 
 
 def main() -> None:
@@ -88,7 +92,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--jobs", type=int, default=1)
     settings = parser.parse_args()
-    columns = ("set, model, condition", *RULES, "adaptive − alone", "adaptive − best alpha", "on wrong peers")
+    columns = (
+        "set, model, condition",
+        *RULES,
+        "adaptive − alone",
+        "adaptive − best alpha",
+        "on wrong peers",
+        "time",
+    )
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     with multiprocessing.get_context("spawn").Pool(settings.jobs) as aggregator:
         under_way = {}

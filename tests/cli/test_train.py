@@ -106,7 +106,7 @@ def test_the_default_finds_its_weights(table: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / "run" / "record.jsonl")
     assert record.configuration.rule == "AdaptiveAveraging()"
-    assert 0 < record.configuration.choice["alpha"] <= 1  # the wards follow one rule
+    assert set(record.end.account["weights"]) == {"b", "c"}
     assert "AdaptiveAveraging()" in result.output
 
 

@@ -29,7 +29,9 @@ from coterie.rules.streams import StreamAveraging
 # Runs.
 
 
-RULES: dict[str, coterie.Rule] = {
+Rule = coterie.Rule | coterie.AdaptiveAveraging
+
+RULES: dict[str, Rule] = {
     "alone": coterie.Alone(),
     "averaging": coterie.WeightedAveraging(0.6, TAU),
     "averaging some": coterie.WeightedAveraging(lambda t: 0.9 / (1 + t), {"peer 4": 0.5, "peer 2": 0.5}),
@@ -37,10 +39,12 @@ RULES: dict[str, coterie.Rule] = {
     "half correction": coterie.BiasCorrection(0.8, 0.1, correction=0.5, start="zero", warm_up=False),
     "oracle": coterie.OracleCorrection(0.7, bias=lambda x: 0.1 * x),
     "stream": StreamAveraging(horizon=12),
+    "adaptive": coterie.AdaptiveAveraging(),
+    "adaptive, one trunk": coterie.AdaptiveAveraging(budget=3),
 }
 
 
-def trained(engine: MakeEngine, case: Case, rule: coterie.Rule, **settings: Any) -> coterie.Run:
+def trained(engine: MakeEngine, case: Case, rule: Rule, **settings: Any) -> coterie.Run:
     me, *peers = make_users(case)
     held_out = coterie.User("me", *me.batch(20, seed=0, step=0), validation=me.batch(9, seed=1, step=0))
     model = make_model(case)
@@ -50,7 +54,7 @@ def trained(engine: MakeEngine, case: Case, rule: coterie.Rule, **settings: Any)
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("name", ["mlp", "dropout and batch norm"])
-def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule: coterie.Rule) -> None:
+def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule: Rule) -> None:
     wanted = trained(coterie.InProcess, CASES[name], rule)
     found = trained(make_engine, CASES[name], rule)
     assert found.step == 12

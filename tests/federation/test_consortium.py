@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ import torch
 
 import coterie
 from coterie.data import Preparation, TableTask
+from coterie.engines import Capabilities
 from coterie.federation.participants import lead_participant, site_participant
 from coterie.federation.settings import lead_settings, site_settings
 from coterie.recording import End
@@ -73,6 +75,14 @@ def end_of(folder: Path) -> End:
     return coterie.Record.load(folder / "run" / "record.jsonl").end
 
 
+class Uncounted(coterie.InProcess):
+    """Users in this process who do not say how many examples they have, as sites do not."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, local=False, examples={})
+
+
 def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "trial"
     command = [sys.executable, "-W", "error", str(TESTS.parent / "examples" / "consortium.py"), str(folder)]
@@ -86,13 +96,14 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     knobs = settings.training
     inside = fit(
         task,
-        coterie.WeightedAveraging(0.5),
+        coterie.AdaptiveAveraging(),
         settings.model.name,
         tmp_path / "inside",
         seed=knobs.seed,
         steps=knobs.steps,
         lr=knobs.lr,
         batch_size=knobs.batch_size,
+        engine=Uncounted,
     )
     assert inside is not None
     found = torch.load(folder / "run" / "model.pt", weights_only=True)
@@ -103,8 +114,9 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     assert end.test == pytest.approx(inside.run.test, rel=1e-4)
     for site in SITES:
         lines = (folder / "sites" / site / "requests.jsonl").read_text().splitlines()
-        assert [int(json.loads(line)["step"]) for line in lines] == list(range(knobs.steps))
-        assert end.traffic[site].bytes_sent == knobs.steps * 4 * sum(v.numel() for v in found.values())
+        assert sorted({int(json.loads(line)["step"]) for line in lines}) == list(range(knobs.steps))
+        assert len(lines) == end.costs[site].gradients
+        assert end.traffic[site].bytes_sent == 4 * end.costs[site].numbers_sent
 
 
 def unfriendly(kit: Path) -> None:
@@ -143,7 +155,7 @@ def test_a_run_outlives_whatever_befalls_a_site(
 ) -> None:
     """One site lies, one hangs and comes back, one is killed, two strangers knock: the run ends with a model."""
     folder, misses = tmp_path / "trial", 2
-    options = ["--own-examples", "40", "--steps", "800", "--timeout", "3", "--misses", str(misses)]
+    options = ["--rule", "wga", "--own-examples", "40", "--steps", "800", "--timeout", "3", "--misses", str(misses)]
     sites = example.set_up(folder, example.hospitals(None), "va", options)
     assert tuple(sites) == SITES
     unfriendly(folder / "sites" / "cleveland")
@@ -190,7 +202,7 @@ def test_a_run_outlives_whatever_befalls_a_site(
 @pytest.mark.parametrize("moment", ["before the job", "while it starts", 10, 150, 290])
 def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example: ModuleType) -> None:
     folder, misses = tmp_path / "trial", 3
-    options = ["--own-examples", "40", "--steps", "300", "--timeout", "5", "--misses", str(misses)]
+    options = ["--rule", "wga", "--own-examples", "40", "--steps", "300", "--timeout", "5", "--misses", str(misses)]
     sites = example.set_up(folder, example.hospitals(None), "va", options)
     with example.started(*example.commands(folder, sites)) as processes:
         registered = [folder / "sites" / site / "said.txt" for site in sites]
@@ -217,7 +229,9 @@ def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example:
 def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, example: ModuleType) -> None:
     """NVFLARE ends the job; the run goes on in another, from its last state."""
     folder = tmp_path / "trial"
-    sites = example.set_up(folder, example.hospitals(None), "va", ["--own-examples", "40", "--steps", "300"])
+    sites = example.set_up(
+        folder, example.hospitals(None), "va", ["--rule", "wga", "--own-examples", "40", "--steps", "300"]
+    )
     with (
         example.started(*example.commands(folder, sites)) as (server, site, *_),
         example.started([*example.COTERIE, "run", str(folder)]) as (run,),

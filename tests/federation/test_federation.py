@@ -223,8 +223,9 @@ def test_rules_by_name() -> None:
         chosen(rule="wga", beta=0.1)
     with pytest.raises(KnobError, match="needs the number of examples of 'a'"):
         chosen(rule="pooled")
-    with pytest.raises(KnobError, match="'adaptive' chooses by rows of sites"):
-        chosen(rule="adaptive")
+    assert chosen() == chosen(rule="adaptive") == coterie.AdaptiveAveraging()
+    with pytest.raises(KnobError, match="'wga' chooses by rows of sites"):
+        chosen(rule="wga", alpha="auto")
 
 
 @needs_nvflare

@@ -34,24 +34,21 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
     assert verdict(record({"guard": guard})).endswith("the model trained alone is served")
 
 
-def choice(alpha: float, difference: float) -> dict[str, Any]:
-    candidates = [
-        {"alpha": 0.0, "loss": 1.0, "difference": 0.0, "error": 0.0},
-        {"alpha": 0.5, "loss": 1.0 + difference, "difference": difference, "error": 0.1},
-    ]
-    return {"alpha": alpha, "candidates": candidates, "sentence": "what cross-validation says"}
+def account(difference: float | None) -> dict[str, Any]:
+    known = {} if difference is None else {"difference": difference, "error": 0.1}
+    return {"path": "branch", "sentence": "what the account says", **known}
 
 
-def test_cross_validation_decides_where_there_is_no_guard() -> None:
-    assert verdict(record(choice=choice(0.5, -0.5))) == "collaboration helped: what cross-validation says"
-    unclear = verdict(record(choice=choice(0.5, -0.1)))
-    assert unclear == "collaboration made no clear difference: what cross-validation says"
-    assert verdict(record(choice=choice(0.0, 0.5))) == "what cross-validation says"
+def test_the_account_decides_where_there_is_no_guard_and_claims_only_what_it_knows() -> None:
+    assert verdict(record({"account": account(-0.5)})) == "collaboration helped: what the account says"
+    unclear = verdict(record({"account": account(-0.1)}))
+    assert unclear == "collaboration made no clear difference: what the account says"
+    assert verdict(record({"account": account(None)})) == "what the account says"
 
 
-def test_the_guard_goes_before_cross_validation() -> None:
+def test_the_guard_goes_before_the_account() -> None:
     guard = GuardDecision(served="alone", difference=0.5, error=0.1)
-    assert verdict(record({"guard": guard}, choice=choice(0.5, -0.5))).startswith("collaboration hurt")
+    assert verdict(record({"guard": guard, "account": account(-0.5)})).startswith("collaboration hurt")
 
 
 def test_without_either_nothing_is_known() -> None:

@@ -226,6 +226,7 @@ def numbers_of(run: Any) -> dict[str, Any]:
         "best step": run.best_step,
         "test": dict(run.test),
         "choice": configuration.choice,
+        "account": end.get("account", {}),
         "estimates": configuration.estimates,
         "one program": "one program" in (configuration.capture, configuration.runs[:11]),
         "tau": end["tau"],
@@ -619,21 +620,21 @@ def rules_in_process() -> None:
         def _(rule: Making = rule) -> Any:
             return a_run(rule(()), engine=one_by_one, steps=4)
 
-    for budget in (6, 8, 18):
+    for budget in (3, 3.5, 4.5):
 
         @case(f"in process: adaptive, {budget}")
-        def _(budget: int = budget) -> Any:
+        def _(budget: float = budget) -> Any:
             return a_run(make("adaptive", budget=budget), model="linear", steps=16, measure=True)
 
     @case("in process: adaptive, held out")
     def _() -> Any:
         everyone = users((14, 26, 15, 21), validation=10, shift=1.0)
-        return a_run(make("adaptive", budget=6), everyone=everyone, steps=12, optimizer=Adam, lr=0.05)
+        return a_run(make("adaptive", budget=3), everyone=everyone, steps=12, optimizer=Adam, lr=0.05)
 
     @case("in process: adaptive, batch norm")
     def _() -> Any:
         everyone = users((14, 15, 21), kind="images")
-        return a_run(make("adaptive", budget=6), "batch norm", everyone, steps=6)
+        return a_run(make("adaptive", budget=3), "batch norm", everyone, steps=6)
 
     @case("in process: nothing said")
     def _() -> Any:
@@ -1010,7 +1011,7 @@ def resumed() -> None:
         "erosion": (lambda: make("erosion"), {}),
         "trimmed": (lambda: make("averaging", 0.7, pool=make("trimmed", f=1)), {}),
         "auto": (lambda: make("averaging", "auto"), {}),
-        "adaptive": (lambda: make("adaptive", budget=6), momentum),
+        "adaptive": (lambda: make("adaptive", budget=3), momentum),
         "captured": (lambda: make("correction", 0.7, 0.1), adam | {"capture": True}),
         "guarded": (lambda: make("averaging", 0.95), adam | {"guard": "held-out"}),
         "stream averaging": (lambda: make("stream averaging", horizon=30), {"steps": 24}),
@@ -1048,7 +1049,7 @@ def many() -> None:
 
     def mixed() -> list[dict[str, Any]]:
         one, other = users(validation=15), users((7, 12, 19), shift=1.0)
-        short = [make("averaging", 0.5), make("correction", 0.8, 0.1), make("alone"), make("adaptive", budget=6)]
+        short = [make("averaging", 0.5), make("correction", 0.8, 0.1), make("alone"), make("adaptive", budget=3)]
         found: list[dict[str, Any]] = [
             {"users": one, "rule": rule(one), "seed": k % 3, "lr": (0.05, 0.1)[k % 2]}
             for k, rule in enumerate(PLAIN.values())

@@ -229,7 +229,7 @@ class Odd(nn.Module):
             {"rule": WeightedAveraging(0.4, aggregator=coterie.aggregators.Mean())},
             "an aggregator looks",
         ),
-        (nn.Linear(4, 3), {"rule": FedAvg(2), "lr": 0.1}, "rounds of its own"),
+        (nn.Linear(4, 3), {"rule": FedAvg(2), "lr": 0.1}, "steps of its own kind"),
     ],
 )
 def test_what_cannot_be_captured_is_told_once_and_trained_all_the_same(

@@ -220,8 +220,11 @@ def test_runs_of_other_losses_lengths_or_batches(make_users: Users) -> None:
 
 def test_what_is_settled_before_the_first_step_takes_part(make_users: Users) -> None:
     users = make_users((12, 16, 9))
-    rules = [None, coterie.AdaptiveAveraging(budget=8), WeightedAveraging("auto"), BiasCorrection("auto", 0.1)]
+    rules = [WeightedAveraging("auto"), BiasCorrection("auto", 0.1)]
     base = run_of(users, model=nn.Linear(3, 3).double(), lr=0.02)
     runs = compared(replace(base, rule=rule) for rule in (*rules, Alone()))
     assert all(together(runs))
     assert all(run.record.configuration.choice for run in runs[:-1])
+    adaptive = [replace(base, rule=rule) for rule in (None, coterie.AdaptiveAveraging(budget=3))]
+    for run in compared(adaptive):
+        assert "by itself: `AdaptiveAveraging` is not a rule" in run.record.configuration.runs

@@ -15,23 +15,23 @@ ALPHAS = (0.1, 0.3, 0.6, 0.9)
 ROBUST = "wga-"
 """With the name of an aggregator behind it: weighted averaging with that aggregator."""
 
-_ADAPTIVE = Knobs(RULES.entry("adaptive"))
+_ADAPTIVE = tuple(s for s in schedules(Knobs(RULES.entry("adaptive"))) if not s.tail_average)
 _POOLED = Setting(Knobs(RULES.entry("pooled")))
 _AUTO = {"alpha": "auto", "beta": "auto"}
 
 VARIANTS: Mapping[str, tuple[Setting, ...]] = {
     "fine-tuned": schedules(Knobs(RULES.entry("alone")), start=_POOLED)[:3],
     **{f"wga-{alpha:g}": (Setting(Knobs(RULES.entry("wga"), {"alpha": alpha})),) for alpha in ALPHAS},
-    "adaptive-guarded": tuple(
-        replace(one, options={"guard": "held-out"}) for one in schedules(_ADAPTIVE) if not one.tail_average
-    ),
+    "adaptive": _ADAPTIVE,
+    "adaptive-guarded": tuple(replace(setting, options={"guard": "held-out"}) for setting in _ADAPTIVE),
     "wga-auto": (Setting(Knobs(RULES.entry("wga"), {"alpha": "auto"})),),
     "bc-auto": (Setting(Knobs(RULES.entry("bc"), _AUTO)),),
 }
 """Settings by name that are not those of one registered thing.
 
-`fine-tuned`: pooled, then on alone. `wga-α`: weighted averaging with that α alone. `adaptive-guarded`: watched by a
-model trained alone. `…-auto`: knobs by theory and measured constants."""
+`fine-tuned`: pooled, then on alone. `wga-α`: weighted averaging with that α alone. `adaptive` averages points by
+itself, so its tail is not averaged again; `adaptive-guarded` may serve the model trained alone, by validation
+loss. `…-auto`: knobs by theory and measured constants."""
 
 DEFAULT = ("alone", "pooled", "fine-tuned", *(f"wga-{alpha:g}" for alpha in ALPHAS), "wga")
 DEFAULT += ("adaptive", "adaptive-guarded", "bc")

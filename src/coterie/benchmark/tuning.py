@@ -16,13 +16,14 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from coterie.benchmark.settings import RATES, Fixed, Knobs, Setting
 from coterie.benchmark.tasks import SetTask
-from coterie.choosing import chooser_for
+from coterie.choosing import AdaptiveAveraging, chooser_for
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import evaluate, example_errors
 from coterie.learners.spec import RunSpec
 from coterie.methods import Method
 from coterie.registry import RunFacts
 from coterie.rules import Rule, weights_in
+from coterie.training.choose import Followed
 from coterie.training.many import train_many
 from coterie.training.run import Run, Step, Stopped
 from coterie.training.setup import RunOptions
@@ -115,7 +116,7 @@ class Tuning:
         rules = {(setting, lr): self._rule(setting) for setting, lr in pairs}
         together: dict[tuple[Setting, float], tuple[RunSpec, TailAverage | None]] = {}
         for (setting, lr), rule in rules.items():
-            if isinstance(rule, Method) or setting.options:
+            if isinstance(rule, Method | AdaptiveAveraging) or setting.options:
                 self._trials[setting, lr] = self._train(setting, lr, rule)
             else:
                 together[setting, lr] = self._spec(setting, lr, rule)
@@ -129,7 +130,7 @@ class Tuning:
         for ((setting, lr), (_, tail)), run, share in zip(together.items(), runs, seconds, strict=True):
             self._trials[setting, lr] = self._trial(setting, lr, run, tail.model() if tail else run.model, share)
 
-    def _spec(self, setting: Setting, lr: float, rule: Rule | Method) -> "tuple[RunSpec, TailAverage | None]":
+    def _spec(self, setting: Setting, lr: float, rule: Followed) -> "tuple[RunSpec, TailAverage | None]":
         """Return the run of a setting, and what gathers its tail."""
         start = self.model if setting.start is None else self._best([setting.start]).model
         tail = TailAverage(start, self.steps) if setting.tail_average else None
@@ -148,7 +149,7 @@ class Tuning:
         )
         return spec, tail
 
-    def _train(self, setting: Setting, lr: float, rule: Rule | Method) -> Trial:
+    def _train(self, setting: Setting, lr: float, rule: Followed) -> Trial:
         """Train a setting that cannot be trained with others."""
         spec, tail = self._spec(setting, lr, rule)
         began = time.process_time()
@@ -166,12 +167,12 @@ class Tuning:
         loss = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
         return Trial(setting, lr, model, loss, self._wrong_weight(self._rule(setting), run), seconds)
 
-    def _rule(self, setting: Setting) -> Rule | Method:
+    def _rule(self, setting: Setting) -> Followed:
         """Return a setting's rule; one that is chosen from the data is chosen once, at the smallest step size."""
         rule = setting.make(self._facts)
         chooser = chooser_for(rule)
         if isinstance(rule, Method) or chooser is None:
-            return cast("Rule", rule)
+            return cast("Followed", rule)
         if setting.make not in self._chosen:
             began = time.process_time()
             spec = RunSpec(
@@ -185,11 +186,13 @@ class Tuning:
             self._chosen[setting.make] = choice.rule, time.process_time() - began
         return self._chosen[setting.make][0]
 
-    def _wrong_weight(self, rule: Rule | Method, run: Run) -> float | None:
+    def _wrong_weight(self, rule: Followed, run: Run) -> float | None:
         names = [peer.name for peer in self.task.peers]
         if isinstance(rule, Method):
             weights = run.state.get("weights")
             return None if weights is None else float(sum(weights[1 + names.index(n)] for n in self.task.wrong))
+        if isinstance(rule, AdaptiveAveraging):  # which has no weight but changes it; zero where Alone is served
+            return float(sum(run.record.end.account["tau"].get(name, 0.0) for name in self.task.wrong))
         if getattr(rule, "aggregator", None) is not None:  # which has no weights
             return None
         tau = weights_in(run.state) or rule.weights(names)

@@ -44,7 +44,10 @@ def chooser_for(rule: object) -> Chooser | None:
 
 @dataclass(frozen=True)
 class AutoAveraging:
-    """Choose α of weighted averaging, and τ where it is None, by `theory.best_averaging`.
+    """Choose τ of weighted averaging, where it is None, by `theory.best_averaging`, and then α.
+
+    A bias that is not clear of its error may be as large as that error, and a large α would then be paid for in
+    every step: α is `theory.best_alpha` with every ζ_k² a standard error larger than measured.
 
     Args:
         rule: the rule whose `alpha` is "auto".
@@ -60,9 +63,12 @@ class AutoAveraging:
         except DataError as error:
             return _nothing(error)
         names, peers = list(measured.peers), measured.constants(spec.steps)
-        alpha, weights, _ = theory.best_averaging(peers, spec.steps, _over(names, self.rule.tau))
-        gain = float(theory.averaging_speedup(peers.constants(weights), spec.steps, alpha))
+        _, weights, _ = theory.best_averaging(peers, spec.steps, _over(names, self.rule.tau))
+        problem = measured.constants(spec.steps, cautious=True).constants(weights)
+        alpha = float(theory.best_alpha(problem, spec.steps))
+        gain = float(theory.averaging_speedup(problem, spec.steps, alpha))
         account = _account(measured, {"alpha": alpha}, weights, gain)
+        account["sentence"] += ", unless a bias is more than a standard error above what was measured"
         return Choice(self.rule_from(account), account, measured)
 
     def rule_from(self, account: Mapping[str, Any]) -> Rule:

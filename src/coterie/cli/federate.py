@@ -37,7 +37,7 @@ def init(
         list[str] | None, Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
     ] = None,
     own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None,
-    rule: Annotated[str, Option(metavar="NAME", help="The rule, one of {rules}.")] = "wga",
+    rule: Annotated[str, Option(metavar="NAME", help="The rule, one of {rules}.")] = "adaptive",
     alpha: Annotated[str | None, Option(help="The peers' weight, for wga and bc, in [0, 1].")] = None,
     beta: Annotated[str | None, Option(help="How fast bc's bias estimate follows, in [0, 1].")] = None,
     knob: Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="Any knob of the rule; repeat it.")] = None,

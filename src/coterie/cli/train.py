@@ -103,7 +103,7 @@ def train(
 
     With a rule of your own: coterie --import own.py train --rule own --knob strength=0.3 …
 
-    With a process for each user: torchrun --nproc-per-node 4 -m coterie train --engine torch --rule wga …
+    With a process for each user: torchrun --nproc-per-node 4 -m coterie train --engine torch …
     """
     import torch
     from rich.console import Console
@@ -125,8 +125,6 @@ def train(
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
     settings |= {"trackers": tracker} if tracker else {}
     if engine == "torch":
-        if hasattr(entry.thing, "choose"):
-            raise KnobError(f"`--rule {rule}` needs all rows in one process; choose wga or bc for `--engine torch`")
         group = join(timeout)
         if group.rank:
             part = functools.partial(cluster.part_of, group, str(data), user_column, me, leave_out or [])

@@ -7,13 +7,15 @@ from typing import Any, Literal, Protocol, Self, overload, runtime_checkable
 from torch import Tensor
 
 from coterie.engines.engine import Capabilities, Engine
+from coterie.engines.in_process.copies import Copies
+from coterie.engines.in_process.sampler import Drawn
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters
 from coterie.users.examples import Examples
 from coterie.users.user import User
 
-__all__ = ["AnswersAtOwnPoints", "Capabilities", "Captures", "Local", "require"]
+__all__ = ["AnswersAtOwnPoints", "Capabilities", "Captures", "Local", "Stackable", "require"]
 
 
 @runtime_checkable
@@ -65,6 +67,17 @@ class Local(Engine, Protocol):
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Return a context that leaves the model's buffers as they were."""
+
+
+@runtime_checkable
+class Stackable(Local, Protocol):
+    """An engine whose model can be passed in many copies at once (`not_stacked` is None)."""
+
+    def copies(self) -> Copies:
+        """Return the model in many copies."""
+
+    def draw(self, names: tuple[str, ...], step: int) -> Drawn:
+        """Return user 0's batch at a step, and those of these peers, grouped by size."""
 
 
 Capability = Literal["rows", "own_points", "local", "capture"]

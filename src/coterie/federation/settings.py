@@ -41,7 +41,7 @@ class Training:
     code.
     """
 
-    rule: str = "wga"
+    rule: str = "adaptive"
     alpha: float | None = None
     beta: float | None = None
     knobs: Mapping[str, Any] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from coterie.gradients.gradients import Gradients, is_finite
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
+from coterie.recording.result import GuardDecision
 from coterie.rules import Rule, State, weights_in
 
 
@@ -132,6 +133,17 @@ class Learner:
         """Return the weight of each peer among the peers in the last step, where there is such a thing."""
         given = weights_in(self.state) if "tau" in self.state else self.rule.weights(self.engine.names)
         return {name: given[name] for name in self.engine.names if name in given}
+
+    def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
+        """Return the model to serve, what it was the best of, and how it compares with Alone, if known."""
+        model = copy.deepcopy(self.model)
+        if self.best:
+            model.load_state_dict(self.best["model"])
+        return model, self.best, None
+
+    def account(self) -> Mapping[str, Any]:
+        """Return what was found out on the way, as plain data; empty where nothing was."""
+        return {}
 
     def models(self) -> dict[str, nn.Module]:
         """Return the personal models of all users, where there are any beside user 0's."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,26 @@ from torch.optim.lr_scheduler import LRScheduler
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
 
+ELEMENTWISE = frozenset(
+    {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+"""The optimizers of `torch.optim` that treat every number of a parameter by itself. Adagrad does too, but makes its
+state before the first step, when the parameters are not stacked yet."""
+
+
+def why_not_stacked(optimizer: Optimizer) -> str | None:
+    """Say why one optimizer cannot step many rows, or None where it can."""
+    kind = type(optimizer)
+    if kind.__name__ not in ELEMENTWISE or kind is not getattr(torch.optim, kind.__name__):
+        return f"{kind.__name__} is not known to work element by element"
+    return "the optimizer has taken steps before" if optimizer.state else None
+
 
 class Stack:
     """Rows of parameters, and an optimizer for all rows that have the same settings.
 
-    The optimizer must work element by element: then it treats stacked parameters as it treats each by itself.
+    An optimizer that works element by element treats stacked parameters as it treats each by itself. Where it does
+    not (`why_not_stacked`), a setting of one row has an optimizer over parameters in the model's shapes.
 
     Args:
         x: of shape (K, d): where each run starts; it is changed in place.
@@ -38,17 +54,32 @@ class Stack:
         >>> stack.step()
         >>> stack.x[0]
         tensor([-1.,  0.])
+        >>> stack.x[2] = 3.0
+        >>> stack.forked([[1, 2], [0]]).x
+        tensor([[ 1.0000,  1.5000],
+                [-1.0000,  0.0000]])
     """
 
     def __init__(self, x: Tensor, settings: Sequence[tuple[RunSpec, int]]) -> None:
         self.x, self.direction = x, torch.zeros_like(x)
+        self._settings = settings
         self._steps: list[tuple[Optimizer, LRScheduler | None]] = []
         first = 0
         for spec, count in settings:
-            rows = slice(first, first + count)
+            rows: slice | int = slice(first, first + count)
+            if why_not_stacked(spec.made_optimizer):
+                if count > 1:
+                    raise ValueError("an optimizer that does not work element by element steps one row")
+                rows = first
             optimizer = _over(spec, x[rows], self.direction[rows])
             self._steps.append((optimizer, spec.schedule(optimizer)))
             first += count
+
+    @classmethod
+    def of(cls, spec: RunSpec, x: Tensor) -> Stack:
+        """Return rows of one run, stepped together where its optimizer allows it, else each by one of its own."""
+        apart = why_not_stacked(spec.made_optimizer)
+        return cls(x.clone(), [(spec, 1)] * len(x) if apart else [(spec, len(x))])
 
     def step(self) -> None:
         """Let every optimizer follow its rows of `direction`."""
@@ -57,19 +88,92 @@ class Stack:
             if scheduler is not None:
                 scheduler.step()
 
+    def forked(self, origins: Sequence[Sequence[int]]) -> Stack:
+        """Return a stack made by `of` whose every row is the mean of some rows of this, optimizer's state included.
+
+        Args:
+            origins: for each new row, which rows it is the mean of.
+        """
+        other = Stack.of(self._settings[0][0], torch.stack([_mean(self.x[list(rows)]) for rows in origins]))
+        if len(self._settings) == 1:
+            pairs = [(other._steps[0], [self._steps[0]])]
+        else:
+            pairs = [
+                (new, [self._steps[row] for row in rows]) for new, rows in zip(other._steps, origins, strict=True)
+            ]
+        for (optimizer, scheduler), olds in pairs:
+            _take_state(optimizer, [old for old, _ in olds], origins if len(self._settings) == 1 else None)
+            if scheduler is not None:
+                scheduler.load_state_dict(copy.deepcopy(olds[0][1].state_dict()))  # type: ignore[union-attr]
+        return other
+
+    def set_rates(self, optimizer: Optimizer) -> None:
+        """Take over the step sizes of another optimizer of the same groups."""
+        for each, _ in self._steps:
+            for group, theirs in zip(each.param_groups, optimizer.param_groups, strict=True):
+                group["lr"] = theirs["lr"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later steps depend on."""
+        return {
+            "x": self.x,
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self._steps],
+            "schedulers": [scheduler and scheduler.state_dict() for _, scheduler in self._steps],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state."""
+        self.x.copy_(state["x"])
+        saved = zip(self._steps, state["optimizers"], state["schedulers"], strict=True)
+        for (optimizer, scheduler), optimizer_state, scheduler_state in saved:
+            optimizer.load_state_dict(optimizer_state)
+            if scheduler is not None:
+                scheduler.load_state_dict(scheduler_state)
+
+
+def _mean(rows: Tensor) -> Tensor:
+    return rows[0] if len(rows) == 1 else rows.mean(0)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _take_state(new: Optimizer, olds: Sequence[Optimizer], origins: Sequence[Sequence[int]] | None) -> None:
+    """Let an optimizer go on from others: from rows of one, or from the mean of some."""
+    for group, old_group in zip(new.param_groups, olds[0].param_groups, strict=True):
+        group.update({key: copy.deepcopy(value) for key, value in old_group.items() if key != "params"})
+    befores = list(zip(*map(_parameters, olds), strict=True))
+    for p, before in zip(_parameters(new), befores, strict=True):
+        states: list[dict[str, Any]] = [old.state[q] for old, q in zip(olds, before, strict=True)]
+        fresh: dict[str, Any] = {}
+        for key, value in states[0].items():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or not value.ndim:
+                fresh[key] = copy.deepcopy(value)
+            elif origins is None:
+                fresh[key] = _mean(torch.stack([state[key] for state in states])).clone()
+            else:
+                by_row = value.shape == before[0].shape
+                fresh[key] = torch.stack([_mean(value[list(o)]) for o in origins]) if by_row else value.clone()
+        new.state[p] = fresh
+
 
 def _over(spec: RunSpec, x: Tensor, direction: Tensor) -> Optimizer:
-    """Return a copy of the optimizer that holds rows of parameters in the place of the model's."""
+    """Return a copy of the optimizer that holds rows of parameters, or one row, in the place of the model's."""
     model, optimizer = copy.deepcopy((spec.model, spec.made_optimizer))
     parameters = Parameters(model)
     names = {id(p): name for name, p in parameters.named.items()}
     values, slopes = parameters.unflatten(x), parameters.unflatten(direction)
+    state = dict(optimizer.state)
+    optimizer.state.clear()
     for group in optimizer.param_groups:
-        held = [names[id(p)] for p in group["params"] if id(p) in names]
-        pairs = [(values[name], slopes[name]) for name in held]
-        if set(held) == set(values):
+        held = [(names[id(p)], p) for p in group["params"] if id(p) in names]
+        pairs = [(values[name], slopes[name]) for name, _ in held]
+        if x.ndim == 2 and len(held) == len(values):
             pairs = [(x, direction)]  # one tensor in the place of many
         for value, slope in pairs:
             value.grad = slope
+        if x.ndim == 1:
+            optimizer.state.update({values[name]: state[p] for name, p in held if p in state})
         group["params"] = [value for value, _ in pairs]
     return optimizer

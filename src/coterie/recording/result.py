@@ -88,10 +88,12 @@ class End:
     left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by peer, how often, by reason
     costs: Mapping[str, Cost] = field(default_factory=dict)  # by user, what it computed and exchanged, in numbers
     traffic: Mapping[str, Traffic] = field(default_factory=dict)  # by user, in bytes and seconds, if it travelled
+    account: Mapping[str, Any] = field(default_factory=dict)  # what adaptive averaging found out on the way
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a line of JSON holds."""
-        return asdict(self)
+        plain = asdict(self)
+        return plain if self.account else {name: value for name, value in plain.items() if name != "account"}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:

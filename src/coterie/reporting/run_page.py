@@ -39,12 +39,12 @@ def _weights(record: Record) -> list[Section]:
     figures = []
     if any(weight):
         figures.append(weights_over_steps({"all peers": (steps, weight)}, "weight of the peers in the run"))
-    choice = record.configuration.choice
-    if choice.get("steps"):
-        peers = sorted(choice["weights"].items(), key=lambda one: one[1][-1], reverse=True)
-        lines = {"own": choice["own_weight"], **dict(peers)}
-        shown = {name: (choice["steps"], values) for name, values in lines.items()}
-        figures.append(weights_over_steps(shown, "weights while choosing whom to listen to"))
+    account = record.end.account if record.ended else {}
+    if account.get("weights"):
+        peers = sorted(account["weights"].items(), key=lambda one: one[1][-1], reverse=True)
+        lines = {"nobody": account["nobody"], **dict(peers)}
+        shown = {name: (account["steps"], values) for name, values in lines.items()}
+        figures.append(weights_over_steps(shown, "weights in the trunk, where the own examples judge"))
     tau = record.end.tau if record.ended else {}
     ordered = sorted(tau, key=lambda name: tau[name], reverse=True)
     rows = [{"peer": name, "share of the peers' weight": f"{tau[name]:.3g}"} for name in ordered]
@@ -52,19 +52,24 @@ def _weights(record: Record) -> list[Section]:
 
 
 def _candidates(record: Record) -> list[Section]:
-    tried = record.configuration.choice.get("candidates")
-    if not tried:
+    account = record.end.account if record.ended else {}
+    if not account:
         return []
     rows = [
         {
-            "alpha": f"{one['alpha']:g}",
-            "tau": one["tau"] if one["alpha"] else "",
-            "cross-validated loss": f"{one['loss']:.4g}",
-            "difference to Alone": f"{one['difference']:+.3g} ± {one['error']:.2g}" if one["alpha"] else "",
+            "path": name + (" (served)" if name == account["path"] else ""),
+            "step": str(step),
+            "best in": f"{share:.0%}",
         }
-        for one in tried
+        for name, looks in account["looks"].items()
+        for step, share in zip(looks["steps"], looks["frequencies"], strict=True)
+        if share
     ]
-    return [Section("What was compared", ["± is one standard error, paired by own example."], [rows])]
+    text = [
+        "In how many resamples of the judging examples each look was the best of its path.",
+        account["sentence"],
+    ]
+    return [Section("When it stopped", text, [rows])]
 
 
 def _constants(record: Record) -> list[Section]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from coterie.recording.record import Record
 from coterie.recording.traffic import Traffic
-from coterie.reporting.verdict import by_cross_validation, verdict
+from coterie.reporting.verdict import verdict
 from coterie.theory import plan_for_peers
 from coterie.theory.estimates import Estimates
 from coterie.theory.phrases import in_short
@@ -15,12 +15,18 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     configuration, end = record.configuration, record.end
     peers, steps = len(configuration.peers), end.step
     lines = [f"{configuration.rule}, {peers} peers, {steps} steps of {configuration.optimizer}"]
-    if configuration.choice and not by_cross_validation(record):
+    if configuration.choice:
         lines.append(configuration.choice["sentence"])
+    if end.account and end.guard is not None:
+        lines.append(end.account["sentence"])
     if end.stopped:
         lines.append(f"stopped by {end.stopped} at step {steps} of {configuration.steps}")
     validation = _validation(record)
-    if validation:
+    if end.account and validation:
+        lines.append(f"validation: {_numbers(validation)}")
+    elif end.account:
+        lines.append("nothing held out for validation: the own examples judged, each where it was not seen")
+    elif validation:
         lines.append(f"best at step {end.best_step} by validation loss: {_numbers(validation)}")
     else:
         lines.append("nothing held out for validation: the model is the last one")

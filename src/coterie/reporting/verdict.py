@@ -9,7 +9,7 @@ NAMED = 5
 def verdict(record: Record) -> str:
     """Say whether collaboration helped, and name the peers with most weight and with none.
 
-    The guard's comparison on held-out examples decides, else cross-validation, as far as either was made.
+    The guard's comparison on held-out examples decides, else the account of adaptive averaging, where there is one.
     """
     return _helped(record) + _who(record)
 
@@ -32,11 +32,6 @@ def verdict_on_test_set(metric: str, difference: float, error: float, examples: 
     return f"Collaboration {word}: {numbers} against Alone (one standard error, paired)."
 
 
-def by_cross_validation(record: Record) -> bool:
-    """Say whether cross-validation is all that tells if collaboration helped."""
-    return record.end.guard is None and "candidates" in record.configuration.choice
-
-
 def _helped(record: Record) -> str:
     configuration, guard = record.configuration, record.end.guard
     if guard is not None:
@@ -46,11 +41,10 @@ def _helped(record: Record) -> str:
             f"against alone ({configuration.me.validation} examples, one standard error, paired); "
             f"the model {which} is served"
         )
-    choice = configuration.choice
-    if "candidates" in choice:
-        best = min(choice["candidates"], key=lambda one: float(one["loss"]))
-        clear = f"{_clear(best['difference'], best['error'])}: " if choice["alpha"] else ""
-        return f"{clear}{choice['sentence']}"
+    account = record.end.account
+    if account:
+        clear = f"{_clear(account['difference'], account['error'])}: " if "difference" in account else ""
+        return f"{clear}{account['sentence']}"
     if configuration.alone:
         return "trained alone"
     return f"whether collaboration helped is not known: guard {configuration.guard}"

@@ -108,7 +108,7 @@ class Captured:
 def why_not_captured(learner: Learner) -> str | None:
     """Say why the steps of a learner cannot be captured, or None where they can."""
     if type(learner) is not Learner:
-        return "a method takes rounds of its own"
+        return f"`{type(learner.followed).__name__}` takes steps of its own kind"
     engine, rule, optimizer = learner.engine, learner.rule, learner.optimizer
     if not isinstance(rule, Capturable):
         return f"`{type(rule).__name__}` does not say beforehand what a step needs"

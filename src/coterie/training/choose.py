@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import TypeAlias, cast
 
-from coterie.choosing import Choice, chooser_for
+from coterie.choosing import AdaptiveAveraging, Choice, chooser_for
 from coterie.choosing.measuring import before_training
 from coterie.engines.engine import Engine
 from coterie.errors import DataError
@@ -15,14 +15,20 @@ from coterie.methods.rounds import Method
 from coterie.recording.configuration import Configuration
 from coterie.rules import Alone, Rule
 
+Followed: TypeAlias = Rule | Method | AdaptiveAveraging
+"""What a learner follows, once everything is chosen that is chosen before the first step."""
+
 MAX_GRADIENT_BYTES = 2**30
 """How many bytes of peers' gradients may be held to measure constants that no knob waits for."""
 
 
 def choose(
     spec: RunSpec, engine: Engine, configuration: Configuration, *, progress: bool | None
-) -> tuple[Rule | Method, Configuration]:
+) -> tuple[Followed, Configuration]:
     """Return the rule to follow, chosen now or before, and the configuration with the account of the choice."""
+    if isinstance(spec.rule, AdaptiveAveraging):
+        other = spec.rule.instead(spec)
+        return (spec.rule, configuration) if other is None else (other.rule, with_choice(configuration, other))
     chooser = chooser_for(spec.rule)
     if chooser is None:
         return cast("Rule | Method", spec.rule), configuration
@@ -37,9 +43,7 @@ def with_choice(configuration: Configuration, choice: Choice) -> Configuration:
     return replace(configuration, choice=dict(choice.account), estimates=estimates)
 
 
-def with_estimates(
-    configuration: Configuration, spec: RunSpec, engine: Engine, rule: Rule | Method
-) -> Configuration:
+def with_estimates(configuration: Configuration, spec: RunSpec, engine: Engine, rule: Followed) -> Configuration:
     """Return a configuration with the constants at the start, or with why they are not measured."""
     if configuration.estimates or configuration.not_measured:
         return configuration
@@ -47,7 +51,7 @@ def with_estimates(
         return configuration  # elsewhere gradients may have a price
     parameters = Parameters(spec.model)
     held = len(engine.names) * parameters.size * parameters.dtype.itemsize
-    if held > MAX_GRADIENT_BYTES and not rule.needs_rows:
+    if held > MAX_GRADIENT_BYTES and not getattr(rule, "needs_rows", False):
         why = f"every peer's gradient at once would take {held / 2**30:.1f} GiB"
         return replace(configuration, not_measured=why)
     try:

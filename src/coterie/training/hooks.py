@@ -10,11 +10,10 @@ from typing import TypeAlias
 
 from coterie.errors import KnobError
 from coterie.learners.spec import RunSpec
-from coterie.methods.rounds import Method
 from coterie.recording.configuration import Configuration
 from coterie.recording.progress import progress_bar
 from coterie.recording.result import Point
-from coterie.rules import Rule
+from coterie.training.choose import Followed
 from coterie.training.run import Run, Step
 
 
@@ -30,7 +29,7 @@ class Start:
     """
 
     spec: RunSpec
-    rule: Rule | Method
+    rule: Followed
     configuration: Configuration
     step: int = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -206,6 +205,7 @@ class TrainingLoop:
             left_out=self.left_out,
             costs=learner.costs.by_user(),
             traffic=total(self.travelled, learner.engine.traffic()),
+            account=learner.account(),
         )
         self.record.finish(end)
         run = Run(model, self.record, learner.state, learner.step, end.best_step, test, stopped, learner.models())
@@ -258,10 +258,8 @@ class TrainingLoop:
 
     def _served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
         """Return the model to serve, what it was the best of, and how collaboration compares with Alone."""
-        model, best = copy.deepcopy(self.learner.model), self.learner.best
-        if best:
-            model.load_state_dict(best["model"])
-        return (model, best, None) if self.guard is None else self.guard.decide(model, best)
+        model, best, decision = self.learner.served()
+        return (model, best, decision) if self.guard is None else self.guard.decide(model, best)
 
     def _lost(self, lost: PeerLost) -> PeerLost:
         """Save the state before this step, and return the error with where it is."""

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from coterie.choosing import chooser_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError
-from coterie.learners.side_by_side import why_one_by_one
 from coterie.learners.spec import RunSpec
+from coterie.learners.stack import why_not_stacked
 from coterie.recording.interruption import interruptible
 from coterie.recording.progress import progress_bar
 from coterie.rules import Alone, FormulaRule
@@ -124,7 +124,7 @@ def _why_by_itself(spec: RunSpec, engine: InProcess) -> str | None:
         return _not_stackable(spec.rule)
     if getattr(spec.rule, "aggregator", None) is not None:
         return "an aggregator needs every peer's gradient"
-    reason = why_one_by_one(spec, engine)
+    reason = engine.capabilities.not_stacked or why_not_stacked(spec.made_optimizer)
     if reason is None and spec.scheduler is not None:
         schedule = spec.scheduler(copy.deepcopy(spec.made_optimizer))
         if isinstance(schedule, ReduceLROnPlateau):

@@ -28,6 +28,7 @@ from coterie.recording.costs import Costs
 from coterie.recording.describe import describe
 from coterie.rules import Alone, Rule
 from coterie.training.captured import Captured, warn_not_captured, why_not_captured
+from coterie.training.choose import Followed
 from coterie.training.guard import MIN_HELD_OUT, Guard
 from coterie.training.hooks import as_hook
 from coterie.users.examples import Examples, InMemory
@@ -112,11 +113,14 @@ def opened(spec: RunSpec, options: RunOptions, stack: ExitStack) -> Engine:
     return engine
 
 
-def check_rule(rule: Rule | Chooser | Method, engine: Engine) -> None:
+def check_rule(rule: Rule | Chooser | Method | AdaptiveAveraging, engine: Engine) -> None:
     """Refuse a rule that needs what this engine cannot give; a chooser says so when it chooses."""
     whose = f"`{type(rule).__name__}`"
     if isinstance(rule, Method):
         require(engine, "own_points", whose)
+        return
+    if isinstance(rule, AdaptiveAveraging):
+        rule.check(engine)
         return
     if isinstance(rule, Chooser):
         return
@@ -156,10 +160,20 @@ def costs_of(spec: RunSpec, names: Sequence[str], peers: Mapping[str, int | str]
     return Costs({name: size if isinstance(n, str) else min(size, n) for name, n in examples.items()})
 
 
-def learner_of(spec: RunSpec, rule: Rule | Method, engine: Engine, costs: Costs) -> Learner:
-    """Return the learner of a run: of a rule, or of a method, which takes rounds."""
+def learner_of(
+    spec: RunSpec,
+    rule: Followed,
+    engine: Engine,
+    costs: Costs,
+    *,
+    guarded: bool = False,
+    forward_options: ForwardOptions = DEFAULT_FORWARD,
+) -> Learner:
+    """Return the learner of a run: of a rule, of a method, which takes rounds, or of adaptive averaging."""
     if isinstance(rule, Method):
         return Rounds(spec, rule, Clients(engine, spec.me, spec.peers, costs))
+    if isinstance(rule, AdaptiveAveraging):
+        return rule.learner(spec, engine, costs, guarded=guarded, forward_options=forward_options)
     return Learner(spec, rule, engine, costs)
 
 

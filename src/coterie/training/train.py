@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from coterie.choosing import Chooser
+from coterie.choosing import AdaptiveAveraging, Chooser
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
@@ -37,7 +37,7 @@ def train(
     loss: Loss,
     me: User,
     peers: Sequence[User],
-    rule: Rule | Chooser | Method | None = None,
+    rule: Rule | Chooser | Method | AdaptiveAveraging | None = None,
     *,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
@@ -73,8 +73,8 @@ def train(
         me: user 0; its validation set chooses the best model, its test set is looked at once, at the end.
         peers: the others.
         rule: how gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`, …;
-            or what chooses one before the first step: `AdaptiveAveraging`, which has nothing to set, when None. Or
-            a method of `coterie.methods`, whose rounds are then the steps.
+            `AdaptiveAveraging`, which has nothing to set, when None; knobs that are "auto" are chosen before the
+            first step. Or a method of `coterie.methods`, whose rounds are then the steps.
         optimizer: a class of `torch.optim` (or a function of the parameters), or an optimizer of this very
             model, e.g. with parameter groups; Adam when None. A method takes plain steps of its own.
         lr: the step size; the optimizer's own default when None, and 0.1 for a method.
@@ -162,8 +162,11 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
             configuration = with_estimates(configuration, spec, engine, rule)
 
         costs = setup.costs_of(spec, engine.names, configuration.peers)
-        watch = setup.guard_of(spec, costs, options.forward_options) if guarded else None
-        learner = setup.learner_of(spec, rule, engine, costs)
+        by_itself = guarded and not isinstance(rule, AdaptiveAveraging)  # which trains alone beside anyway
+        watch = setup.guard_of(spec, costs, options.forward_options) if by_itself else None
+        learner = setup.learner_of(
+            *(spec, rule, engine, costs), guarded=guarded, forward_options=options.forward_options
+        )
         captured, how = setup.captured(options.capture, learner, watch)
         hooks = [*trackers, ProgressHook(options.progress, stack), *spec.hooks]
         loop = TrainingLoop(spec, learner, hooks, save_every=save_every, guard=watch, captured=captured)

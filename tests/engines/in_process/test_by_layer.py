@@ -13,7 +13,6 @@ from tests.support.layer_cases import (
     KNOWN,
     UNKNOWN,
     Fed,
-    Own,
     asked,
     case,
     close,
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 import coterie
-from coterie.engines.in_process.by_layer import Gram, Rows
 from coterie.gradients.parameters import Parameters
 
 
@@ -169,47 +167,6 @@ def test_a_user_that_is_not_finite_spoils_nobody_else() -> None:
     assert g.left_out == {"user 2": "not finite"}
     assert g.rows is not None
     close(g.rows, wanted[[0, 2, 3]])
-
-
-# Products.
-
-
-@pytest.mark.parametrize("name", ["conv2d, groups", "tied", "once in vain", "not called"])
-def test_products_without_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, shape = case(name)
-    users = make_users(shape, [6, 5, 2, 6, 2])
-    engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=4)
-    x = engine.passes.parameters.vector() + 0.1
-    origin = torch.randn(len(x), dtype=torch.float64)
-    differences = plain(model, x, users, 4) - origin
-    monkeypatch.setattr(engine.passes, "rows", None)
-    monkeypatch.setattr(Rows, "__init__", None)
-    close(engine.gram(x, 3, origin), differences @ differences.T)
-
-
-def test_products_hold_one_parameter_at_a_time() -> None:
-    parameters = Parameters(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
-    gram = Gram(parameters, torch.zeros(1, parameters.size), torch.zeros(parameters.size), users=4)
-    for name in parameters.named:
-        gram.memory_for(name).fill_(1.0)
-        assert list(gram._held) == [name]
-        gram.complete(name)
-    assert gram.products[1:, 1:].eq(parameters.size).all()
-    assert not gram.products[0].any()
-
-
-@pytest.mark.parametrize("way", ["mapped", "loop"])
-def test_products_of_other_models(way: str) -> None:
-    between: nn.Module = nn.Dropout(0.0) if way == "mapped" else nn.BatchNorm1d(6)
-    model = nn.Sequential(nn.Linear(6, 6), between, Own()).double()
-    users = make_users((6,), [6, 5, 2, 6, 2])
-    engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=4)
-    assert engine.passes.by_layer is None
-    x = engine.passes.parameters.vector() + 0.1
-    differences = plain(model, x, users, 4) - 0.5
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    close(engine.gram(x, 3, torch.full_like(x, 0.5)), differences @ differences.T)
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
 
 
 # Memory.

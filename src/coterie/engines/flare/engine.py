@@ -88,7 +88,9 @@ class Flare:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         self._take_back(step, weights)
         dropped = self.dropped
-        asked = [name for name in weights if name not in dropped]
+        # One that missed this step at another point is not waited for at this one.
+        silent = [name for name in weights if self._standing[name].silent_at == step and name not in dropped]
+        asked = [name for name in weights if name not in dropped and name not in silent]
         replies = self._ask(asked, x, step) if asked else None
         began = time.perf_counter()
         mine = self.own.gradients(x, step, {})
@@ -102,6 +104,7 @@ class Flare:
         matrix, names, left_out = receive(mine.own, gradients)
         left_out |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
         left_out |= {name: "not waited for" for name in weights if name in dropped}
+        left_out |= dict.fromkeys(silent, "no answer")
         if len(names) < self.minimum:
             left_out |= dict.fromkeys(names, f"fewer than {self.minimum} peers answered")
             matrix, names = matrix[:0], ()
@@ -150,7 +153,7 @@ class Flare:
 
     def _miss(self, name: str, step: int) -> None:
         site = self._standing[name]
-        site.missed += 1
+        site.missed, site.silent_at = site.missed + 1, step
         if site.missed >= self.misses:
             site.since = step
             logger.warning("step %d: %s gave nothing %d times, not waited for", step, name, self.misses)
@@ -185,12 +188,14 @@ class _Standing:
         pause: steps to let pass before it is asked whether it is back.
         missed: steps in a row without an answer.
         since: the step that the pause is counted from.
+        silent_at: the last step that it missed.
         probe: the question whether it is back, where one is on its way.
     """
 
     pause: int
     missed: int = 0
     since: int = 0
+    silent_at: int = -1
     probe: Replies | None = None
 
 

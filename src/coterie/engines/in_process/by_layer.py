@@ -8,7 +8,7 @@ one forward and one backward pass serve all users, and the backward pass leaves 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from coterie.engines.in_process.layers import gradients_of, is_known
 from coterie.engines.in_process.sampler import Batches
 from coterie.gradients.parameters import Parameters
-
-
-class Destination(Protocol):
-    """Where every user's gradients go, parameter by parameter."""
-
-    def memory_for(self, name: str) -> Tensor:
-        """Return where all users' gradients by a parameter are to be written, of shape (users, …)."""
-
-    def complete(self, name: str) -> None:
-        """Note that what was written for a parameter is all there is."""
 
 
 class ByLayer:
@@ -49,7 +39,7 @@ class ByLayer:
         """The class name of a layer with trainable parameters whose formula is not known, if there is one."""
         return next((type(module).__name__ for module in self._layers if not is_known(module)), None)
 
-    def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], to: Destination) -> int:
+    def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], to: "Rows") -> int:
         """Write every user's gradients, and return how many bytes an example the layers' inputs took.
 
         `loss` runs the model on these batches, one after the other, and returns the sum of the users' losses.
@@ -103,38 +93,6 @@ class Rows:
         """Do nothing: the rows are complete as written."""
 
 
-class Gram:
-    """The inner products of what some vectors and all users' gradients differ from an origin.
-
-        Σ over parameters p of  (V_p − 1 o_pᵀ)(V_p − 1 o_pᵀ)ᵀ
-
-    Of the gradients, one parameter's exist at a time.
-
-    Args:
-        parameters: the layout of a vector.
-        vectors: of shape (m, d), which come first.
-        origin: of shape (d,).
-        users: how many.
-    """
-
-    def __init__(self, parameters: Parameters, vectors: Tensor, origin: Tensor, users: int) -> None:
-        self._vectors, self._origin = parameters.unflatten(vectors), parameters.unflatten(origin)
-        self._held: dict[str, Tensor] = {}
-        self._m, self._users = len(vectors), users
-        self.products = vectors.new_zeros(self._m + users, self._m + users, dtype=torch.float64)
-
-    def memory_for(self, name: str) -> Tensor:
-        """Return memory for one parameter, below that of the vectors."""
-        first = self._vectors[name]
-        self._held[name] = torch.cat([first, first.new_empty(self._users, *first.shape[1:])])
-        return self._held[name][self._m :]
-
-    def complete(self, name: str) -> None:
-        """Add the products of one parameter's part, and free it."""
-        part = self._held.pop(name).sub_(self._origin[name]).flatten(1)
-        self.products += part @ part.mT
-
-
 @dataclass
 class _Call:
     """One call of a layer; its input is freed once it has been used."""
@@ -147,7 +105,7 @@ class _Call:
 class _Written:
     """What has been written for each parameter, and what is still to come."""
 
-    def __init__(self, batches: Sequence[Batches], to: Destination, calls: Counter[str]) -> None:
+    def __init__(self, batches: Sequence[Batches], to: Rows, calls: Counter[str]) -> None:
         self.batches, self.to, self.to_come = batches, to, calls
         self.memory: dict[str, Tensor] = {}
         self.done: set[str] = set()

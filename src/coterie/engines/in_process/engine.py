@@ -107,13 +107,15 @@ class InProcess:
         in_memory = None if self.sampler.in_memory else NOT_IN_MEMORY
         mean = None if self.passes.per_example is not None else "the loss is not known to be a mean over examples"
         rows = support.loop if self.passes.by_layer is None else None
+        plain = self.passes.forward_options == DEFAULT_FORWARD
+        passed = None if plain else "options of the forward pass were given"
         return Capabilities(
             own_points=True,
             local=True,
             same_bits=support.one_by_one is not None,
             not_captured=in_memory or support.one_by_one,
             rows_not_captured=in_memory or support.one_by_one or rows,
-            not_stacked=support.loop or in_memory or mean,
+            not_stacked=support.loop or in_memory or mean or passed,
             examples={name: None if user.is_stream else len(user) for name, user in users.items()},
             batch_size=self.sampler.batch_size,
             batch_dependent=support.batch_dependent,
@@ -179,27 +181,6 @@ class InProcess:
         rows = self._rows(points[1:], step, names, batches) if names else points[1:]
         self._keep_buffers(own, buffers)
         return torch.cat([own.unsqueeze(0), rows]), loss
-
-    def gram(self, x: Tensor, step: int, origin: Tensor) -> Tensor:
-        """Return the inner products of what everybody's gradient differs from a vector, user 0's first, in float64.
-
-        The gradients of a model whose layers are known do not exist at once. Buffers stay as they are.
-
-        Args:
-            x: the point.
-            step: the step, from which every user draws its batch.
-            origin: the vector.
-        """
-        own_batch, batches = self.sampler.draw(() if self.support.one_by_one else self.names, step)
-        own = self._single(x, step, self.me, own_batch)[0].unsqueeze(0)
-        if self.passes.by_layer is not None:
-            return self.passes.gram(x, own, batches, origin)
-        differences = torch.cat([own, self._rows(x, step, self.names, batches)]) - origin
-        return (differences @ differences.mT).double()
-
-    def gradient_on(self, x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the gradient of any batch at x; the model's buffers stay as they are."""
-        return self.passes.single(x, *batch, self.passes.buffers())[0]
 
     def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return one user's gradient and loss at x on its examples at these indices; the step seeds randomness."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from coterie.engines.in_process.by_layer import ByLayer, Destination, Gram, Rows
+from coterie.engines.in_process.by_layer import ByLayer, Rows
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.reused_memory import ReusedMemory
 from coterie.engines.in_process.sampler import Batches
@@ -112,26 +112,6 @@ class Passes:
             return rows
         return torch.index_select(rows, 0, self._order(batches, x.device), out=self._memory.empty(rows.shape, x))
 
-    def gram(self, x: Tensor, vectors: Tensor, batches: Sequence[Batches], origin: Tensor) -> Tensor:
-        """Return the inner products of what some vectors and every user's gradient differ from an origin, by layer.
-
-        Args:
-            x: one point for all users.
-            vectors: of shape (m, d), which come first.
-            batches: the users'.
-            origin: of shape (d,).
-        """
-        if self.by_layer is None:
-            raise AssertionError("`InProcess.gram` knows other ways")
-        gram = Gram(self.parameters, vectors, origin, sum(len(batch.positions) for batch in batches))
-        self.write_by_layer(x, self.by_layer, batches, gram)
-        if len(batches) == 1:
-            return gram.products
-        order = torch.cat(
-            [torch.arange(len(vectors), device=x.device), len(vectors) + self._order(batches, x.device)]
-        )
-        return gram.products[order][:, order]
-
     def _parts(self, x: Tensor, batches: Sequence[Batches]) -> list[Sequence[Batches]]:
         """Return the batches of one pass after the other."""
         row = self.parameters.size * self.parameters.dtype.itemsize
@@ -153,7 +133,7 @@ class Passes:
         else:
             self.mapped(x, batches[0], rows)
 
-    def write_by_layer(self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], to: Destination) -> int:
+    def write_by_layer(self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], to: Rows) -> int:
         """Write every user's gradient in one pass; see `ByLayer.backward`."""
 
         def loss() -> Tensor:

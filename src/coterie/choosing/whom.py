@@ -1,0 +1,106 @@
+"""Whom to listen to: the peers' weights, fitted to user 0's gradient at points that do not know its examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.gradients.simplex import simplex_minimum
+
+Array: TypeAlias = NDArray[np.float64]
+
+GRAMS = 12
+"""Gram matrices in a trunk, evenly spaced; one at every step gave nothing more."""
+GRAM_MEMORY = 50
+"""How many Gram matrices the running mean goes back over; before that it is the mean of all."""
+SHRINKAGE = 0.1
+"""How far the Gram matrix is drawn towards its diagonal. The noise of o is in all its entries; left on the diagonal
+alone, a part of it makes peers that differ by less than the own examples can show share the weight."""
+MIN_SHARE = 0.25
+"""Peers with less than this share of an equal weight get none. A network that can fit everything fits wrong labels
+too, however small their weight: only zero keeps them out."""
+
+
+class FittedWeights:
+    """The peers' weights from a running mean of Gram matrices.
+
+        L = (0, g_1, …, g_N) − 1oᵀ,   H = running mean of LLᵀ,   κ = argmin over the simplex of κᵀHκ
+
+    o is user 0's gradient on examples that the point was not fitted to. Row 0 is nobody: it takes weight where no
+    peer points the right way. The weights are w = κ_{1..N}/Σκ_{1..N}. A peer that is missing keeps its entries.
+
+    Args:
+        n_peers: N.
+
+    Example:
+        >>> fitted = FittedWeights(2)
+        >>> fitted.add(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), own=torch.tensor([1.0, 0.1]))
+        >>> fitted.tau().tolist()
+        [1.0, 0.0]
+    """
+
+    def __init__(self, n_peers: int) -> None:
+        self.gram, self.counts = np.zeros((1 + n_peers,) * 2), np.zeros((1 + n_peers,) * 2)
+        self.kappa: list[Array] = []
+        self.norms: list[Array] = []
+        self.weights = np.full(n_peers, 1 / n_peers)
+
+    def add(self, rows: Tensor, own: Tensor) -> None:
+        """Take the gradients at one step into the mean, and fit the weights again.
+
+        Args:
+            rows: of shape (N, d), one a peer; not numbers where there is none.
+            own: of shape (d,), o.
+        """
+        lacking = torch.cat([torch.zeros_like(own)[None], rows]) - own
+        fresh = (lacking @ lacking.T).double().cpu().numpy()
+        there = np.isfinite(fresh)
+        self.counts += there
+        rate = np.where(there, np.maximum(1 / np.maximum(self.counts, 1), 1 / GRAM_MEMORY), 0.0)
+        self.gram += np.where(there, fresh - self.gram, 0.0) * rate
+        self.norms.append(rows.norm(dim=1).double().cpu().numpy())
+        answered = np.append(True, np.diag(self.counts)[1:] > 0)  # ever: the others get nothing
+        kappa, gram = np.zeros(len(self.gram)), self.gram[np.ix_(answered, answered)]
+        kappa[answered] = simplex_minimum((1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram)))
+        self.kappa.append(kappa)
+        if kappa[1:].sum() > 1e-9:
+            self.weights = kappa[1:] / kappa[1:].sum()
+
+    def tau(self) -> Array:
+        """Return the weights averaged over the last third, small ones set to zero; equal where nobody counted."""
+        late = np.array(self.kappa[self._late()])[:, 1:]
+        late = late[late.sum(1) > 1e-9]
+        n = len(self.weights)
+        if not len(late):
+            return np.full(n, 1 / n)
+        tau = (late / late.sum(1, keepdims=True)).mean(0)
+        tau[tau < MIN_SHARE / n] = 0.0
+        return np.asarray(tau / tau.sum())
+
+    def bounds(self) -> Array:
+        """Return the median norm of each peer's gradients over the last third; 0 for one that never answered."""
+        norms = np.array(self.norms[self._late()])
+        return np.array(
+            [np.median(each[np.isfinite(each)]) if np.isfinite(each).any() else 0.0 for each in norms.T]
+        )
+
+    def _late(self) -> slice:
+        return slice(-max(1, len(self.kappa) // 3), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later weights depend on."""
+        arrays = {"gram": self.gram, "counts": self.counts, "weights": self.weights}
+        lists = {"kappa": np.array(self.kappa), "norms": np.array(self.norms)}
+        return {name: torch.from_numpy(array.copy()) for name, array in (arrays | lists).items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up a state."""
+        self.gram, self.counts, self.weights = (
+            state[n].cpu().numpy().copy() for n in ("gram", "counts", "weights")
+        )
+        self.kappa, self.norms = (list(state[name].cpu().numpy().copy()) for name in ("kappa", "norms"))

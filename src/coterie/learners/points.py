@@ -1,0 +1,208 @@
+"""Everybody's gradients at several points in one step, and the losses there: point by point, on any engine.
+
+User 0 computes its own here, on all of its examples or on all but one fold. `Together` does the same in one pass.
+A point is a row of parameters, followed by the model's buffers where passes move them (BatchNorm).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from coterie.engines.engine import Engine
+from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
+from coterie.evaluation.evaluate import example_losses
+from coterie.gradients.parameters import Parameters
+from coterie.learners.spec import RunSpec
+from coterie.users.examples import Examples, FromDataset, InMemory
+from coterie.users.user import User
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """User 0's gradients at some points."""
+
+    gradients: Tensor  # of shape (R, d)
+    loss: Tensor  # at the first point
+    buffers: Tensor  # of shape (R, b): what the passes left in the model's buffers
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """The peers' weighted sums at some points, over those peers whose gradients can be used."""
+
+    sums: Tensor  # of shape (R, d)
+    answered: Tensor  # of shape (R,): the weight that is in each
+    left_out: Mapping[str, str] = field(default_factory=dict)  # the others, each with the reason
+
+
+class Points:
+    """Gradients and losses at several points, one point after the other.
+
+    Args:
+        spec: a run that is prepared.
+        engine: where the peers' gradients come from; it must be able to give rows.
+        parts: of shape (P, n): which of user 0's examples each part has. A copy that is blind to a fold draws its
+            batches from a part as a user with those examples alone would.
+        forward_options: of user 0's passes.
+    """
+
+    def __init__(
+        self, spec: RunSpec, engine: Engine, parts: Tensor, forward_options: ForwardOptions = DEFAULT_FORWARD
+    ) -> None:
+        self.spec, self.engine, self.parts = spec, engine, parts
+        self.names, self.d = engine.names, Parameters(spec.model).size
+        self._users = [_part(spec.me, part) for part in parts]
+        self._own = [
+            RunSpec(spec.model, spec.loss, user, (), batch_size=spec.batch_size, seed=spec.seed).in_process(
+                forward_options=forward_options
+            )
+            for user in self._users
+        ]
+        moves = self._own[0].support.moves_buffers
+        self._buffers = [b for b in spec.model.buffers() if b.is_floating_point()] if moves else []
+        self._model = copy.deepcopy(spec.model)
+
+    def start(self) -> Tensor:
+        """Return the point where the model is."""
+        return torch.cat([Parameters(self.spec.model).vector(), self._moved()])
+
+    def own(self, points: Tensor, step: int, parts: Sequence[int]) -> Own:
+        """Return user 0's gradient at each point, on its part's batch of this step."""
+        gradients, moved, first = [], [], points.new_tensor(torch.nan)
+        for row, (point, part) in enumerate(zip(points, parts, strict=True)):
+            with self._at(point):
+                g = self._own[part].gradients(point[: self.d], step, {})
+                gradients.append(g.own)
+                moved.append(self._moved())
+            first = torch.as_tensor(g.own_loss) if not row else first
+        return Own(torch.stack(gradients), first, torch.stack(moved))
+
+    def on_all(self, points: Tensor, step: int, parts: Sequence[int]) -> Tensor:
+        """Return user 0's gradient at each point, on all examples of its part."""
+        return torch.stack([self._on_all(point, step, part) for point, part in zip(points, parts, strict=True)])
+
+    def sums(self, points: Tensor, step: int, weights: Tensor, bounds: Tensor | None = None) -> Sums:
+        """Return the peers' weighted sums.
+
+        Args:
+            points: of shape (R, d + b).
+            step: the step, from which every peer draws its batch.
+            weights: of shape (R, N).
+            bounds: of shape (N,): the norm to which each peer's gradient is cut first; none when None.
+        """
+        if bounds is not None:
+            rows, left_out = self.rows(points, step, weights > 0)
+            return combined(rows, weights, bounds, left_out)
+        sums, answered, left_out = torch.zeros_like(points[:, : self.d]), points.new_zeros(len(points)), {}
+        for row, (point, given) in enumerate(zip(points, weights.tolist(), strict=True)):
+            if point.isfinite().all():
+                asked = {name: weight for name, weight in zip(self.names, given, strict=True) if weight}
+                with self._at(point):
+                    g = self.engine.gradients(point[: self.d], step, asked)
+                left_out.update(g.left_out)
+                if g.peers is not None and g.answered:
+                    sums[row], answered[row] = g.peers - (1 - g.answered) * g.own, g.answered
+        return Sums(sums, answered, left_out)
+
+    def rows(self, points: Tensor, step: int, asked: Tensor) -> tuple[Tensor, dict[str, str]]:
+        """Return each peer's gradient at each point, of shape (R, N, d), and those left out with the reason.
+
+        Args:
+            points: of shape (R, d + b).
+            step: the step.
+            asked: of shape (R, N): who is asked. The rows of others, and of those left out, are not numbers.
+        """
+        rows = points.new_full((len(points), len(self.names), self.d), torch.nan)
+        left_out: dict[str, str] = {}
+        for point, wanted, to in zip(points, asked.tolist(), rows, strict=True):
+            names = [name for name, yes in zip(self.names, wanted, strict=True) if yes]
+            if names and point.isfinite().all():
+                with self._at(point):
+                    g = self.engine.gradients(
+                        point[: self.d], step, dict.fromkeys(names, 1 / len(names)), rows=True
+                    )
+                left_out.update(g.left_out)
+                if g.rows is not None and len(g.rows):
+                    to[[self.names.index(name) for name in g.names]] = g.rows
+        return rows, left_out
+
+    def losses(self, points: Tensor, examples: Examples) -> Tensor:
+        """Return the loss of each example at each point, of shape (R, n), in evaluation mode."""
+        by_point = []
+        for point in points:
+            Parameters(self._model).load(point[: self.d])
+            self._load(self._model, point)
+            by_point.append(example_losses(self._model, self.spec.loss, examples))
+        return torch.stack(by_point)
+
+    def serve(self, point: Tensor) -> None:
+        """Give the model's parameters and buffers the values of a point."""
+        Parameters(self.spec.model).load(point[: self.d])
+        self._load(self.spec.model, point)
+
+    def _on_all(self, point: Tensor, step: int, part: int) -> Tensor:
+        user, total = self._users[part], torch.zeros_like(point[: self.d])
+        with self._at(point):
+            for some in torch.split(torch.arange(len(user)), 1024):
+                gradient, _ = self._own[part].on(user.name, point[: self.d], some, step)
+                total.add_(gradient, alpha=len(some) / len(user))
+        return total
+
+    def _moved(self) -> Tensor:
+        like = next(self.spec.model.parameters())
+        return torch.cat([like.new_empty(0), *(b.reshape(-1).to(like) for b in self._buffers)])
+
+    @contextmanager
+    def _at(self, point: Tensor) -> Iterator[None]:
+        """Let the model have a point's buffers, and restore those it had afterwards."""
+        before = self._moved()
+        self._load(self.spec.model, point)
+        try:
+            yield
+        finally:
+            self._load(self.spec.model, torch.cat([point[: self.d], before]))
+
+    def _load(self, model: torch.nn.Module, point: Tensor) -> None:
+        if self._buffers:
+            buffers = [b for b in model.buffers() if b.is_floating_point()]
+            for buffer, piece in zip(
+                buffers, torch.split(point[self.d :], [b.numel() for b in buffers]), strict=True
+            ):
+                buffer.copy_(piece.view_as(buffer))
+
+
+def combined(rows: Tensor, weights: Tensor, bounds: Tensor | None, left_out: Mapping[str, str]) -> Sums:
+    """Return weighted sums of the rows that are finite, each first cut to its bound.
+
+    Example:
+        >>> rows = torch.tensor([[[3.0, 4.0], [float("nan"), 0.0]]])
+        >>> combined(rows, torch.tensor([[0.5, 0.5]]), torch.tensor([1.0, 1.0]), {}).sums
+        tensor([[0.3000, 0.4000]])
+    """
+    norms = rows.norm(dim=2)
+    there = norms.isfinite()
+    if not there.all():
+        rows = rows.masked_fill(~there.unsqueeze(2), 0.0)
+    present = kept = weights * there
+    if bounds is not None:
+        kept = torch.where(
+            there, present * (bounds / norms.clamp(min=torch.finfo(rows.dtype).tiny)).clamp(max=1.0), 0.0
+        )
+    return Sums(torch.bmm(kept.unsqueeze(1), rows).squeeze(1), present.sum(1), left_out)
+
+
+def _part(user: User, kept: Tensor) -> User:
+    """Return a user with some of its examples only, and the same name."""
+    indices, part = kept.cpu().nonzero().flatten(), copy.copy(user)
+    if isinstance(user.examples, FromDataset):
+        part.examples = FromDataset(Subset(user.examples.dataset, indices.tolist()), user.examples.device)
+    elif isinstance(user.examples, InMemory):
+        part.examples = InMemory(*user.examples.take(indices))
+    return part
