@@ -149,7 +149,11 @@ def test_weights_by_name_and_a_model_of_ones_own(
     record = Record.load(tmp_path / "r" / "record.jsonl")
     assert record.configuration.rule == "WeightedAveraging(alpha=0.5, tau={'b': 0.25, 'c': 0.75})"
     assert "Tanh" in record.configuration.model
-    assert RUNNER.invoke(app, ["predict", str(tmp_path / "r"), str(table)]).exit_code == 0
+    named = ["predict", str(tmp_path / "r"), str(table), "--model", "mine:net"]
+    assert RUNNER.invoke(app, named).exit_code == 0
+    not_named = RUNNER.invoke(app, named[:3])
+    assert not_named.exit_code == 2
+    assert "'mine:net', which would run code" in not_named.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.engines.flare.sites import LocalSites
-from coterie.engines.peer import Caps
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Caps, Peer
 from coterie.errors import CoterieError, DataError, KnobError
 from coterie.federation.job import write_job
 from coterie.federation.kits import set_up
@@ -269,3 +271,26 @@ def test_the_job_is_three_files_and_no_code(tmp_path: Path) -> None:
     files = [path for path in write_job(tmp_path).rglob("*") if path.is_file()]
     names = ["config_fed_client.json", "config_fed_server.json", "meta.json"]
     assert sorted(path.name for path in files) == names
+
+
+@needs_nvflare
+def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another site of the consortium gets no gradient, and uses up nothing of what the site gives."""
+    from coterie.federation import site_job
+
+    peer = Peer(
+        coterie.User("a", torch.eye(2), torch.ones(2, 1)),
+        Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss),
+        Caps(gradients=1),
+    )
+    site = site_job.Site()
+    site.peer = peer
+    request = {"x": np.zeros(3, np.float32), "step": 0, "seed": 0, "batch_size": 2}
+    for caller in ("neighbour", "Server", "server.x", ""):
+        asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
+        monkeypatch.setattr(site_job, "collab", asked)
+        assert site.gradient(request) == {"refused": "it answers user 0 only"}
+        assert site.ready() == {"willing": False}
+    monkeypatch.setattr(site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server")))
+    assert site.ready() == {"willing": True}
+    assert "gradient" in site.gradient(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 import coterie
 from coterie.data import from_table
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, ModelError
 from coterie.evaluation import METRICS
 from coterie.tables.fit import fit
 from coterie.tables.predict import predict
@@ -59,3 +60,17 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     with pytest.raises(DataError, match="holds no finished model"):
         predict(tmp_path, visits())
+
+
+def test_a_folder_cannot_name_code_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in a folder that somebody else made neither runs nor is imported."""
+    task = from_table(visits(), user_column="who", target="y", me="a")
+    fit(task, coterie.Alone(), "linear", tmp_path / "run", steps=2)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planted.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
+    for about in ({"model": "builtins:exec", "n_inputs": "open('ran', 'w').close()"}, {"model": "planted:net"}):
+        changed = {"n_inputs": 2, "n_outputs": 1} | about
+        (tmp_path / "run" / "model.json").write_text(json.dumps(changed), encoding="utf-8")
+        with pytest.raises(ModelError, match="would run code"):
+            predict(tmp_path / "run", visits())
+    assert not (tmp_path / "ran").exists()

@@ -12,6 +12,9 @@ def predict(
     folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
     file: Annotated[Path, Argument(metavar="FILE", help="A CSV or Parquet file with the same columns.")],
     out: Annotated[Path | None, Option(help="Where to write the CSV; standard output when not given.")] = None,
+    model: Annotated[
+        str | None, Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own.")
+    ] = None,
 ) -> None:
     """Predict the target for every row of a table, in order, with the personal model of a run.
 
@@ -20,6 +23,6 @@ def predict(
     from coterie.data import read_table
     from coterie.tables.predict import predict as predictions
 
-    predictions(folder, read_table(file)).to_csv(sys.stdout if out is None else out, index=False)
+    predictions(folder, read_table(file), model).to_csv(sys.stdout if out is None else out, index=False)
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

@@ -37,12 +37,20 @@ class Site:
     @publish
     def ready(self) -> dict[str, bool]:
         """Say whether there is a gradient to give."""
-        return {"willing": self.peer is not None and self.peer.is_willing()}
+        return {"willing": _by_user_0() and self.peer is not None and self.peer.is_willing()}
 
     @publish
     def gradient(self, request: Any) -> dict[str, Any]:
         """Return the gradient asked for, or why there is none; see `Peer.answer`."""
+        if not _by_user_0():  # another site would learn about these rows, and use up the caps
+            logger.warning("refused %.100r, who is not user 0", str(collab.caller))
+            return {"refused": "it answers user 0 only"}
         if self.peer is None:
             return {"refused": "its data or model cannot be read"}
         with self.lock:  # a request that came late may still be in work
             return answer_message(self.peer, str(collab.caller), request)
+
+
+def _by_user_0() -> bool:
+    """Say whether user 0 asks. It is at the server; NVFLARE knows the caller by its certificate."""
+    return bool(collab.caller == collab.server.name)

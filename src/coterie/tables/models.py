@@ -22,15 +22,18 @@ def mlp(n_inputs: int, n_outputs: int, hidden: int = 64) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, hidden), nn.ReLU(), nn.Linear(hidden, n_outputs))
 
 
+BUILT_IN: dict[str, Callable[[int, int], nn.Module]] = {"linear": linear, "mlp": mlp}
+"""The models that are no code of one's own."""
+
+
 def build(name: str, n_inputs: int, n_outputs: int) -> nn.Module:
     """Return a model by name: "linear", "mlp", or "module.path:factory" for a function of one's own.
 
     The function is called with the numbers of inputs and outputs, and found as Python finds modules, the
     current folder included.
     """
-    known: dict[str, Callable[[int, int], nn.Module]] = {"linear": linear, "mlp": mlp}
-    if name in known:
-        return known[name](n_inputs, n_outputs)
+    if name in BUILT_IN:
+        return BUILT_IN[name](n_inputs, n_outputs)
     module, colon, factory = name.partition(":")
     if not colon:
         raise ModelError(f"unknown model {name!r}; choose linear, mlp, or module.path:factory")
