@@ -34,6 +34,11 @@ class Everything:
     call: Sequence[int] | None = None
 
 
+def test_options_and_pairs_are_knobs_together() -> None:
+    knobs = knobs_of(RULES.entry("bc"), ["warm_up=false", "start=zero"], alpha="0.3", beta=None)
+    assert knobs == {"alpha": 0.3, "warm_up": False, "start": "zero"}
+
+
 @pytest.mark.parametrize(
     ("pair", "value"),
     [

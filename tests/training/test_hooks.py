@@ -20,7 +20,7 @@ from coterie.errors import GradientError, KnobError
 from coterie.methods import FedAvg
 from coterie.recording import checkpoint
 from coterie.recording.result import Point
-from coterie.training.hooks import Start
+from coterie.training.hooks import Start, as_hook
 from coterie.training.run import Stopped
 
 Users = Callable[..., list[coterie.User]]
@@ -158,6 +158,7 @@ class NoSteps(Hook):
 
 
 def test_a_hook_that_need_not_see_every_step_leaves_blocks_whole(make_users: Users) -> None:
+    assert as_hook(print).every_step
     users, seldom, points, every = make_users(), Seldom(), NoSteps(), Noting()
     settings: dict[str, Any] = {"steps": 9, "evaluate_every": 4, "capture": True, "guard": "off"}
     problem: Any = (network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5))

@@ -49,14 +49,10 @@ def bench(
 
     torch.set_num_threads(1)
     console = Console()
-    selection = benchmark.Selection(
-        chosen := _names(sets) or _sets_at_hand(data),
-        all_methods() if methods == "all" else _names(methods) or DEFAULT,
-        _names(conditions) or tuple(CONDITIONS),
-        _names(models),
-        users,
-        seeds,
-    )
+    chosen = _names(sets) or _sets_at_hand(data)
+    compared = all_methods() if methods == "all" else _names(methods) or DEFAULT
+    under = _names(conditions) or tuple(CONDITIONS)
+    selection = benchmark.Selection(chosen, compared, under, _names(models), users, seeds)
     cells = list(selection.cells(data))
     if not cells:
         raise KnobError(f"nothing to measure: no set among {', '.join(chosen)} takes a model among {models}")

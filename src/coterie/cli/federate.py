@@ -63,13 +63,8 @@ def init(
     knobs = knobs_of(RULES.entry(rule), knob or [], alpha=alpha, beta=beta)
     if "aggregator" in knobs:
         raise KnobError("`--knob aggregator` cannot be written to the settings; import a rule of your own")
-    patience: dict[str, Any] = {
-        "timeout": timeout,
-        "misses": misses,
-        "probe_every": probe_every,
-        "minimum": minimum,
-    }
-    training = Training(rule, knobs=knobs, steps=steps, lr=lr, batch_size=batch_size, seed=seed, **patience)
+    waits: dict[str, Any] = {"timeout": timeout, "misses": misses, "probe_every": probe_every, "minimum": minimum}
+    training = Training(rule, knobs=knobs, steps=steps, lr=lr, batch_size=batch_size, seed=seed, **waits)
     own = Data(table=str(data.absolute()), target=target, own_examples=own_examples)
     settings = LeadSettings(me, tuple(site), own, Model(model), training)
     rule_of(settings)  # what cannot be built is told now

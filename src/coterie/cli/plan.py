@@ -46,21 +46,17 @@ def plan(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     else:
-        _print_table(rows, sentences)
+        from rich.console import Console
+
+        from coterie.cli.terminal import rich_table
+
+        console = Console()
+        console.print(rich_table(None, [cells(name, row) for name, row in rows.items()], note(rows)))
+        for sentence in sentences:
+            console.print(sentence, highlight=False)
     if out is not None:
         page = _write_picture(out, problem, steps, rows, sentences)
         typer.echo(f"wrote {page}, and the picture as PNG and PDF beside it", err=True)
-
-
-def _print_table(rows: dict[str, dict[str, float | None]], sentences: list[str]) -> None:
-    from rich.console import Console
-
-    from coterie.cli.terminal import rich_table
-
-    console = Console()
-    console.print(rich_table(None, [cells(name, row) for name, row in rows.items()], note(rows)))
-    for sentence in sentences:
-        console.print(sentence, highlight=False)
 
 
 def _write_picture(

@@ -41,11 +41,6 @@ def knobs_of(entry: Entry[Any], pairs: Sequence[str], **options: str | None) -> 
     """Return the knobs that the command line gives, by the types that the thing says they have.
 
     The pairs are NAME=VALUE, of `--knob`; the options are knobs with an option of their own, None where left out.
-
-    Example:
-        >>> from coterie.rules import RULES
-        >>> knobs_of(RULES.entry("bc"), ["warm_up=false", "start=zero"], alpha="0.3", beta=None)
-        {'alpha': 0.3, 'warm_up': False, 'start': 'zero'}
     """
     texts = {f"--{name}": (name, text) for name, text in options.items() if text is not None}
     for pair in pairs:

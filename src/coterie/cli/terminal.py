@@ -1,8 +1,8 @@
 """What commands show in the terminal: tables and the progress of many runs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,16 +20,9 @@ def rich_table(title: str | None, rows: Sequence[Mapping[str, Any]], caption: st
     return table
 
 
-class Advance(Protocol):
-    """Say what is done, and how many that makes more."""
-
-    def __call__(self, what: str, n: int = 1) -> None:
-        """Show it."""
-
-
 @contextmanager
-def bar(description: str, total: int) -> Iterator[Advance]:
-    """Give a function that says what is done, one or more of `total`; shown in a terminal."""
+def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
+    """Give a function of what is done, and of how many more of `total` that makes (1); shown in a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

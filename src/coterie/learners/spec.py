@@ -29,24 +29,7 @@ Scheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 class RunSpec:
     """A run, specified: `dataclasses.replace(spec, rule=…, seed=…)` is another.
 
-    Args:
-        model: any module; training starts from its parameters.
-        loss: the mean loss of a batch from (output, target).
-        me: user 0.
-        peers: the others.
-        rule: how gradients become a direction; or what chooses such a rule before the first step; or a method of
-            `coterie.methods`. `AdaptiveAveraging` when None.
-        optimizer: a class of `torch.optim` (or a function of the parameters), or an optimizer of this very model;
-            Adam when None.
-        lr: the step size; the optimizer's own default when None, and 0.1 for a method.
-        scheduler: a function of the optimizer that returns a learning-rate scheduler.
-        steps: how many steps to take.
-        batch_size: examples each user draws for a gradient; all of them where it has fewer.
-        seed: what batches and dropout are drawn from, with the user's name and the step.
-        device: where to train; where the model is when None.
-        metrics: by name, functions of (outputs, targets) over a whole set; accuracy or RMSE when None.
-        evaluate_every: steps between evaluations; a fiftieth of the run when None.
-        hooks: called while the run goes on; see `coterie.training.hooks`.
+    The fields are those arguments of `coterie.train` that say what is trained, for whom, with whom and how.
 
     Example:
         >>> from dataclasses import replace

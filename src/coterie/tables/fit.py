@@ -20,6 +20,7 @@ from coterie.reporting.run_page import sections
 from coterie.rules import Alone, Rule
 from coterie.tables import models
 from coterie.tables.fitted import Fitted
+from coterie.training.run import Stopped
 from coterie.training.train import train
 
 
@@ -53,7 +54,7 @@ def fit(
     runs, settings = [], {**settings, "seed": seed, "metrics": reported}
     for each, folder, where in ((rule, out, engine), (Alone(), out / "alone", InProcess)):  # peers need not wait
         runs.append(train(made, loss, task.me, task.peers, each, out=folder, engine=where, **settings))
-        if runs[-1].stopped == "Ctrl-C":
+        if runs[-1].stopped is Stopped.CTRL_C:
             return None
     fitted = Fitted(task, *runs)
     _save(fitted, model, out)

@@ -7,8 +7,6 @@ on a CPU as it is. After the block the host reads the losses and whether all gra
 the block is undone and its steps are taken one by one, where peers are left out, counted and reported as usual.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 
@@ -25,11 +23,7 @@ WARM_UP = 3
 
 
 class Captured:
-    """The steps of a learner, and of its guard's shadow, as one program.
-
-    Args:
-        learners: the run's, and the shadow's where there is a guard; `why_not_captured` returns None for each.
-    """
+    """The steps of a learner, and of its guard's shadow, as one program; `why_not_captured` is None for each."""
 
     def __init__(self, *learners: Learner) -> None:
         self.tables = [StepTables(learner) for learner in learners]
@@ -37,8 +31,7 @@ class Captured:
         self.failed: str | None = None  # why a graph could not be captured
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured_with: object = None
-        self._warm = self._undone = 0
-        self._careful_until = 0
+        self._warm = self._undone = self._careful_until = 0
 
     def advance(self, most: int) -> list[float] | None:
         """Take at most so many steps and return user 0's loss in each; None where the next is no such step."""
@@ -47,14 +40,14 @@ class Captured:
         n = min(table.known(wanted) for table in self.tables) if wanted else 0
         if not n:
             return None
-        saved = [table.save() for table in self.tables]
+        undo = [table.save() for table in self.tables]
         for table in self.tables:
             table.fill(n)
         if self._take(n) and all(math.isfinite(table.total.item()) for table in self.tables):
             losses, *_ = [table.count(n) for table in self.tables]
             return losses
-        for table, before in zip(self.tables, saved, strict=True):
-            table.restore(before)
+        for restore in undo:
+            restore()
         self._careful_until = step + n * 2**self._undone  # a peer may be bad at every step
         self._undone += 1
         return None

@@ -1,18 +1,19 @@
-"""Before the first step: a chooser chooses the rule, and the theory's constants are measured."""
-
-from __future__ import annotations
+"""Before the first step: a rule is chosen and the theory's constants are measured, or taken over on resuming."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeAlias, cast
 
 from coterie.choosing import AdaptiveAveraging, Choice, chooser_for
 from coterie.choosing.measuring import before_training
 from coterie.engines.engine import Engine
-from coterie.errors import DataError
+from coterie.errors import DataError, KnobError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
 from coterie.methods.rounds import Method
+from coterie.recording import checkpoint
 from coterie.recording.configuration import Configuration
+from coterie.recording.record import Record
 from coterie.rules import Alone, Rule
 
 Followed: TypeAlias = Rule | Method | AdaptiveAveraging
@@ -20,6 +21,28 @@ Followed: TypeAlias = Rule | Method | AdaptiveAveraging
 
 MAX_GRADIENT_BYTES = 2**30
 """How many bytes of peers' gradients may be held to measure constants that no knob waits for."""
+
+MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates", "not_measured", "capture"})
+"""Settings that may change when a run is resumed."""
+
+
+def check_free(out: Path | None, resume: bool) -> None:
+    """Refuse a folder that holds a run, unless it is to be resumed."""
+    if out and not resume and ((out / "record.jsonl").exists() or checkpoint.saved(out / "checkpoints")):
+        raise KnobError(f"{out} already holds a run; resume it (`resume=True`, `--resume`), or name another folder")
+
+
+def with_earlier_choice(configuration: Configuration, out: Path | None, resume: bool) -> Configuration:
+    """Return the configuration with choice and constants of the run left in `out`, if all else is as it was."""
+    check_free(out, resume)
+    path = out and out / "record.jsonl"
+    if path is None or not path.exists():
+        return configuration
+    before = Record.load(path).configuration
+    if configuration.differences(before, MAY_DIFFER):
+        return configuration
+    configuration = replace(configuration, choice=before.choice, estimates=before.estimates)
+    return replace(configuration, not_measured=before.not_measured)
 
 
 def choose(

@@ -7,12 +7,9 @@ worse it restarts from the shadow and listens to nobody for a while, twice as lo
 the better of the two.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -30,76 +27,40 @@ WORSE_BY_ERRORS = 2.0
 """By how many standard errors the collaborative learner must be worse to be restarted."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Held-out losses of the collaborative model less those of the one trained alone.
-
-    Args:
-        difference: the mean; below zero, collaboration helped.
-        error: its standard error, paired by example.
-        alone: the mean loss of the model trained alone.
-    """
-
-    difference: float
-    error: float
-    alone: float
-
-
 class Guard:
-    """A shadow trained alone, and the comparison with it.
-
-    Args:
-        shadow: a learner of the same model, optimizer and batches that follows `Alone`.
-        loss: the mean loss of a batch from (output, target).
-        held_out: the examples to compare on.
-        every: the steps between comparisons.
-    """
+    """A shadow with the learner's model, optimizer and batches that follows `Alone`, and comparisons with it."""
 
     def __init__(self, shadow: Learner, loss: Loss, held_out: Examples, every: int) -> None:
         self.shadow, self.loss, self.held_out, self.every = shadow, loss, held_out, every
         self.restarts = 0
 
-    def compare(self, ours: nn.Module, alone: nn.Module) -> Comparison:
-        """Compare two models on the held-out examples."""
+    def compare(self, ours: nn.Module, alone: nn.Module) -> tuple[float, float, float]:
+        """Return held-out loss of ours less that of alone, its standard error, paired by example, and alone's."""
         theirs = example_losses(alone, self.loss, self.held_out)
         change = example_losses(ours, self.loss, self.held_out) - theirs
         error = float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else math.inf
-        return Comparison(float(change.mean()), error, float(theirs.mean()))
+        return float(change.mean()), error, float(theirs.mean())
 
     def check(self, learner: Learner) -> GuardCheck:
         """Compare the collaborative learner with the shadow, and restart it where it is significantly worse."""
-        compared = self.compare(learner.model, self.shadow.model)
-        self.shadow.consider(compared.alone)
-        if not compared.difference <= WORSE_BY_ERRORS * compared.error:  # a loss that is not a number is worse
+        difference, error, alone = self.compare(learner.model, self.shadow.model)
+        self.shadow.consider(alone)
+        if not difference <= WORSE_BY_ERRORS * error:  # a loss that is not a number is worse
             self.restart(learner)
-        return GuardCheck(
-            alone_loss=compared.alone,
-            difference=compared.difference,
-            error=compared.error,
-            restarts=self.restarts,
-        )
+        return GuardCheck(alone_loss=alone, difference=difference, error=error, restarts=self.restarts)
 
     def decide(
         self, model: nn.Module, best: dict[str, Any]
     ) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
-        """Return the better of a model and the best of the shadow, what it was the best of, and the decision.
-
-        Args:
-            model: the collaborative model.
-            best: what it was the best of, from `Learner.best`.
-        """
+        """Return the better of a model and the best of the shadow, its `Learner.best`, and the decision."""
         if not self.shadow.best:
             return model, best, None
         alone = copy.deepcopy(self.shadow.model)
         alone.load_state_dict(self.shadow.best["model"])
-        compared = self.compare(model, alone)
-        keep_alone = not best or self.shadow.best["loss"] < best["loss"]
-        decision = GuardDecision(
-            served="alone" if keep_alone else "collaborative",
-            difference=compared.difference,
-            error=compared.error,
-        )
-        return (alone, self.shadow.best, decision) if keep_alone else (model, best, decision)
+        difference, error, _ = self.compare(model, alone)
+        if not best or self.shadow.best["loss"] < best["loss"]:
+            return alone, self.shadow.best, GuardDecision(served="alone", difference=difference, error=error)
+        return model, best, GuardDecision(served="collaborative", difference=difference, error=error)
 
     def restart(self, learner: Learner) -> None:
         """Let the learner go on from the shadow, listening to nobody for twice as long as the last time."""

@@ -1,11 +1,8 @@
-"""Hooks: what is called while a run goes on. Checkpoints, TensorBoard and the progress bar are hooks too."""
+"""Hooks: what is called while a run goes on. TensorBoard and the progress bar are hooks too."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 from coterie.errors import KnobError
@@ -19,19 +16,12 @@ from coterie.training.run import Run, Step
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """What hooks are told before the first step.
+    """What hooks are told before the first step."""
 
-    Args:
-        spec: the run, with the model that is trained.
-        rule: the rule that is followed, as it was chosen, or the method.
-        configuration: what the record says of the run.
-        step: how many steps were taken before, in a run that is resumed.
-    """
-
-    spec: RunSpec
-    rule: Followed
-    configuration: Configuration
-    step: int = 0
+    spec: RunSpec  # with the model that is trained
+    rule: Followed  # as it was chosen, or the method
+    configuration: Configuration  # what the record says of the run
+    step: int = 0  # how many were taken before, in a run that is resumed
 
 
 class Hook:
@@ -74,49 +64,8 @@ HookLike: TypeAlias = Hook | Callable[[Step], object]
 """A hook, or a function that is called with a `Step` after every step and ends the run where it returns True."""
 
 
-class Hooks:
-    """The hooks of a run, called in order.
-
-    Args:
-        hooks: `Hook`s and functions of a `Step`.
-    """
-
-    def __init__(self, hooks: Iterable[HookLike] = ()) -> None:
-        self._hooks = [as_hook(hook) for hook in hooks]
-        self._on_step = [hook for hook in self._hooks if type(hook).on_step is not Hook.on_step]
-
-    @property
-    def want_every_step(self) -> bool:
-        """Whether any hook must be told of every step."""
-        return any(hook.every_step for hook in self._on_step)
-
-    def start(self, start: Start) -> None:
-        """Tell all hooks that a run starts."""
-        for hook in self._hooks:
-            hook.on_start(start)
-
-    def step(self, step: Step) -> bool:
-        """Tell all hooks of a step; say whether one of them ends the run."""
-        return True in [hook.on_step(step) is True for hook in self._on_step]
-
-    def evaluation(self, point: Point) -> None:
-        """Tell all hooks of a point."""
-        for hook in self._hooks:
-            hook.on_evaluation(point)
-
-    def end(self, run: Run) -> None:
-        """Tell all hooks that a run has ended."""
-        for hook in self._hooks:
-            hook.on_end(run)
-
-
 def as_hook(hook: HookLike) -> Hook:
-    """Return a hook; a function becomes one.
-
-    Example:
-        >>> as_hook(print).every_step
-        True
-    """
+    """Return a hook; a function becomes one."""
     if isinstance(hook, Hook):
         return hook
     if callable(hook) and not isinstance(hook, type):
@@ -134,32 +83,8 @@ class _OnStep(Hook):
         return self._function(step)
 
 
-class CheckpointHook(Hook):
-    """Save the run every so many steps.
-
-    Args:
-        save: writes a checkpoint.
-        every: steps between checkpoints.
-    """
-
-    every_step = False
-
-    def __init__(self, save: Callable[[], Path | None], every: int) -> None:
-        self._save, self._every = save, every
-
-    def on_step(self, step: Step) -> None:
-        """Save where it is time."""
-        if step.step % self._every == 0:
-            self._save()
-
-
 class ProgressHook(Hook):
-    """Show every step in a progress bar.
-
-    Args:
-        wanted: whether to show a bar; None: when standard error is a terminal.
-        stack: closes the bar.
-    """
+    """Show every step in a progress bar, which the stack closes; None: when standard error is a terminal."""
 
     every_step = False
 

@@ -1,14 +1,11 @@
 """The training loop: a learner and its guard take steps, evaluated, recorded, saved and resumed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.errors import CheckpointError, GradientError, KnobError, PeerLost
@@ -19,26 +16,17 @@ from coterie.recording import checkpoint
 from coterie.recording.configuration import Configuration
 from coterie.recording.costs import Cost
 from coterie.recording.record import Record
-from coterie.recording.result import End, GuardDecision, Point
+from coterie.recording.result import End, Point
 from coterie.recording.traffic import Traffic, total
 from coterie.training.captured import Captured
+from coterie.training.choose import MAY_DIFFER, check_free
 from coterie.training.guard import Guard
-from coterie.training.hooks import CheckpointHook, HookLike, Hooks, Start
-from coterie.training.resuming import check_free, check_same_run
+from coterie.training.hooks import Hook, HookLike, Start, as_hook
 from coterie.training.run import Run, Step, Stopped
 
 
 class TrainingLoop:
-    """The steps of one run.
-
-    Args:
-        spec: the run, prepared.
-        learner: what takes the steps.
-        hooks: what is called as the run goes on.
-        save_every: steps between checkpoints, where there is a folder for them.
-        guard: the shadow it is compared with, or None.
-        captured: the steps of learner and shadow as one program, or None.
-    """
+    """The steps of one run that is prepared, taken by a learner; `captured` are those of learner and shadow."""
 
     def __init__(
         self,
@@ -55,7 +43,8 @@ class TrainingLoop:
                 f"`ReduceLROnPlateau` follows the validation loss, but {spec.me.name!r} has no validation set"
             )
         self.spec, self.learner, self.save_every = spec, learner, save_every
-        self.hooks = Hooks([CheckpointHook(self.save, save_every), *hooks])
+        self.hooks = [as_hook(hook) for hook in hooks]
+        self._on_step = [hook for hook in self.hooks if type(hook).on_step is not Hook.on_step]
         self.guard, self.captured = guard, captured
         self.left_out: dict[str, dict[str, int]] = {}
         self.travelled: dict[str, Traffic] = {}  # before this session
@@ -70,13 +59,12 @@ class TrainingLoop:
         path = out and out / "record.jsonl"
         saved = checkpoint.saved(out / "checkpoints") if out else []
         if out and resume and saved and path and path.exists():
-            self.record = Record.load(path)
+            record = Record.load(path)
             self.load_state_dict(checkpoint.load(saved[-1], self.learner.x.device), configuration, saved[-1])
-            self.record.configuration = configuration
-            self.record.cut(self.learner.step)
+            record.configuration = configuration
+            record.cut(self.learner.step)
             self.saved_at = self.learner.step
-            self._start()
-            return
+            return self.begin(record)
         check_free(out, resume)
         if saved:
             raise CheckpointError(
@@ -85,52 +73,42 @@ class TrainingLoop:
         self.begin(Record(configuration, path))
 
     def begin(self, record: Record) -> None:
-        """Begin at the first step with an empty record."""
+        """Begin with a record, which is empty at the first step, and tell the hooks."""
         self.record = record
-        self._start()
-
-    def _start(self) -> None:
-        learner = self.learner
-        self.hooks.start(Start(self.spec, learner.followed, self.record.configuration, learner.step))
+        start = Start(self.spec, self.learner.followed, record.configuration, self.learner.step)
+        for hook in self.hooks:
+            hook.on_start(start)
 
     def run(self, interrupted: Callable[[], bool]) -> Stopped | None:
         """Take steps until all are taken, a hook ends the run, or Ctrl-C is pressed; return what ended it early."""
         learner, steps = self.learner, self.spec.steps
         every, saving = self.spec.every, self.save_every
+        every_step = any(hook.every_step for hook in self._on_step)
         if not self.record.points:
             self.evaluate()
         while learner.step < steps:
             until = min(every - learner.step % every, saving - learner.step % saving, steps - learner.step)
-            own_loss, left_out = self.advance(1 if self.hooks.want_every_step else until)
+            own_loss, left_out = self.advance(1 if every_step else until)
             due = learner.step % every == 0 or learner.step == steps
             point = self.evaluate() if due else None
-            ended = self.hooks.step(self.step_of(own_loss, left_out, point))
+            if learner.step % saving == 0:
+                self.save()
+            ended = self.call_hooks(own_loss, left_out, point)
             if interrupted():
                 return Stopped.CTRL_C
             if ended:
                 return Stopped.HOOK
         return None
 
-    def step_of(self, own_loss: float, left_out: Mapping[str, str], point: Point | None) -> Step:
-        """Return what hooks are told of the step that was taken."""
+    def call_hooks(self, own_loss: float, left_out: Mapping[str, str], point: Point | None) -> bool:
+        """Tell all hooks of the step that was taken; say whether one of them ends the run."""
         learner = self.learner
-        return Step(
-            step=learner.step,
-            own_loss=own_loss,
-            weight=learner.weight,
-            left_out=left_out,
-            point=point,
-            model=learner.model,
-            best_loss=learner.best.get("loss"),
-            tau=self.tau,
-        )
+        best_loss = learner.best.get("loss")
+        step = Step(learner.step, own_loss, learner.weight, left_out, point, learner.model, best_loss, self.tau)
+        return True in [hook.on_step(step) is True for hook in self._on_step]
 
     def advance(self, most: int = 1) -> tuple[float, Mapping[str, str]]:
-        """Take a step, the guard's shadow too; or several, at most so many, where they are captured.
-
-        Returns:
-            User 0's loss in the last of them, and who was left out of it and why.
-        """
+        """Take a step, or several if captured; return user 0's loss in the last, and who was left out and why."""
         losses = self.captured and self.captured.advance(most)
         if losses:
             self.losses += losses
@@ -162,11 +140,7 @@ class TrainingLoop:
         return step
 
     def evaluate(self, validation: Mapping[str, float] | None = None) -> Point:
-        """Record a point, keep the model if it is the best by validation loss so far, and ask the guard.
-
-        Args:
-            validation: loss and metrics on the validation set, where they are known.
-        """
+        """Record a point, keep the model if it is the best by validation loss so far, and ask the guard."""
         learner, held_out = self.learner, self.spec.me.validation
         step, weight = learner.step, learner.weight  # as they are before the guard restarts the run
         own_loss = sum(self.losses) / len(self.losses) if self.losses else None
@@ -183,14 +157,17 @@ class TrainingLoop:
             guard=None if self.guard is None else self.guard.check(learner),
         )
         self.record.add(point)
-        self.hooks.evaluation(point)
+        for hook in self.hooks:
+            hook.on_evaluation(point)
         return point
 
     def finish(self, stopped: Stopped | None, seconds: float) -> Run:
         """Save, evaluate the best model on the test set if the run has ended, and return the run."""
         self.save()
         learner, spec = self.learner, self.spec
-        model, best, decision = self._served()
+        model, best, decision = learner.served()
+        if self.guard is not None:
+            model, best, decision = self.guard.decide(model, best)
         test: dict[str, float] = {}
         if spec.me.test is not None and stopped in (None, Stopped.HOOK):
             test = evaluate(model, spec.loss, spec.me.test, spec.metrics)
@@ -209,7 +186,8 @@ class TrainingLoop:
         )
         self.record.finish(end)
         run = Run(model, self.record, learner.state, learner.step, end.best_step, test, stopped, learner.models())
-        self.hooks.end(run)
+        for hook in self.hooks:
+            hook.on_end(run)
         return run
 
     def save(self) -> Path | None:
@@ -236,7 +214,12 @@ class TrainingLoop:
 
     def load_state_dict(self, state: dict[str, Any], configuration: Configuration, path: Path) -> None:
         """Go on from a state; one of another run is a `CheckpointError`."""
-        check_same_run(configuration, Configuration.from_plain(state["configuration"]), path)
+        before = Configuration.from_plain(state["configuration"])
+        for key, (then, now) in configuration.differences(before, MAY_DIFFER).items():
+            raise CheckpointError(
+                f"the checkpoint {path} is of another run: `{key}` was {then!r} and is now {now!r}; "
+                "resume with the same settings, or name another folder"
+            )
         try:
             self.learner.load_state_dict(state["learner"])
             if self.guard is not None:
@@ -256,22 +239,15 @@ class TrainingLoop:
         whole = sum(weights.values())
         return {name: float(weight / whole) for name, weight in weights.items()} if whole else {}
 
-    def _served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
-        """Return the model to serve, what it was the best of, and how collaboration compares with Alone."""
-        model, best, decision = self.learner.served()
-        return (model, best, decision) if self.guard is None else self.guard.decide(model, best)
-
     def _lost(self, lost: PeerLost) -> PeerLost:
         """Save the state before this step, and return the error with where it is."""
-        path = self.save()
-        run = self.finish(Stopped.PEER_LOST, 0.0)
+        path, run = self.save(), self.finish(Stopped.PEER_LOST, 0.0)
         where = f"saved in {path}; start everybody again and resume" if path else "in this error's `run`"
         return PeerLost(f"{lost}. The state after {self.learner.step} steps is {where}", lost.peers, run)
 
     def _not_finite(self, step: NextStep) -> GradientError:
         """Save the state before this step, and return an error that says where it is."""
-        path = self.save()
-        run = self.finish(Stopped.NOT_FINITE, 0.0)
+        path, run = self.save(), self.finish(Stopped.NOT_FINITE, 0.0)
         where = f"saved in {path}" if path else "in this error's `run`"
         return GradientError(
             f"user 0's own gradient is not finite at step {self.learner.step} (loss {float(step.own_loss):.4g}); "

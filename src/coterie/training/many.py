@@ -1,7 +1,5 @@
 """Many runs as one program: seeds, users as user 0, rules and step sizes side by side."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -112,16 +110,16 @@ def _chosen(ready: ReadyRun, progress: bool | None) -> ReadyRun:
     if ready.why_by_itself is not None or chooser is None:
         return ready
     choice = chooser.choose(ready.spec, ready.spec.in_process(), progress)
-    if not _stackable(choice.rule):
-        return replace(ready, why_by_itself=_not_stackable(choice.rule))
+    if why := _not_stackable(choice.rule):
+        return replace(ready, why_by_itself=why)
     configuration = with_choice(ready.configuration, choice)
     return replace(ready, spec=replace(ready.spec, rule=choice.rule), configuration=configuration)
 
 
 def _why_by_itself(spec: RunSpec, engine: InProcess) -> str | None:
     """Say why a run cannot take part, or None where it can."""
-    if not _stackable(spec.rule) and chooser_for(spec.rule) is None:
-        return _not_stackable(spec.rule)
+    if chooser_for(spec.rule) is None and (why := _not_stackable(spec.rule)):
+        return why
     if getattr(spec.rule, "aggregator", None) is not None:
         return "an aggregator needs every peer's gradient"
     reason = engine.capabilities.not_stacked or why_not_stacked(spec.made_optimizer)
@@ -132,11 +130,9 @@ def _why_by_itself(spec: RunSpec, engine: InProcess) -> str | None:
     return reason
 
 
-def _stackable(rule: object) -> bool:
-    return isinstance(rule, Alone | FormulaRule)
-
-
-def _not_stackable(rule: object) -> str:
+def _not_stackable(rule: object) -> str | None:
+    if isinstance(rule, Alone | FormulaRule):
+        return None
     return f"`{type(rule).__name__}` is not a rule that runs can follow together"
 
 
@@ -148,9 +144,8 @@ def _program(spec: RunSpec) -> Hashable:
 def _alike(model: nn.Module, spec: RunSpec) -> bool:
     """Say whether a run's model is another model with other parameters, as far as a batch tells."""
     ours, other = (dict(each.state_dict(keep_vars=True)) for each in (model, spec.model))
-    if [(name, p.shape, p.dtype, p.requires_grad) for name, p in ours.items()] != [
-        (name, p.shape, p.dtype, p.requires_grad) for name, p in other.items()
-    ]:
+    a, b = ([(name, p.shape, p.dtype, p.requires_grad) for name, p in each.items()] for each in (ours, other))
+    if a != b:
         return False
     device = next(iter(other.values())).device
     inputs = spec.me.batch(spec.batch_size, seed=spec.seed, step=0)[0].to(device)

@@ -1,7 +1,5 @@
 """The loop of many runs: each has its own learner and record, and all take the steps of one program."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +10,7 @@ import torch
 
 from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.evaluate import scores
+from coterie.learners.learner import Learner
 from coterie.learners.program import Program
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
@@ -22,32 +21,24 @@ from coterie.recording.result import Point
 from coterie.rules import Alone
 from coterie.training.loop import TrainingLoop
 from coterie.training.run import Run, Stopped
-from coterie.training.setup import costs_of, learner_of
+from coterie.training.setup import costs_of
 
 
 @dataclass(frozen=True, eq=False)
 class ReadyRun:
-    """A run before its first step.
+    """A run before its first step."""
 
-    Args:
-        place: its place among the runs asked for.
-        spec: the run, prepared; its rule is the one to follow, once it is chosen.
-        engine: over its users, with a model like its own.
-        configuration: what its record begins with.
-        why_by_itself: why it cannot take part in a program, or None.
-    """
-
-    place: int
-    spec: RunSpec
-    engine: InProcess
-    configuration: Configuration
-    why_by_itself: str | None
+    place: int  # among the runs asked for
+    spec: RunSpec  # prepared; its rule is the one to follow, once it is chosen
+    engine: InProcess  # over its users, with a model like its own
+    configuration: Configuration  # what its record begins with
+    why_by_itself: str | None  # why it cannot take part in a program
 
     def loop(self, *, follows: bool = True) -> TrainingLoop:
         """Return its loop, of which the program takes the steps; without the rule where that is not chosen."""
         costs = costs_of(self.spec, self.engine.names, self.configuration.peers)
         rule = self.spec.rule if follows else Alone()
-        learner = learner_of(replace(self.spec, scheduler=None), rule, self.engine, costs)
+        learner = Learner(replace(self.spec, scheduler=None), rule, self.engine, costs)
         loop = TrainingLoop(self.spec, learner, self.spec.hooks)
         loop.begin(Record(self.configuration))
         return loop
@@ -60,11 +51,7 @@ class ReadyRun:
 
 
 class ManyLoop:
-    """Runs that take the steps of one program.
-
-    Args:
-        ready: the runs; they have steps and evaluations in common.
-    """
+    """Runs that take the steps of one program; they have steps and evaluations in common."""
 
     def __init__(self, ready: Sequence[ReadyRun]) -> None:
         self.began = time.monotonic()
@@ -132,8 +119,7 @@ class ManyLoop:
         called = [run for run in sorted(self.running) if self.ready[run].spec.hooks]
         own_loss = self.program.own_loss.tolist() if called else []
         for run in called:
-            loop = self._at_step(run)
-            if loop.hooks.step(loop.step_of(own_loss[run], {}, points.get(run))):
+            if self._at_step(run).call_hooks(own_loss[run], {}, points.get(run)):
                 self._finish({run}, Stopped.HOOK)
 
     def _finish(self, runs: set[int], stopped: Stopped | None) -> None:

@@ -1,7 +1,5 @@
 """What training tells while it goes and gives when it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Set up a run: its specification is checked, the engine opened, the learner and its guard made."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -49,15 +47,6 @@ class RunOptions:
     capture: bool | None = None
     forward_options: ForwardOptions = DEFAULT_FORWARD
     engine: Engine | MakeEngine = InProcess
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the run."""
-        return None if self.out is None else Path(self.out)
-
-    def save_every(self, steps: int) -> int:
-        """Return the steps between checkpoints."""
-        return max(1, steps // 10) if self.checkpoint_every is None else int(self.checkpoint_every)
 
 
 def with_rule(spec: RunSpec, guard: str) -> RunSpec:
@@ -118,15 +107,12 @@ def check_rule(rule: Rule | Chooser | Method | AdaptiveAveraging, engine: Engine
     whose = f"`{type(rule).__name__}`"
     if isinstance(rule, Method):
         require(engine, "own_points", whose)
-        return
-    if isinstance(rule, AdaptiveAveraging):
+    elif isinstance(rule, AdaptiveAveraging):
         rule.check(engine)
-        return
-    if isinstance(rule, Chooser):
-        return
-    rule.weights(engine.names)  # an unknown name in `tau`
-    if rule.needs_rows:
-        require(engine, "rows", whose)
+    elif not isinstance(rule, Chooser):
+        rule.weights(engine.names)  # an unknown name in `tau`
+        if rule.needs_rows:
+            require(engine, "rows", whose)
 
 
 def configuration_of(spec: RunSpec, engine: Engine, *, guard: str = "off", data: str = "") -> Configuration:
@@ -161,13 +147,7 @@ def costs_of(spec: RunSpec, names: Sequence[str], peers: Mapping[str, int | str]
 
 
 def learner_of(
-    spec: RunSpec,
-    rule: Followed,
-    engine: Engine,
-    costs: Costs,
-    *,
-    guarded: bool = False,
-    forward_options: ForwardOptions = DEFAULT_FORWARD,
+    spec: RunSpec, rule: Followed, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
 ) -> Learner:
     """Return the learner of a run: of a rule, of a method, which takes rounds, or of adaptive averaging."""
     if isinstance(rule, Method):

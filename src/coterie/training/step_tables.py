@@ -1,11 +1,8 @@
 """The steps of one learner: what is known beforehand lies in tables, the rest is the same work every time."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,22 +15,8 @@ from coterie.learners.learner import Learner
 from coterie.rules import Alone, Capturable, State
 
 
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """What a block of steps changes, saved before it: tensors, the rule's state, the schedule and step sizes."""
-
-    tensors: list[Tensor]
-    state: State
-    schedule: dict[str, Any] | None
-    rates: list[Any]
-
-
 class StepTables:
-    """The next steps of a learner: for each a row of indices of examples, and one of knobs and step sizes.
-
-    Args:
-        learner: one for which `why_not_captured` returns None.
-    """
+    """The next steps of a learner: for each a row of indices of examples, and one of knobs and step sizes."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner, self.engine = learner, require(learner.engine, "capture", "a captured step")
@@ -117,28 +100,30 @@ class StepTables:
 
     def count(self, n: int) -> list[float]:
         """Let the learner know that it has taken n steps; return user 0's loss in each."""
-        learner, names, row = self.learner, list(self.weights), self.learner.step - self.first
+        learner, row = self.learner, self.learner.step - self.first
         losses: list[float] = self.losses[row : row + n].tolist()
         learner.state, learner.step = self.after, learner.step + n
-        learner.count(names, steps=n)
+        learner.count(list(self.weights), steps=n)
         return losses
 
-    def save(self) -> Saved:
-        """Return what a block changes, as it is before it."""
+    def save(self) -> Callable[[], None]:
+        """Save what a block of steps changes, and return what undoes the block."""
+        scheduler, groups = self.scheduler, self.learner.optimizer.param_groups
+        tensors = [tensor.clone() for tensor in self._changed()]
         state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.learner.state.items()}
-        schedule = None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
-        rates = [group["lr"] for group in self.learner.optimizer.param_groups]
-        return Saved([tensor.clone() for tensor in self._changed()], state, schedule, rates)
+        schedule = {} if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        rates = [group["lr"] for group in groups]
 
-    def restore(self, saved: Saved) -> None:
-        """Undo a block."""
-        self.learner.state = saved.state
-        for tensor, value in zip(self._changed(), saved.tensors, strict=True):
-            tensor.copy_(value)
-        for group, rate in zip(self.learner.optimizer.param_groups, saved.rates, strict=True):
-            group["lr"] = rate
-        if self.scheduler is not None and saved.schedule is not None:
-            self.scheduler.load_state_dict(saved.schedule)
+        def restore() -> None:
+            self.learner.state = state
+            for tensor, value in zip(self._changed(), tensors, strict=True):
+                tensor.copy_(value)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            if scheduler is not None:
+                scheduler.load_state_dict(schedule)
+
+        return restore
 
     def signature(self) -> object:
         """Return what must stay the same for a graph to be used again: where tensors are, and numbers in it."""

@@ -1,7 +1,5 @@
 """Trackers by name: hooks that are made for a run's folder. TensorBoard is the first."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +18,7 @@ register_tracker = TRACKERS.register
 
 @register_tracker("tensorboard")
 class TensorBoard(Hook):
-    """Write every point to TensorBoard, where it is installed.
-
-    Args:
-        folder: the run's; events go to `tensorboard` in it.
-    """
+    """Write every point to TensorBoard, where it is installed, into `tensorboard` in the run's folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"

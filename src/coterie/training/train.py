@@ -1,7 +1,5 @@
 """Train one run (Algorithm 1, with any optimizer of `torch.optim`): set up, choose, take the steps, finish."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,10 +20,9 @@ from coterie.methods.rounds import Method
 from coterie.recording.interruption import interruptible
 from coterie.rules import Rule
 from coterie.training import setup
-from coterie.training.choose import choose, with_estimates
+from coterie.training.choose import choose, with_earlier_choice, with_estimates
 from coterie.training.hooks import HookLike, ProgressHook
 from coterie.training.loop import TrainingLoop
-from coterie.training.resuming import with_earlier_choice
 from coterie.training.run import Run
 from coterie.training.setup import RunOptions
 from coterie.training.trackers import TRACKERS
@@ -115,38 +112,19 @@ def train(
         >>> run.record.points[-1].own_loss < 1e-3
         True
     """
-    spec = RunSpec(
-        *(model, loss, me, peers, rule),
-        optimizer=optimizer,
-        lr=lr,
-        scheduler=scheduler,
-        steps=steps,
-        batch_size=batch_size,
-        seed=seed,
-        device=device,
-        metrics=metrics,
-        evaluate_every=evaluate_every,
-        hooks=hooks,
-    )
+    who = model, loss, me, peers, rule
+    spec = RunSpec(*who, optimizer, lr, scheduler, steps, batch_size, seed, device, metrics, evaluate_every, hooks)
     options = RunOptions(
-        out=out,
-        trackers=trackers,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        progress=progress,
-        guard=guard,
-        measure=measure,
-        capture=capture,
-        forward_options=forward_options,
-        engine=engine,
+        out, trackers, checkpoint_every, resume, progress, guard, measure, capture, forward_options, engine
     )
     return train_spec(spec, options)
 
 
 def train_spec(spec: RunSpec, options: RunOptions) -> Run:
     """Train a run that is specified; see `train`."""
-    began, folder = time.monotonic(), options.folder
-    save_every = options.save_every(spec.steps)
+    began, forward = time.monotonic(), options.forward_options
+    folder = None if options.out is None else Path(options.out)
+    save_every = max(1, spec.steps // 10) if options.checkpoint_every is None else int(options.checkpoint_every)
     setup.check(spec, save_every)
     trackers = [] if folder is None else [TRACKERS[name](folder) for name in options.trackers]
     spec = setup.with_rule(spec, options.guard).prepared()
@@ -163,10 +141,8 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
 
         costs = setup.costs_of(spec, engine.names, configuration.peers)
         by_itself = guarded and not isinstance(rule, AdaptiveAveraging)  # which trains alone beside anyway
-        watch = setup.guard_of(spec, costs, options.forward_options) if by_itself else None
-        learner = setup.learner_of(
-            *(spec, rule, engine, costs), guarded=guarded, forward_options=options.forward_options
-        )
+        watch = setup.guard_of(spec, costs, forward) if by_itself else None
+        learner = setup.learner_of(spec, rule, engine, costs, guarded=guarded, forward_options=forward)
         captured, how = setup.captured(options.capture, learner, watch)
         hooks = [*trackers, ProgressHook(options.progress, stack), *spec.hooks]
         loop = TrainingLoop(spec, learner, hooks, save_every=save_every, guard=watch, captured=captured)
