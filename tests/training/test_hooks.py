@@ -123,10 +123,14 @@ def test_a_hook_sees_start_steps_evaluations_and_end(make_users: Users, tmp_path
 
 def test_a_hook_sees_the_rule_that_was_chosen_and_a_method(make_users: Users) -> None:
     users = make_users((12, 16, 9))
-    for rule, name in ((coterie.AdaptiveAveraging(budget=6), None), (FedAvg(local_steps=2), "FedAvg")):
+    for rule, names in (
+        (coterie.WeightedAveraging("auto"), ["Alone", "WeightedAveraging"]),
+        (coterie.AdaptiveAveraging(), ["AdaptiveAveraging"]),
+        (FedAvg(local_steps=2), ["FedAvg"]),
+    ):
         noting = Noting()
         coterie.train(network(), cross_entropy, users[0], users[1:], rule, steps=2, lr=0.1, hooks=[noting])
-        assert noting.told[0][2] in ([name] if name else ["Alone", "WeightedAveraging"])
+        assert noting.told[0][2] in names
 
 
 def test_a_hook_is_told_of_the_end_by_a_gradient_that_is_not_finite(make_users: Users) -> None:

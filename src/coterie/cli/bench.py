@@ -7,6 +7,12 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from coterie import benchmark
+from coterie.benchmark import SETS
+from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.methods import DEFAULT
+from coterie.benchmark.methods import names as all_methods
+from coterie.cli.terminal import bar, rich_table
 from coterie.errors import KnobError
 
 
@@ -41,12 +47,6 @@ def bench(
     import torch
     from rich.console import Console
 
-    from coterie import benchmark
-    from coterie.benchmark.conditions import CONDITIONS
-    from coterie.benchmark.methods import DEFAULT
-    from coterie.benchmark.methods import names as all_methods
-    from coterie.cli.terminal import bar, rich_table
-
     torch.set_num_threads(1)
     console = Console()
     chosen = _names(sets) or _sets_at_hand(data)
@@ -79,8 +79,6 @@ def bench(
 
 def _sets_at_hand(data: Path | None) -> list[str]:
     """Return the sets whose files are there, and say what the others lack."""
-    from coterie.benchmark import SETS
-
     missing = {name: SETS[name].missing(data) for name in SETS}
     for why in filter(None, missing.values()):
         typer.echo(f"left out: {why}", err=True)

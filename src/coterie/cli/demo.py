@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from coterie.benchmark import demo as experiment
+from coterie.cli.terminal import bar, rich_table
 
 
 def demo(
@@ -25,8 +26,6 @@ def demo(
     """
     import torch
     from rich.console import Console
-
-    from coterie.cli.terminal import bar, rich_table
 
     torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
     console = Console()

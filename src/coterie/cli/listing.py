@@ -6,6 +6,14 @@ from typing import Annotated, Any
 import typer
 from typer import Argument
 
+from coterie.aggregators import AGGREGATORS
+from coterie.benchmark.sets import SETS
+from coterie.evaluation import METRICS
+from coterie.methods import METHODS
+from coterie.registry import Registry
+from coterie.rules import RULES
+from coterie.training.trackers import TRACKERS
+
 Kind = StrEnum("Kind", ["rules", "methods", "aggregators", "sets", "metrics", "trackers"])
 
 
@@ -16,14 +24,6 @@ def list_(
 
     Example: coterie --import own.py list rules
     """
-    from coterie.aggregators import AGGREGATORS
-    from coterie.benchmark.sets import SETS
-    from coterie.evaluation import METRICS
-    from coterie.methods import METHODS
-    from coterie.registry import Registry
-    from coterie.rules import RULES
-    from coterie.training.trackers import TRACKERS
-
     all_registries: list[Registry[Any]] = [RULES, METHODS, AGGREGATORS, SETS, METRICS, TRACKERS]
     registries = dict(zip(Kind, all_registries, strict=True))
     for kind in kinds or list(Kind):

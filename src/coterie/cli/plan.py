@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from coterie import theory
+from coterie.cli.terminal import rich_table
 from coterie.theory.phrases import cells, note, numbers, verdict
 
 
@@ -47,8 +48,6 @@ def plan(
         typer.echo(json.dumps(rows, indent=2))
     else:
         from rich.console import Console
-
-        from coterie.cli.terminal import rich_table
 
         console = Console()
         console.print(rich_table(None, [cells(name, row) for name, row in rows.items()], note(rows)))

@@ -7,6 +7,9 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from coterie.data import read_table
+from coterie.tables.predict import predict as predictions
+
 
 def predict(
     folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
@@ -20,9 +23,6 @@ def predict(
 
     Writes a CSV with the column `prediction`, and in classification its `probability`.
     """
-    from coterie.data import read_table
-    from coterie.tables.predict import predict as predictions
-
     predictions(folder, read_table(file), model).to_csv(sys.stdout if out is None else out, index=False)
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

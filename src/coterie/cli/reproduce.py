@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from coterie.cli.terminal import bar
+
 
 def reproduce(
     figures: Annotated[
@@ -18,7 +20,6 @@ def reproduce(
 ) -> None:
     """Reproduce the paper's figures: exact curves, 100 sampled runs as bands, a page that explains them."""
     from coterie import paper
-    from coterie.cli.terminal import bar
 
     names = figures or list(paper.STUDIES)
     with bar(names[0], len(names)) as advance:

@@ -8,9 +8,14 @@ import typer
 from typer import Option
 
 from coterie.cli.registered import knobs_of
+from coterie.cli.terminal import rich_table
+from coterie.data import from_table
+from coterie.engines.in_process.engine import InProcess
+from coterie.engines.torch_distributed.engine import TorchDistributed, join
 from coterie.errors import KnobError
 from coterie.registry import RunFacts
 from coterie.rules import RULES
+from coterie.tables import cluster
 
 
 def train(
@@ -108,11 +113,6 @@ def train(
     import torch
     from rich.console import Console
 
-    from coterie.cli.terminal import rich_table
-    from coterie.data import from_table
-    from coterie.engines.in_process.engine import InProcess
-    from coterie.engines.torch_distributed.engine import TorchDistributed, join
-    from coterie.tables import cluster
     from coterie.tables.fit import fit
 
     torch.set_num_threads(threads)

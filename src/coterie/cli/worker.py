@@ -6,6 +6,11 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from coterie.data.reading import read_rows
+from coterie.engines.peer import Caps
+from coterie.engines.torch_distributed.engine import join
+from coterie.tables import cluster
+
 
 def worker(
     data: Annotated[Path, Option(help="A CSV or Parquet file with this peer's examples, one a row.")],
@@ -37,11 +42,6 @@ def worker(
     Example: RANK=2 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 coterie worker --data basel.csv --name Basel
     """
     import torch
-
-    from coterie.data.reading import read_rows
-    from coterie.engines.peer import Caps
-    from coterie.engines.torch_distributed.engine import join
-    from coterie.tables import cluster
 
     torch.set_num_threads(threads)
 
