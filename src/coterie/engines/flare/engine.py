@@ -104,7 +104,9 @@ class Flare:
         if len(names) < self.minimum:
             left_out |= dict.fromkeys(names, f"fewer than {self.minimum} peers answered")
             matrix, names = matrix[:0], ()
-        self._say_alone(step, not names)
+        if self._alone == bool(names):
+            self._alone = not names
+            logger.warning("step %d: %s", step, "no longer alone" if names else "going on alone")
         return mine.with_peers(matrix, names, weights, left_out, rows=rows)
 
     def describe(self) -> dict[str, Any]:
@@ -169,11 +171,6 @@ class Flare:
                     logger.warning("step %d: %s is back", step, name)
             elif site.probe is None and step - site.since >= site.pause:
                 site.probe = self.sites.ask([name], "ready", self.timeout)
-
-    def _say_alone(self, step: int, alone: bool) -> None:
-        if alone != self._alone:
-            self._alone = alone
-            logger.warning("step %d: %s", step, "going on alone" if alone else "no longer alone")
 
 
 @dataclass
