@@ -172,9 +172,8 @@ def _tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]
         try:
             numbers = pd.to_numeric(rows[column]).to_numpy(dtype=float, na_value=np.nan)
         except (TypeError, ValueError) as error:
-            raise DataError(
-                f"column {column!r} should hold numbers: {error}; or name it in `categorical`"
-            ) from error
+            problem = f"column {column!r} should hold numbers: {error}"
+            raise DataError(f"{problem}; or name it in `categorical`") from error
         if np.isinf(numbers).any():
             problem = f"column {column!r} holds an infinite number"
             raise DataError(f"{problem}; leave it empty where the value is unknown")
