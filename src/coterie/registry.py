@@ -35,8 +35,7 @@ class RunFacts:
     @property
     def sizes(self) -> dict[str, int]:
         """How many examples each peer has; an error where one does not say."""
-        silent = [name for name, n in self.peers.items() if n is None]
-        if silent:
+        if silent := [name for name, n in self.peers.items() if n is None]:
             raise KnobError(f"the rule needs the number of examples of {silent[0]!r}, which it does not tell")
         return {name: n for name, n in self.peers.items() if n is not None}
 
@@ -73,8 +72,7 @@ class Entry(Generic[T]):
                 raise KnobError(f"{self.name!r} takes no `{knob}`; it takes {', '.join(taken) or 'no knobs'}")
         values = {**self.defaults, **knobs}
         values = {k: value.value(run) if isinstance(value, FromRun) else value for k, value in values.items()}
-        missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in values]
-        if missing:
+        if missing := [p.name for p in taken.values() if p.default is p.empty and p.name not in values]:
             raise KnobError(f"{self.name!r} needs `{missing[0]}`")
         return self.thing(**values)  # type: ignore[operator]  # what has knobs can be called
 

@@ -92,8 +92,7 @@ class Preparation:
 
     def inputs(self, rows: pd.DataFrame) -> Tensor:
         """Return rows as inputs, of shape (rows, n_inputs)."""
-        missing = [column for column in (*self.numeric, *self.categorical) if column not in rows.columns]
-        if missing:
+        if missing := [column for column in (*self.numeric, *self.categorical) if column not in rows.columns]:
             raise DataError(f"the table has no column {missing[0]!r}, which the model was trained with")
         prepared = self.transformer.transform(_tidy(rows, self.numeric, self.categorical))
         return torch.tensor(prepared, dtype=torch.float32).clamp_(-MAX_DEVIATIONS, MAX_DEVIATIONS)

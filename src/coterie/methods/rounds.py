@@ -1,7 +1,5 @@
 """Rounds of a federated method, one after the other, as `coterie.train` takes them."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -17,6 +17,13 @@ Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 """The mean loss of a batch from (output, target), as in `torch.nn.functional`."""
 
 HeldOut: TypeAlias = tuple[Array, Array] | Dataset[Any] | None
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse users of the same name."""
+    if len(set(names)) < len(names):
+        shown = ", ".join(names)
+        raise DataError(f"users must have different names: weights and batches go by them; got {shown}")
 
 
 class User:

@@ -13,10 +13,10 @@ from coterie.engines.flare.messages import pack_request, read_reply
 from coterie.engines.flare.sites import Replies, Sites
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.peer import Request, frozen_digest
-from coterie.errors import DataError, KnobError
+from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, receive
 from coterie.recording.traffic import Traffic
-from coterie.users.user import Loss, User
+from coterie.users.user import Loss, User, check_names
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,10 @@ class Flare:
     for twice as long each time. With fewer than `minimum` answers a step is taken alone.
 
     Args:
-        model: any module, of the same parameters as at the sites.
-        loss: the mean loss of a batch from (output, target).
-        me: user 0, whose examples stay in this process.
+        model, loss, me, batch_size, seed: as for `InProcess`; the model has the same parameters as at the sites.
+        peers: none, as their examples are at the sites.
         sites: what carries the messages.
         names: the sites that may take part.
-        batch_size: examples a user draws for one gradient.
-        seed: what batches are drawn from, with the user's name and the step.
         timeout: seconds to wait for a site in one step.
         misses: steps in a row without an answer after which a site is not waited for.
         probe_every: steps from one question whether it is back to the next.
@@ -67,8 +64,7 @@ class Flare:
         if peers:
             raise KnobError(f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites")
         self.names = tuple(names)
-        if len({me.name, *names}) <= len(names):
-            raise DataError("users must have different names: weights and batches go by them")
+        check_names([me.name, *names])
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
         self.sites, self.batch_size, self.seed = sites, batch_size, seed
         self.timeout, self.misses, self.probe_every, self.minimum = timeout, misses, probe_every, minimum
@@ -108,7 +104,9 @@ class Flare:
         if len(names) < self.minimum:
             left_out |= dict.fromkeys(names, f"fewer than {self.minimum} peers answered")
             matrix, names = matrix[:0], ()
-        self._say_alone(step, not names)
+        if self._alone == bool(names):
+            self._alone = not names
+            logger.warning("step %d: %s", step, "no longer alone" if names else "going on alone")
         return mine.with_peers(matrix, names, weights, left_out, rows=rows)
 
     def describe(self) -> dict[str, Any]:
@@ -125,7 +123,8 @@ class Flare:
         """Do nothing: the sites are let go where the job ends."""
 
     def _ask(self, names: Sequence[str], x: Tensor, step: int) -> Replies:
-        request = Request(x, step, self.seed, self.batch_size, self.own.buffers(), self._frozen)
+        buffers = dict(self.own.passes.model.named_buffers())
+        request = Request(x, step, self.seed, self.batch_size, buffers, self._frozen)
         message = pack_request(request)  # a copy: a late site may still be sent to when x has moved on
         size = message["x"].nbytes + sum(buffer.nbytes for buffer in message["buffers"].values())
         self._mine.bytes_sent += size * len(names)
@@ -166,37 +165,23 @@ class Flare:
             if site.probe is not None and site.probe.done():
                 answer = site.probe.wait().get(name)
                 site.probe, site.since = None, step
-                if (
-                    isinstance(answer, dict) and answer.get("willing") is True
-                ):  # one more miss and it is dropped again, for twice as long
+                # One more miss and it is dropped again, for twice as long.
+                if isinstance(answer, dict) and answer.get("willing") is True:
                     site.missed, site.pause = self.misses - 1, 2 * site.pause
                     logger.warning("step %d: %s is back", step, name)
             elif site.probe is None and step - site.since >= site.pause:
                 site.probe = self.sites.ask([name], "ready", self.timeout)
 
-    def _say_alone(self, step: int, alone: bool) -> None:
-        if alone != self._alone:
-            self._alone = alone
-            logger.warning("step %d: %s", step, "going on alone" if alone else "no longer alone")
-
 
 @dataclass
 class _Standing:
-    """How a site stands.
+    """How a site stands."""
 
-    Args:
-        pause: steps to let pass before it is asked whether it is back.
-        missed: steps in a row without an answer.
-        since: the step that the pause is counted from.
-        silent_at: the last step that it missed.
-        probe: the question whether it is back, where one is on its way.
-    """
-
-    pause: int
-    missed: int = 0
-    since: int = 0
-    silent_at: int = -1
-    probe: Replies | None = None
+    pause: int  # steps to let pass before it is asked whether it is back
+    missed: int = 0  # steps in a row without an answer
+    since: int = 0  # the step that the pause is counted from
+    silent_at: int = -1  # the last step that it missed
+    probe: Replies | None = None  # the question whether it is back, where one is on its way
 
 
 def _seconds(reported: Any, most: float) -> float:

@@ -5,8 +5,7 @@ over all users' examples has both; summed over each user's examples apart, they 
 one forward and one backward pass serve all users, and the backward pass leaves out the weights' joint gradient.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ class ByLayer:
     """
 
     def __init__(self, model: nn.Module, parameters: Parameters) -> None:
-        names = {id(p): name for name, p in parameters.named.items()}
+        self._parameters, names = parameters, {id(p): name for name, p in parameters.named.items()}
         self._layers: dict[nn.Module, dict[str, str]] = {}
         for module in model.modules():
             held = module.named_parameters(recurse=False)
@@ -39,12 +38,12 @@ class ByLayer:
         """The class name of a layer with trainable parameters whose formula is not known, if there is one."""
         return next((type(module).__name__ for module in self._layers if not is_known(module)), None)
 
-    def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], to: "Rows") -> int:
-        """Write every user's gradients, and return how many bytes an example the layers' inputs took.
+    def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], rows: Tensor) -> int:
+        """Write every user's gradient into its row, and return how many bytes an example the layers' inputs took.
 
         `loss` runs the model on these batches, one after the other, and returns the sum of the users' losses.
         """
-        calls: list[_Call] = []
+        writer, calls = _Writer(batches, self._parameters.unflatten(rows)), list[_Call]()
         begin: list[GradientEdge] = []
 
         def catch(layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
@@ -57,7 +56,7 @@ class ByLayer:
         def write(call: "_Call", gradient: Tensor) -> None:
             inputs, call.inputs = call.inputs, None
             if inputs is not None:
-                written.add(call, inputs, gradient)
+                writer.add(call, inputs, gradient)
 
         handles = [layer.register_forward_hook(catch, prepend=True) for layer in self._layers]
         try:
@@ -66,31 +65,12 @@ class ByLayer:
             for handle in handles:
                 handle.remove()
         held = sum(call.inputs.nbytes for call in calls if call.inputs is not None)
-        written = _Written(batches, to, Counter(name for call in calls for name in call.names.values()))
         # On the way back to layers whose input came from no other lie all outputs; no weight is asked for.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(total, begin, allow_unused=True)
-        written.close(name for names in self._layers.values() for name in names.values())
+        for name in writer.views.keys() - writer.written:
+            writer.views[name].zero_()
         return held // sum(len(batch.inputs) for batch in batches)
-
-
-class Rows:
-    """All users' gradients as the rows of a matrix.
-
-    Args:
-        parameters: the layout of a row.
-        rows: the matrix, of shape (users, d).
-    """
-
-    def __init__(self, parameters: Parameters, rows: Tensor) -> None:
-        self._views = parameters.unflatten(rows)
-
-    def memory_for(self, name: str) -> Tensor:
-        """Return the columns of a parameter."""
-        return self._views[name]
-
-    def complete(self, name: str) -> None:
-        """Do nothing: the rows are complete as written."""
 
 
 @dataclass
@@ -102,39 +82,28 @@ class _Call:
     inputs: Tensor | None
 
 
-class _Written:
-    """What has been written for each parameter, and what is still to come."""
+class _Writer:
+    """Writes every user's gradients into views of the rows, one for each parameter."""
 
-    def __init__(self, batches: Sequence[Batches], to: Rows, calls: Counter[str]) -> None:
-        self.batches, self.to, self.to_come = batches, to, calls
-        self.memory: dict[str, Tensor] = {}
-        self.done: set[str] = set()
+    def __init__(self, batches: Sequence[Batches], views: Mapping[str, Tensor]) -> None:
+        self.batches, self.views = batches, views
+        self.written: set[str] = set()
 
     def add(self, call: _Call, inputs: Tensor, gradient: Tensor) -> None:
         """Write, or add to what is written, every user's gradients of one call of a layer."""
         inputs = inputs.to(gradient.dtype) if inputs.is_floating_point() else inputs
-        first = {kind: name not in self.memory for kind, name in call.names.items()}
-        memory = {kind: self._memory_for(name) for kind, name in call.names.items()}
+        views = {kind: self.views[name] for kind, name in call.names.items()}
+        first = {kind: name not in self.written for kind, name in call.names.items()}
+        dtype = gradient.dtype
         into = {
-            kind: target
-            if first[kind] and target.dtype == gradient.dtype
-            else torch.empty_like(target, dtype=gradient.dtype)
-            for kind, target in memory.items()
+            kind: view if first[kind] and view.dtype == dtype else torch.empty_like(view, dtype=dtype)
+            for kind, view in views.items()
         }
         self._write(call.layer, inputs, gradient, into)
-        for kind, name in call.names.items():
-            if into[kind] is not memory[kind]:
-                memory[kind].copy_(into[kind]) if first[kind] else memory[kind].add_(into[kind])
-            self.to_come[name] -= 1
-            if not self.to_come[name]:
-                self._complete(name)
-
-    def close(self, names: Iterable[str]) -> None:
-        """Complete what some call did not add to, and write zeros where none did."""
-        for name in [name for name in dict.fromkeys(names) if name not in self.done]:
-            if name not in self.memory:
-                self._memory_for(name).zero_()
-            self._complete(name)
+        for kind, view in views.items():
+            if into[kind] is not view:
+                view.copy_(into[kind]) if first[kind] else view.add_(into[kind])
+        self.written.update(call.names.values())
 
     def _write(self, layer: nn.Module, inputs: Tensor, gradient: Tensor, into: dict[str, Tensor]) -> None:
         examples = [len(batch.inputs) for batch in self.batches]
@@ -146,13 +115,3 @@ class _Written:
             users = slice(start, start := start + len(batch.positions))
             theirs = {kind: tensor[users] for kind, tensor in into.items()}
             gradients_of(layer, batch.by_user(part), batch.by_user(its_gradient), theirs)
-
-    def _memory_for(self, name: str) -> Tensor:
-        if name not in self.memory:
-            self.memory[name] = self.to.memory_for(name)
-        return self.memory[name]
-
-    def _complete(self, name: str) -> None:
-        self.done.add(name)
-        del self.memory[name]
-        self.to.complete(name)

@@ -18,13 +18,13 @@ from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn
 from coterie.engines.in_process.side_stream import side_stream
 from coterie.engines.peer import Caps, Peer, Request
-from coterie.errors import DataError, KnobError
+from coterie.errors import KnobError
 from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite
 from coterie.recording.traffic import Traffic
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
-from coterie.users.user import Loss, User
+from coterie.users.user import Loss, User, check_names
 
 
 class InProcess:
@@ -69,8 +69,7 @@ class InProcess:
         if batch_size < 1:
             raise KnobError(f"`batch_size` must be at least 1, got {batch_size}")
         self.names = tuple(peer.name for peer in peers)
-        if len({me.name, *self.names}) <= len(peers):
-            raise DataError("users must have different names: weights and batches go by them")
+        check_names([me.name, *self.names])
         self.me, self.seed, self.passes = me.name, seed, Passes(model, loss)
         self.parameters = self.passes.parameters
         device = self.parameters.device
@@ -95,8 +94,12 @@ class InProcess:
         if finite is not None and finite.read():
             return Gradients(own, peers, x=x, own_loss=loss)
         g = Gradients(own, x=x, own_loss=loss)
-        if names:
-            g = self._with_peers(g, x, step, weights, batches, rows=rows)
+        if names and not rows and not together:
+            peers, answered, left_out = add_up(own, ((name, self._ask(name, x, step)) for name in names), weights)
+            g = replace(g, peers=peers, answered=answered, left_out=left_out)
+        elif names:  # rows are wanted, or a peer's gradient was not finite and has to be located
+            matrix, kept, left_out = keep_finite(self._rows(x, step, names, batches), names)
+            g = g.with_peers(matrix, kept, weights, left_out, rows=rows)
         self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
         return g
 
@@ -150,10 +153,6 @@ class InProcess:
         other = copy.copy(self)
         other.sampler, other._tau = self.sampler.with_batch_size(size), None
         return other
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Return the model's buffers by name, as they are."""
-        return dict(self.passes.model.named_buffers())
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
@@ -253,25 +252,6 @@ class InProcess:
         if self.support.moves_buffers and is_finite(own):
             for name, buffer in self.passes.model.named_buffers():
                 buffer.copy_(buffers[name])
-
-    def _with_peers(
-        self,
-        g: Gradients,
-        x: Tensor,
-        step: int,
-        weights: Mapping[str, float],
-        batches: list[Batches],
-        *,
-        rows: bool,
-    ) -> Gradients:
-        """Return user 0's gradient together with the peers', where they do not come from one pass."""
-        if not rows and self.support.one_by_one:
-            replies = ((name, self._ask(name, x, step)) for name in weights)
-            peers, answered, left_out = add_up(g.own, replies, weights)
-            return replace(g, peers=peers, answered=answered, left_out=left_out)
-        # Rows are wanted, or a peer's gradient was not finite and has to be located.
-        matrix, kept, left_out = keep_finite(self._rows(x, step, tuple(weights), batches), tuple(weights))
-        return g.with_peers(matrix, kept, weights, left_out, rows=rows)
 
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
         """Return the peers' gradients at x, one point for all or a row for each."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from coterie.engines.in_process.by_layer import ByLayer, Rows
+from coterie.engines.in_process.by_layer import ByLayer
 from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches
 from coterie.errors import ModelError
@@ -166,7 +166,7 @@ def _try_by_layer(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) ->
     try:
         alone = torch.stack([passes.single(x, *one)[0] for one in batch.each()])
         rows = torch.full_like(alone, torch.nan)
-        passes.bytes_an_example = passes.write_by_layer(x, layers, [batch], Rows(passes.parameters, rows))
+        passes.bytes_an_example = passes.write_by_layer(x, layers, [batch], rows)
     except Exception:  # a layer may be called in a way that is not foreseen; then mapping serves, or a loop
         return
     lengths = zip(*(passes.parameters.unflatten(each).values() for each in (rows - alone, alone)), strict=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from coterie.engines.in_process.by_layer import ByLayer, Rows
+from coterie.engines.in_process.by_layer import ByLayer
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.reused_memory import ReusedMemory
 from coterie.engines.in_process.sampler import Batches
@@ -38,8 +38,7 @@ class Weights:
     def of(cls, tau: Sequence[float], batches: Sequence[Batches], like: Tensor) -> Self:
         """Return τ, given by position among the peers asked, for the users of these batches."""
         users = [tau[position] for batch in batches for position in batch.positions]
-        sizes = [len(batch.inputs) // len(batch.positions) for batch in batches for _ in batch.positions]
-        examples = [weight / size for weight, size in zip(users, sizes, strict=True) for _ in range(size)]
+        examples = [tau[k] / batch.size for batch in batches for k in batch.positions for _ in range(batch.size)]
         return cls(like.new_tensor(users), like.new_tensor(examples))
 
 
@@ -127,13 +126,13 @@ class Passes:
         users, d = rows.shape
         on_cpu = rows.device.type == "cpu"
         if x.ndim == 1 and self.by_layer is not None and users > (MAX_LOOPED_BEFORE_LAYERS if on_cpu else 1):
-            self.write_by_layer(x, self.by_layer, batches, Rows(self.parameters, rows))
+            self.write_by_layer(x, self.by_layer, batches, rows)
         elif users == 1 or (on_cpu and (users <= MAX_LOOPED_BEFORE_MAPPING or d > MAX_MAPPED_SIZE)):
             self._one_by_one(x, batches, rows)
         else:
             self.mapped(x, batches[0], rows)
 
-    def write_by_layer(self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], to: Rows) -> int:
+    def write_by_layer(self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], rows: Tensor) -> int:
         """Write every user's gradient in one pass; see `ByLayer.backward`."""
 
         def loss() -> Tensor:
@@ -141,7 +140,7 @@ class Passes:
             cuts = torch.split(output, [len(batch.inputs) for batch in batches])
             return torch.stack([self._sum(batch, cut) for batch, cut in zip(batches, cuts, strict=True)]).sum()
 
-        return layers.backward(loss, batches, to)
+        return layers.backward(loss, batches, rows)
 
     def _sum(self, batch: Batches, output: Tensor) -> Tensor:
         """Return the sum of some users' losses."""

@@ -21,7 +21,7 @@ from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost
 from coterie.gradients.gradients import Gradients, add_up, complete, is_finite, receive
 from coterie.recording.traffic import Traffic
-from coterie.users.user import Loss, User
+from coterie.users.user import Loss, User, check_names
 
 __all__ = ["TorchDistributed", "join", "serve"]
 
@@ -34,12 +34,8 @@ class TorchDistributed:
     which it can be resumed.
 
     Args:
-        model: any module; its buffers are moved by user 0's batches.
-        loss: the mean loss of a batch from (output, target).
-        me: user 0, whose examples stay in this process.
+        model, loss, me, batch_size, seed: as for `InProcess`; user 0's examples stay in this process.
         peers: who is expected, by name; whoever comes when empty.
-        batch_size: examples a user draws for one gradient; all of them where it has fewer.
-        seed: what batches and dropout draw from, with the user's name and the step.
         gather: collect every peer's gradient for an average too and add them up here, in order, to the same bits
             as `InProcess(one_by_one=True)`; the peers' share of the traffic is then no longer shared among them.
         compress: round x and the gradients to "bf16" or "fp16" on the way; the largest relative error of each user
@@ -118,7 +114,7 @@ class TorchDistributed:
         self._whole, self._last = True, time.monotonic()
         answers = answers.to(x.device)
         notes = self._count(ask, x, answers, (computed - began, time.perf_counter() - computed))
-        return self._with_peers(g, ask, answers, weights, notes, rows=rows)
+        return self._with_peers(g, answers, weights, notes, rows=rows)
 
     def describe(self) -> dict[str, Any]:
         """Return how gradients travel, and who the peers are."""
@@ -196,14 +192,7 @@ class TorchDistributed:
         return notes
 
     def _with_peers(
-        self,
-        g: Gradients,
-        ask: Ask,
-        answers: Tensor,
-        weights: Mapping[str, float],
-        notes: Mapping[str, Notes],
-        *,
-        rows: bool,
+        self, g: Gradients, answers: Tensor, weights: Mapping[str, float], notes: Mapping[str, Notes], *, rows: bool
     ) -> Gradients:
         """Return user 0's gradient together with what the peers sent."""
         own = g.own
@@ -211,7 +200,7 @@ class TorchDistributed:
         reasons = {Outcome.NOTHING: not_finite, Outcome.REFUSED: "refused"}
         kept = tuple(name for name in weights if notes[name].outcome is Outcome.GRADIENT)
         left_out = {name: reasons[notes[name].outcome] for name in weights if name not in kept}
-        if ask is Ask.SUM:
+        if answers.ndim == 1:  # the sum alone
             total = answers[: self.wire.size].to(own.dtype)
             if not is_finite(total):
                 left_out, kept = dict.fromkeys(weights, "the sum is not finite"), ()
@@ -248,8 +237,6 @@ def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: S
                 f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of {theirs[1]}, user 0 one "
                 f"of {ours[0]} of {ours[1]}; build the same model in every process"
             )
-    if len({me, *names}) <= len(names):
-        shown = ", ".join([me, *names])
-        raise DataError(f"users must have different names: weights and batches go by them; got {shown}")
+    check_names([me, *names])
     if expected and sorted(expected) != sorted(names):
         raise DataError(f"expected the peers {', '.join(expected)}, but {', '.join(names)} came")

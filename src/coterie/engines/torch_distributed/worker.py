@@ -124,18 +124,13 @@ class _Worker:
         run, key, parameters = self.run, f"hello/{self.group.rank}", Parameters(model)
         examples = "a stream" if user.is_stream else len(user)
         hello: dict[str, Any] = {"name": user.name, "examples": examples, "data": user.fingerprint()}
-        hello |= {
-            "size": parameters.size,
-            "dtype": str(parameters.dtype),
-            "sums_only": self.sums_only,
-            "refused": None,
-        }
+        hello |= {"size": parameters.size, "dtype": str(parameters.dtype), "sums_only": self.sums_only}
         try:
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
         except CoterieError as error:
             self.group.leave_note(key, hello | {"refused": str(error)})
             raise
-        self.group.leave_note(key, hello)
+        self.group.leave_note(key, hello | {"refused": None})
         if refused := self.group.read_note("go", "user 0")["refused"]:
             raise PeerLost(f"user 0 began no run: {refused}")
         return engine

@@ -22,7 +22,7 @@ class HypCluster(LocalSteps):
     Once the clusters no longer change it is FedAvg in each of them; with one cluster it is FedAvg. A model that no
     user chooses does not move. The starting models decide which clusters form, or whether one model takes all
     users; they are x plus noise, drawn from (seed, model). IFCA is the same algorithm with restarts. All users take
-    part in every round; in the papers a sample does.
+    part in every round; in the papers a sample does. In a round a user also computes q losses.
 
     Args:
         clusters: q.
@@ -46,11 +46,6 @@ class HypCluster(LocalSteps):
         super().__post_init__()
         check_count("clusters", self.clusters)
         check_positive("spread", self.spread)
-
-    @property
-    def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round; it computes q losses too."""
-        return self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: q models around x; every user has the first."""

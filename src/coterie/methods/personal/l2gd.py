@@ -59,8 +59,7 @@ class L2GD(LocalSteps):
         x, p = state["x"], self.probability
         kept = 1 - min(1.0, lr * self.penalty / p)
         for step in range(state["step"], state["step"] + self.local_steps):
-            heads = heads_in_a_row(p, users.seed, step)
-            if heads:
+            if heads := heads_in_a_row(p, users.seed, step):
                 x = x.mean(0) + kept**heads * (x - x.mean(0))
                 users.exchange(down=x.shape[1], up=x.shape[1])
             x = local_steps(users, x, step, 1, lr=lr / (1 - p))

@@ -48,8 +48,7 @@ class Selfish(LocalSteps):
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, and no correction yet."""
-        unknown = [name for name in self.internal if name not in users.names[1:]]
-        if unknown:
+        if unknown := [name for name in self.internal if name not in users.names[1:]]:
             raise KnobError(f"`internal` names {unknown[0]!r}, who is no peer; the peers are {users.names[1:]}")
         return {"step": 0, "x": x, "c": x.new_zeros(len(users.names), x.numel())} | weighed(self._weights(users, x))
 

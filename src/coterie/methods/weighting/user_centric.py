@@ -28,7 +28,7 @@ class UserCentric(LocalSteps):
     Args:
         local_steps: K.
         clusters: C; when None, one for each user.
-        blocks: B.
+        blocks: B, the gradients that a user computes before the first round.
 
     Reference: Mestoukirdi, Zecchin, Gesbert, Li and Gresset, User-centric federated learning, 2021, whose n_j are
     here the numbers of examples too.
@@ -50,11 +50,6 @@ class UserCentric(LocalSteps):
             raise KnobError(f"`clusters` must be at least 1, got {self.clusters!r}; None gives each user its own")
         if self.blocks < 2:
             raise KnobError(f"`blocks` must be at least 2, got {self.blocks!r}: noise is measured between blocks")
-
-    @property
-    def gradients_a_round(self) -> int:
-        """How many gradients user 0 computes in a round; it computes `blocks` more before the first."""
-        return self.local_steps
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all users at x, and the mixing weights."""
