@@ -1,7 +1,5 @@
 """Adaptive averaging: whom to listen to, and until when, found from user 0's own examples while it trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +7,7 @@ from torch import Tensor
 
 from coterie.choosing.chooser import Choice
 from coterie.choosing.folds import split
+from coterie.choosing.looks import Looks
 from coterie.choosing.trunk_and_branch import TrunkAndBranch
 from coterie.engines.capabilities import Stackable, require
 from coterie.engines.engine import Engine
@@ -33,8 +32,7 @@ class Plan:
     @property
     def cost(self) -> float:
         """What it takes of the peers, in runs: trunks and pooled, branch and pooled, each for half of the steps."""
-        trunks = self.folds if self.nested else 1
-        return (trunks + 1) / 2 + (self.folds + 2) / 2
+        return ((self.folds if self.nested else 1) + 1) / 2 + (self.folds + 2) / 2
 
 
 PLANS = (Plan(3, nested=True), Plan(3, nested=False), Plan(2, nested=False))
@@ -81,12 +79,7 @@ class AdaptiveAveraging:
 
     @property
     def plan(self) -> Plan:
-        """The most thorough plan that the budget allows.
-
-        Example:
-            >>> AdaptiveAveraging().plan.cost, AdaptiveAveraging(budget=4).plan.cost
-            (4.5, 3.5)
-        """
+        """The most thorough plan that the budget allows."""
         return next(plan for plan in PLANS if self.budget is None or plan.cost <= self.budget)
 
     def check(self, engine: Engine) -> None:
@@ -103,9 +96,8 @@ class AdaptiveAveraging:
             }
             return Choice(StreamAveraging(spec.steps), account)
         if len(spec.me) < 2:
-            return Choice(
-                Alone(), {"sentence": "peers weigh nothing: there is one own example, nothing to judge by"}
-            )
+            why = "peers weigh nothing: there is one own example, nothing to judge by"
+            return Choice(Alone(), {"sentence": why})
         return None
 
     def learner(
@@ -117,19 +109,11 @@ class AdaptiveAveraging:
         guarded: bool = False,
         forward_options: ForwardOptions = DEFAULT_FORWARD,
     ) -> TrunkAndBranch:
-        """Return the learner of a run.
-
-        Args:
-            spec: a run that is prepared.
-            engine: where the gradients come from.
-            costs: where what is asked of the users is counted.
-            guarded: serve Alone's best look where its validation loss is lower.
-            forward_options: of user 0's passes.
-        """
-        plan = self.plan
-        folds = split(spec.me, max(2, min(plan.folds, len(spec.me) // 2)), spec.seed)
+        """Return the learner of a run that is prepared."""
+        folds = split(spec.me, max(2, min(self.plan.folds, len(spec.me) // 2)), spec.seed)
         points = points_of(spec, engine, folds, forward_options)
-        return TrunkAndBranch(spec, engine, costs, points, folds, nested=plan.nested, guarded=guarded)
+        looks = Looks(spec, points, folds, nested=self.plan.nested)
+        return TrunkAndBranch(spec, engine, costs, looks, guarded=guarded)
 
 
 def points_of(spec: RunSpec, engine: Engine, folds: Tensor, forward_options: ForwardOptions) -> Points:

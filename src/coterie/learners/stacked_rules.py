@@ -1,7 +1,5 @@
 """The rules of many runs at once: each kind of rule is called once, on the gradients of all its runs."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,21 +12,7 @@ from coterie.rules.rule import FormulaRule, State, knob_names
 
 
 class StackedRules:
-    """The rules of many runs, a row each. All peers answer in every step.
-
-    Args:
-        rules: the rule of each run, in the order of the rows.
-        x: the parameters of these runs, of shape (R, d).
-
-    Example:
-        >>> from coterie import WeightedAveraging
-        >>> rules = StackedRules({4: WeightedAveraging(0.25), 7: WeightedAveraging(0.5)}, torch.zeros(2, 1))
-        >>> rules(own=torch.full((2, 1), 4.0), peers=torch.zeros(2, 1))
-        tensor([[3.],
-                [2.]])
-        >>> rules.weight(7)
-        0.5
-    """
+    """The rules of many runs by number, in the order of the rows of x (R, d). All peers answer in every step."""
 
     def __init__(self, rules: Mapping[int, FormulaRule], x: Tensor) -> None:
         kinds: dict[Hashable, list[int]] = {}
@@ -41,12 +25,7 @@ class StackedRules:
         }
 
     def __call__(self, own: Tensor, peers: Tensor) -> Tensor:
-        """Return the direction of each run, and remember the state of its rule.
-
-        Args:
-            own: g_0, a row for each run.
-            peers: the peers' weighted sum, a row for each run.
-        """
+        """Return the direction of each run, and remember the state of its rule."""
         if len(self._groups) == 1:
             return self._groups[0](own, peers)
         directions = torch.empty_like(own)
