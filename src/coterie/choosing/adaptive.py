@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from coterie.choosing.chooser import Choice
 from coterie.choosing.folds import split
@@ -111,15 +110,11 @@ class AdaptiveAveraging:
     ) -> TrunkAndBranch:
         """Return the learner of a run that is prepared."""
         folds = split(spec.me, max(2, min(self.plan.folds, len(spec.me) // 2)), spec.seed)
-        points = points_of(spec, engine, folds, forward_options)
+        blind = folds != torch.arange(int(folds.max()) + 1)[:, None]
+        parts = torch.cat([torch.ones(1, len(folds), dtype=torch.bool), blind])
+        if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
+            points: Points = PointsTogether(spec, engine, parts)
+        else:
+            points = Points(spec, engine, parts, forward_options)
         looks = Looks(spec, points, folds, nested=self.plan.nested)
         return TrunkAndBranch(spec, engine, costs, looks, guarded=guarded)
-
-
-def points_of(spec: RunSpec, engine: Engine, folds: Tensor, forward_options: ForwardOptions) -> Points:
-    """Return gradients at many points, in one pass where the engine allows it."""
-    count = int(folds.max()) + 1
-    parts = torch.cat([torch.ones(1, len(folds), dtype=torch.bool), folds != torch.arange(count)[:, None]])
-    if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
-        return PointsTogether(spec, engine, parts)
-    return Points(spec, engine, parts, forward_options)

@@ -26,10 +26,6 @@ class Looks:
         self._resampled = Resampled(everyone, random_key(spec.seed, f"{spec.me.name}/resamples") % 2**63)
         self.chosen: Chosen | None = None
 
-    def begin(self, *names: str) -> None:
-        """Begin paths."""
-        self.paths |= {name: Path() for name in names}
-
     def add(self, step: int, copies: Mapping[str, Tensor]) -> None:
         """Note losses at the points of each path's copies: the one that sees all first, then any blind ones."""
         for name, points in copies.items():
@@ -75,13 +71,9 @@ class Looks:
 
     def load(self, paths: Mapping[str, Mapping[str, Any]]) -> None:
         """Take up saved paths, their losses on the host."""
-        self.paths = {
-            name: Path(
-                list(saved["steps"]),
-                list(saved["points"]),
-                *([each.cpu() for each in saved[key]] for key in ("losses", "corrected")),
-            )
-            for name, saved in paths.items()
-        }
+        self.paths = {}
+        for name, saved in paths.items():
+            losses, corrected = ([each.cpu() for each in saved[key]] for key in ("losses", "corrected"))
+            self.paths[name] = Path(list(saved["steps"]), list(saved["points"]), losses, corrected)
         if self.paths["alone"].steps:
             self.chosen = self._resampled.choose(self.paths, nested=self.nested)

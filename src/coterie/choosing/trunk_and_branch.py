@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.account import compared, sentence, stop_of
 from coterie.choosing.looks import Looks
+from coterie.choosing.when import Path
 from coterie.choosing.whom import GRAMS, Array, FittedWeights, by_size
 from coterie.engines.engine import Engine
 from coterie.learners.learner import Learner, NextStep
@@ -162,9 +163,9 @@ class TrunkAndBranch(Learner):
             origins = [list(range(trunks)), *([q] for q in range(trunks))] if self.nested else [[0]] * copies
         origins = [*origins, [trunks]]
         judged = self._bounds() > 0  # a peer that never answered is not asked any more
-        if judged.any():
+        if judged.any():  # else nobody was followed, and Alone is served
             self.by_size = self.by_size * judged / self.by_size[judged].sum()
-            self.looks.begin("branch", "pooled")  # else nobody was followed, and Alone is served
+            self.looks.paths |= {"branch": Path(), "pooled": Path()}
         self.peers = self.peers.forked(origins)
         self.buffers[1] = torch.stack([self.buffers[1][rows].mean(0) for rows in origins])
 

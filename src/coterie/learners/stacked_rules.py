@@ -20,9 +20,8 @@ class StackedRules:
             kinds.setdefault(_kind(rule), []).append(row)
         runs, each = list(rules), list(rules.values())
         self._groups = [_Group([each[row] for row in rows], rows, x) for rows in kinds.values()]
-        self._places = {
-            runs[row]: (group, place) for group in self._groups for place, row in enumerate(group.rows.tolist())
-        }
+        places = ((group, *pair) for group in self._groups for pair in enumerate(group.rows.tolist()))
+        self._places = {runs[row]: (group, place) for group, place, row in places}
 
     def __call__(self, own: Tensor, peers: Tensor) -> Tensor:
         """Return the direction of each run, and remember the state of its rule."""
@@ -65,9 +64,11 @@ class _Group:
     def __call__(self, own: Tensor, peers: Tensor) -> Tensor:
         """Return the directions of these runs."""
         following = [rule.next_knobs(plain) for rule, plain in zip(self.distinct, self.plains, strict=True)]
-        values = [knobs for knobs, _ in following]
+        values = [numbers for numbers, _ in following]
         if values != self.values:
-            self.values, self.stacked = values, self.rule.with_knobs(self._columns(values))
+            columns = {name: [values[place][name] for place in self.which] for name in self.names}
+            knobs = {name: self.x.new_tensor(column).unsqueeze(1) for name, column in columns.items()}
+            self.values, self.stacked = values, self.rule.with_knobs(knobs)
         direction, state = self.stacked(Gradients(own, peers), self.state)
         self.plains = [plain for _, plain in following]
         self.state = {**state, **self.plains[0]}  # the numbers that a step depends on are the same in all runs
@@ -76,13 +77,6 @@ class _Group:
     def plain(self, place: int) -> State:
         """Return the plain part of a run's state."""
         return self.plains[self.which[place]]
-
-    def _columns(self, values: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return each knob as a column with a row for each run."""
-        return {
-            name: self.x.new_tensor([values[place][name] for place in self.which]).unsqueeze(1)
-            for name in self.names
-        }
 
 
 def _kind(rule: FormulaRule) -> Hashable:
