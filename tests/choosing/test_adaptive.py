@@ -203,6 +203,7 @@ def test_budgets() -> None:
     for budget in (3, 3.4, 4, 4.5, 1000):
         assert AdaptiveAveraging(budget).plan.cost <= budget
     assert AdaptiveAveraging().plan == PLANS[0]
+    assert AdaptiveAveraging(budget=4).plan.cost == 3.5
 
 
 def test_wrong_uses_are_named() -> None:

@@ -19,3 +19,5 @@ def test_folds_are_even_in_size_and_in_targets() -> None:
     numbers = User("me", torch.zeros(20, 1), torch.linspace(0, 1, 20)[:, None])
     means = [numbers.examples.take((split(numbers, 4, 0) == q).nonzero().flatten())[1].mean() for q in range(4)]
     assert max(means) - min(means) < 0.2
+    labels = User("a", torch.zeros(6, 1), [0, 0, 0, 1, 1, 1])
+    assert sorted(split(labels, 3, seed=0)[:3].tolist()) == [0, 1, 2]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.learners.points import Points
+from coterie.learners.points import Points, combined
 from coterie.learners.points_together import PointsTogether
 from coterie.learners.spec import RunSpec
 
@@ -104,3 +104,9 @@ def test_examples_read_one_by_one_are_those_in_memory(make_users: Users) -> None
     x = memory.start().expand(4, -1)
     torch.testing.assert_close(disk.own(x, 3, range(4)).gradients, memory.own(x, 3, range(4)).gradients)
     torch.testing.assert_close(disk.losses(x, read[0].examples), memory.losses(x, users[0].examples))
+
+
+def test_rows_are_cut_to_their_bounds_and_those_that_are_not_finite_left_out() -> None:
+    rows = torch.tensor([[[3.0, 4.0], [float("nan"), 0.0]]])
+    sums = combined(rows, torch.tensor([[0.5, 0.5]]), torch.tensor([1.0, 1.0]), {}).sums
+    torch.testing.assert_close(sums, torch.tensor([[0.3, 0.4]]))

@@ -118,3 +118,16 @@ def test_elementwise_optimizers_are(name: str) -> None:
             parameters[0].grad = scale * slope
             optimizer.step()
     np.testing.assert_allclose(whole[0].detach(), torch.stack([row[0].detach() for row in rows]), rtol=1e-6)
+
+
+def test_rows_are_stepped_together_and_forked_to_means() -> None:
+    model = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    me = coterie.User("me", [[1.0]], [[1.0]])
+    spec = RunSpec(model, nn.functional.mse_loss, me, (), optimizer=sgd)
+    stack = Stack(torch.zeros(3, 2), [(spec, 3)])
+    stack.direction.copy_(torch.tensor([[2.0, 0.0]]))
+    stack.step()
+    assert stack.x[0].tolist() == [-1.0, 0.0]
+    stack.x[2] = 3.0
+    assert stack.forked([[1, 2], [0]]).x.tolist() == [[1.0, 1.5], [-1.0, 0.0]]

@@ -1,7 +1,5 @@
 """The account of adaptive averaging: who was listened to, when it stopped, and what may be said of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +8,6 @@ import numpy as np
 from coterie.choosing.when import Chosen, Path, standard_error
 
 _SHARES = {2: "half", 3: "two thirds", 4: "three quarters", 5: "four fifths"}
-
-
-def looks_of(paths: Mapping[str, Path], chosen: Chosen) -> dict[str, dict[str, list[float]]]:
-    """Return, by path, the steps of the looks and how often each was the best under resampling."""
-    return {
-        name: {"steps": list(path.steps), "frequencies": chosen.frequencies[name].tolist()}
-        for name, path in paths.items()
-    }
 
 
 def stop_of(path: Path, frequencies: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
@@ -51,16 +41,7 @@ def compared(chosen: Chosen, n_own: int, *, nested: bool) -> dict[str, float]:
 
 
 def sentence(account: Mapping[str, Any], examples: int) -> str:
-    """Say in a sentence what is served and what speaks for it, and no more than is known.
-
-    Args:
-        account: of the run.
-        examples: how many validation examples there are.
-
-    Example:
-        >>> sentence({"path": "alone", "folds": 3}, 0)
-        'the model trained alone is served: following peers was not better on own examples that were held out'
-    """
+    """Say in a sentence what is served and what speaks for it, and no more than is known."""
     held_out = "validation examples" if examples > 1 else "own examples that were held out"
     stop = account.get("stop", {})
     when = f"steps {stop.get('first')} to {stop.get('last')}"

@@ -1,14 +1,12 @@
 """Adaptive averaging: whom to listen to, and until when, found from user 0's own examples while it trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from coterie.choosing.chooser import Choice
 from coterie.choosing.folds import split
+from coterie.choosing.looks import Looks
 from coterie.choosing.trunk_and_branch import TrunkAndBranch
 from coterie.engines.capabilities import Stackable, require
 from coterie.engines.engine import Engine
@@ -33,8 +31,7 @@ class Plan:
     @property
     def cost(self) -> float:
         """What it takes of the peers, in runs: trunks and pooled, branch and pooled, each for half of the steps."""
-        trunks = self.folds if self.nested else 1
-        return (trunks + 1) / 2 + (self.folds + 2) / 2
+        return ((self.folds if self.nested else 1) + 1) / 2 + (self.folds + 2) / 2
 
 
 PLANS = (Plan(3, nested=True), Plan(3, nested=False), Plan(2, nested=False))
@@ -81,12 +78,7 @@ class AdaptiveAveraging:
 
     @property
     def plan(self) -> Plan:
-        """The most thorough plan that the budget allows.
-
-        Example:
-            >>> AdaptiveAveraging().plan.cost, AdaptiveAveraging(budget=4).plan.cost
-            (4.5, 3.5)
-        """
+        """The most thorough plan that the budget allows."""
         return next(plan for plan in PLANS if self.budget is None or plan.cost <= self.budget)
 
     def check(self, engine: Engine) -> None:
@@ -103,9 +95,8 @@ class AdaptiveAveraging:
             }
             return Choice(StreamAveraging(spec.steps), account)
         if len(spec.me) < 2:
-            return Choice(
-                Alone(), {"sentence": "peers weigh nothing: there is one own example, nothing to judge by"}
-            )
+            why = "peers weigh nothing: there is one own example, nothing to judge by"
+            return Choice(Alone(), {"sentence": why})
         return None
 
     def learner(
@@ -117,25 +108,13 @@ class AdaptiveAveraging:
         guarded: bool = False,
         forward_options: ForwardOptions = DEFAULT_FORWARD,
     ) -> TrunkAndBranch:
-        """Return the learner of a run.
-
-        Args:
-            spec: a run that is prepared.
-            engine: where the gradients come from.
-            costs: where what is asked of the users is counted.
-            guarded: serve Alone's best look where its validation loss is lower.
-            forward_options: of user 0's passes.
-        """
-        plan = self.plan
-        folds = split(spec.me, max(2, min(plan.folds, len(spec.me) // 2)), spec.seed)
-        points = points_of(spec, engine, folds, forward_options)
-        return TrunkAndBranch(spec, engine, costs, points, folds, nested=plan.nested, guarded=guarded)
-
-
-def points_of(spec: RunSpec, engine: Engine, folds: Tensor, forward_options: ForwardOptions) -> Points:
-    """Return gradients at many points, in one pass where the engine allows it."""
-    count = int(folds.max()) + 1
-    parts = torch.cat([torch.ones(1, len(folds), dtype=torch.bool), folds != torch.arange(count)[:, None]])
-    if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
-        return PointsTogether(spec, engine, parts)
-    return Points(spec, engine, parts, forward_options)
+        """Return the learner of a run that is prepared."""
+        folds = split(spec.me, max(2, min(self.plan.folds, len(spec.me) // 2)), spec.seed)
+        blind = folds != torch.arange(int(folds.max()) + 1)[:, None]
+        parts = torch.cat([torch.ones(1, len(folds), dtype=torch.bool), blind])
+        if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
+            points: Points = PointsTogether(spec, engine, parts)
+        else:
+            points = Points(spec, engine, parts, forward_options)
+        looks = Looks(spec, points, folds, nested=self.plan.nested)
+        return TrunkAndBranch(spec, engine, costs, looks, guarded=guarded)

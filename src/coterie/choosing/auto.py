@@ -1,7 +1,6 @@
 """Knobs that are "auto": the theory's choice for the constants measured before the first step."""
 
-from __future__ import annotations
-
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -43,17 +42,10 @@ def chooser_for(rule: object) -> Chooser | None:
 
 
 @dataclass(frozen=True)
-class AutoAveraging:
-    """Choose τ of weighted averaging, where it is None, by `theory.best_averaging`, and then α.
+class _Auto(ABC):
+    """Measure the constants, and choose by them."""
 
-    A bias that is not clear of its error may be as large as that error, and a large α would then be paid for in
-    every step: α is `theory.best_alpha` with every ζ_k² a standard error larger than measured.
-
-    Args:
-        rule: the rule whose `alpha` is "auto".
-    """
-
-    rule: WeightedAveraging
+    rule: Any
 
     def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
         """Measure the constants, and choose by them; see `Chooser`."""
@@ -61,15 +53,39 @@ class AutoAveraging:
         try:
             measured = before_training(engine, spec)
         except DataError as error:
-            return _nothing(error)
-        names, peers = list(measured.peers), measured.constants(spec.steps)
-        _, weights, _ = theory.best_averaging(peers, spec.steps, _over(names, self.rule.tau))
+            why = f"peers weigh nothing: not measured, {error}"
+            return Choice(Alone(), {"alpha": 0.0, "beta": 0.0, "tau": {}, "sentence": why})
+        account = self.account(spec, measured, _over(list(measured.peers), self.rule.tau))
+        return Choice(self.rule_from(account), account, measured)
+
+    @abstractmethod
+    def account(self, spec: RunSpec, measured: Estimates, tau: Array | None) -> dict[str, Any]:
+        """Return what is chosen for the constants measured, and why, as plain data."""
+
+    @abstractmethod
+    def rule_from(self, account: Mapping[str, Any]) -> Rule:
+        """Return the rule that an account stands for."""
+
+
+@dataclass(frozen=True)
+class AutoAveraging(_Auto):
+    """Choose τ of weighted averaging, where it is None, by `theory.best_averaging`, and then α, which is "auto".
+
+    A bias that is not clear of its error may be as large as that error, and a large α would then be paid for in
+    every step: α is `theory.best_alpha` with every ζ_k² a standard error larger than measured.
+    """
+
+    rule: WeightedAveraging
+
+    def account(self, spec: RunSpec, measured: Estimates, tau: Array | None) -> dict[str, Any]:
+        """Choose by the constants measured."""
+        _, weights, _ = theory.best_averaging(measured.constants(spec.steps), spec.steps, tau)
         problem = measured.constants(spec.steps, cautious=True).constants(weights)
         alpha = float(theory.best_alpha(problem, spec.steps))
         gain = float(theory.averaging_speedup(problem, spec.steps, alpha))
         account = _account(measured, {"alpha": alpha}, weights, gain)
         account["sentence"] += ", unless a bias is more than a standard error above what was measured"
-        return Choice(self.rule_from(account), account, measured)
+        return account
 
     def rule_from(self, account: Mapping[str, Any]) -> Rule:
         """Return the rule that an account stands for."""
@@ -78,54 +94,36 @@ class AutoAveraging:
 
 
 @dataclass(frozen=True)
-class AutoCorrection:
+class AutoCorrection(_Auto):
     """Choose the knobs of bias correction that are "auto", and τ where it is None.
 
     The choice is that of `theory.best_corrected_peers`: for τ = None the peers of small δ_k, equally. The step size
     of SGD is η; any other optimizer's is of another kind. With `warm_up`, c_t is at first the mean of the biases
     seen, so its start costs nothing that β could save.
-
-    Args:
-        rule: the rule whose `alpha` or `beta` is "auto".
     """
 
     rule: BiasCorrection
 
-    def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
-        """Measure the constants, and choose by them; see `Chooser`."""
-        require(engine, "rows", f"`{type(self.rule).__name__}`", "to choose its knobs")
-        try:
-            measured = before_training(engine, spec)
-        except DataError as error:
-            return _nothing(error)
+    def account(self, spec: RunSpec, measured: Estimates, tau: Array | None) -> dict[str, Any]:
+        """Choose by the constants measured."""
         alpha, beta = (
             None if knob == "auto" else value_at(name, knob, 0)
             for name, knob in (("alpha", self.rule.alpha), ("beta", self.rule.beta))
         )
-        names, peers = list(measured.peers), measured.constants(spec.steps)
+        peers, start = measured.constants(spec.steps), 0.0 if self.rule.warm_up else None
         weights, knobs = theory.best_corrected_peers(
-            peers,
-            spec.steps,
-            alpha=alpha,
-            lr=_rate(spec.made_optimizer),
-            tau=_over(names, self.rule.tau),
-            initial_error=0.0 if self.rule.warm_up else None,
+            peers, spec.steps, alpha=alpha, lr=_rate(spec.made_optimizer), tau=tau, initial_error=start
         )
         gain = float(theory.steps_alone(peers.constants(weights), knobs.bound)) / spec.steps
         chosen = {"alpha": float(knobs.alpha), "beta": float(knobs.beta) if beta is None else beta}
-        account = _account(measured, chosen, weights, gain)
-        return Choice(self.rule_from(account), account, measured)
+        return _account(measured, chosen, weights, gain)
 
     def rule_from(self, account: Mapping[str, Any]) -> Rule:
         """Return the rule that an account stands for."""
         if not account["tau"]:
             return Alone()
-        return replace(
-            self.rule,
-            alpha=account["alpha"] if self.rule.alpha == "auto" else self.rule.alpha,
-            beta=account["beta"] if self.rule.beta == "auto" else self.rule.beta,
-            tau=None if self.rule.aggregator else account["tau"],
-        )
+        chosen = {name: account[name] for name in ("alpha", "beta") if getattr(self.rule, name) == "auto"}
+        return replace(self.rule, **chosen, tau=None if self.rule.aggregator else account["tau"])
 
 
 def _rate(optimizer: Optimizer) -> float | None:
@@ -156,8 +154,3 @@ def _account(measured: Estimates, knobs: Mapping[str, float], tau: Array, gain: 
         "sentence": f"{values} for {len(kept)} peers by the theory and measured constants: its bound gives "
         f"{gain:.3g} times the speed of training alone",
     }
-
-
-def _nothing(error: DataError) -> Choice:
-    account = {"alpha": 0.0, "beta": 0.0, "tau": {}, "sentence": f"peers weigh nothing: not measured, {error}"}
-    return Choice(Alone(), account)

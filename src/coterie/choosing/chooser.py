@@ -1,7 +1,5 @@
 """The contract of a chooser: it looks at the data before the first step and returns a rule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable

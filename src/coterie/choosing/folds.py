@@ -1,7 +1,5 @@
 """The folds of user 0's examples: each is kept from one copy of the model, which it then judges."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,13 +10,7 @@ from coterie.users.user import User
 
 
 def split(me: User, folds: int, seed: int) -> Tensor:
-    """Return the fold of each of a user's examples, equal in size and, as far as they go, in targets.
-
-    Example:
-        >>> user = User("a", torch.zeros(6, 1), [0, 0, 0, 1, 1, 1])
-        >>> sorted(split(user, 3, seed=0)[:3].tolist())
-        [0, 1, 2]
-    """
+    """Return the fold of each of a user's examples, equal in size and, as far as they go, in targets."""
     random = np.random.default_rng(random_key(seed, f"{me.name}/folds"))
     targets = np.zeros(len(me))
     if isinstance(me.examples, InMemory):  # of a target of several numbers, the first

@@ -1,21 +1,17 @@
 """Squares of means from a few batches of gradients, without what noise would add to them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.engines.engine import Engine
 from coterie.errors import DataError
-
-if TYPE_CHECKING:
-    from coterie.engines.engine import Engine
 
 Array = NDArray[np.float64]
 
@@ -25,48 +21,27 @@ SKETCH = 2**15
 
 @dataclass(frozen=True, eq=False)
 class SampledGradients:
-    """Gradients of a few batches, each at the same two points.
+    """Gradients of a few batches, each at the same two points."""
 
-    Args:
-        rows: of shape (2, batches, 1 + peers, length), user 0's first.
-        losses: user 0's, of shape (2, batches).
-        distance: between the points.
-        names: the peers that answered every time.
-        left_out: the others, each with the reason.
-    """
+    rows: Array  # of shape (2, batches, 1 + peers, length), user 0's first
+    losses: Array  # user 0's, of shape (2, batches)
+    distance: float  # between the points
+    names: tuple[str, ...]  # the peers that answered every time
+    left_out: dict[str, str]  # the others, each with the reason
 
-    rows: Array
-    losses: Array
-    distance: float
-    names: tuple[str, ...]
-    left_out: dict[str, str]
-
-    @property
-    def batches(self) -> int:
-        """How many batches."""
-        return len(self.losses[0])
-
-    def without(self, batch: int) -> SampledGradients:
+    def without(self, batch: int) -> Self:
         """Return the same without one batch."""
         rows, losses = np.delete(self.rows, batch, axis=1), np.delete(self.losses, batch, axis=1)
-        return SampledGradients(rows, losses, self.distance, self.names, self.left_out)
+        return replace(self, rows=rows, losses=losses)
 
 
 def sample_gradients(engine: Engine, x: Tensor, batches: int, reach: float) -> SampledGradients:
-    """Ask everybody for gradients at x and downhill of it.
-
-    Args:
-        engine: where the gradients come from.
-        x: the first point.
-        batches: how many to draw.
-        reach: how far the second point is, in steps of the length that would bring a linear loss to zero.
-    """
+    """Ask everybody for gradients at x and, `reach` steps that bring a linear loss to zero, downhill of it."""
     first = engine.gradients(x, batches, {})  # a batch of its own, so that the way is not fitted to the others
     _check_finite(first.own, float(first.own_loss))
     if float(first.own_loss) <= 0 or not bool(first.own.any()):
-        raise DataError(
-            "user 0's loss is not positive or its gradient is zero at the start: no scale to measure by"
-        )
+        why = "user 0's loss is not positive or its gradient is zero at the start: no scale to measure by"
+        raise DataError(why)
     step = (-reach * float(first.own_loss) / first.own.square().sum()) * first.own
     equal = dict.fromkeys(engine.names, 1 / max(1, len(engine.names)))
     shorten = _sketch(x)
@@ -101,17 +76,14 @@ def _sketch(like: Tensor) -> Callable[[Tensor], Tensor]:
 def squares(sampled: SampledGradients, size: Array, of: Array) -> dict[str, Array]:
     """Return squares of what is measured, by what it is: of one example's noise, of the bias, of the curvature, ….
 
-    Args:
-        sampled: the gradients.
-        size: examples in a batch, by user.
-        of: examples that there are, by user; infinite for fresh samples.
+    By user: `size` examples in a batch, `of` as many as there are, infinite for fresh samples.
     """
     rows, losses, distance = sampled.rows, sampled.losses, sampled.distance
+    change = rows[1] - rows[0]
     each, data = _variances(rows[0], size, of)
-    _, change_data = _variances(rows[1] - rows[0], size, of)
+    _, change_data = _variances(change, size, of)
     gradient = [_square(at[:, 0]) - data[0] for at in rows]
     bias = [_square(at[:, 1:] - at[:, :1]) - data[0] - data[1:] for at in rows]
-    change = rows[1] - rows[0]
     curvature = _square(change[:, 0]) - change_data[0]
     if not curvature > 0:  # lost in the noise of the batches' own curvature: then with it, as an upper estimate
         curvature = np.square(change[:, 0].mean(0)).sum()

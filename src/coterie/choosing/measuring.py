@@ -5,8 +5,6 @@ the noises are independent, so that products of their gradients show the bias wi
 What such numbers can and cannot tell: docs/estimates.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,17 +34,11 @@ REACH = 0.25
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a user's batches are drawn.
+    """How a user's batches are drawn."""
 
-    Args:
-        size: examples in a batch, while measuring.
-        of: examples that there are; infinite for fresh samples.
-        in_run: examples in a batch of the run; as `size` when None.
-    """
-
-    size: float = 1.0
-    of: float = math.inf
-    in_run: float | None = None
+    size: float = 1.0  # examples in a batch, while measuring
+    of: float = math.inf  # examples that there are; infinite for fresh samples
+    in_run: float | None = None  # examples in a batch of the run; as `size` when None
 
 
 def measure(
@@ -152,7 +144,7 @@ def _estimates(
         peers=peers,
         left_out=sampled.left_out,
         share=float(share[0]),
-        batches=sampled.batches,
+        batches=sampled.losses.shape[1],
     )
 
 

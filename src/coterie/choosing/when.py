@@ -1,10 +1,7 @@
 """When to stop, and which path to serve: losses at looks, and how often each look is best under resampling."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,10 +53,6 @@ class Path:
             mean.add_(point, alpha=frequency)
         return used[0][1].clone() if len(used) == 1 else mean
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all looks."""
-        return {"steps": self.steps, "points": self.points, "losses": self.losses, "corrected": self.corrected}
-
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
@@ -72,12 +65,7 @@ class Chosen:
 
 
 class Resampled:
-    """Bootstrap resamples of examples, drawn once.
-
-    Args:
-        folds: the fold of each example.
-        seed: what they are drawn from.
-    """
+    """Bootstrap resamples of examples, each of which lies in a fold, drawn once."""
 
     def __init__(self, folds: NDArray[np.int64], seed: int) -> None:
         n = len(folds)
@@ -86,16 +74,7 @@ class Resampled:
         self.counts = np.minimum(drawn, 255).astype(np.uint8)
 
     def frequencies(self, table: Array, without: int | None = None) -> Array:
-        """Return how often each look is the best.
-
-        Args:
-            table: losses, of shape (looks, n).
-            without: a fold whose examples are left out.
-
-        Example:
-            >>> Resampled(np.array([0, 1]), seed=0).frequencies(np.array([[1.0, 2.0], [0.5, 1.0]])).tolist()
-            [0.0, 1.0]
-        """
+        """Return how often each look is the best by losses (looks, n), without the examples of one fold."""
         kept = np.ones(len(self.folds), bool) if without is None else self.folds != without
         best = (table[:, kept] @ self.counts[:, kept].T.astype(float)).argmin(0)
         return np.asarray(np.bincount(best, minlength=len(table)) / len(best))
@@ -103,11 +82,8 @@ class Resampled:
     def choose(self, paths: Mapping[str, Path], *, nested: bool) -> Chosen:
         """Choose a path, and the frequencies of its looks.
 
-        Paths are compared by each example's loss with frequencies made without its fold.
-
-        Args:
-            paths: "alone", and "branch" and "pooled" once they have begun.
-            nested: whether the branch's weights were found without the examples that judge it.
+        Paths are compared by each example's loss with frequencies made without its fold. `nested`: the branch's
+        weights were fitted without the examples that judge it.
         """
         tables = {name: path.table() for name, path in paths.items()}
         folds = range(self.count)
@@ -127,16 +103,7 @@ class Resampled:
 
 
 def best_path(scores: Mapping[str, Array], nested: bool = True) -> str:
-    """Return the path of least mean loss: branch or pooled, or Alone where it is not worse.
-
-    Args:
-        scores: by path, the loss of each example.
-        nested: see `Resampled.choose`.
-
-    Example:
-        >>> best_path({"alone": np.array([2.0, 1.0]), "branch": np.ones(2), "pooled": np.zeros(2)})
-        'pooled'
-    """
+    """Return the path of least mean loss: branch or pooled, or Alone where it is not worse."""
     if "branch" not in scores:
         return "alone"
     lead = scores["pooled"] - scores["branch"]
@@ -146,10 +113,5 @@ def best_path(scores: Mapping[str, Array], nested: bool = True) -> str:
 
 
 def standard_error(values: Sequence[float] | Array) -> float:
-    """Return the standard error of a mean; infinite for one value.
-
-    Example:
-        >>> standard_error([0.0, 2.0])
-        1.0
-    """
+    """Return the standard error of a mean; infinite for one value."""
     return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("inf")

@@ -1,7 +1,5 @@
 """Whom to listen to: the peers' weights, fitted to user 0's gradient at points that do not know its examples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -10,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.engines.engine import Engine
 from coterie.gradients.simplex import simplex_minimum
 
 Array: TypeAlias = NDArray[np.float64]
@@ -33,15 +32,6 @@ class FittedWeights:
 
     o is user 0's gradient on examples that the point was not fitted to. Row 0 is nobody: it takes weight where no
     peer points the right way. The weights are w = κ_{1..N}/Σκ_{1..N}. A peer that is missing keeps its entries.
-
-    Args:
-        n_peers: N.
-
-    Example:
-        >>> fitted = FittedWeights(2)
-        >>> fitted.add(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), own=torch.tensor([1.0, 0.1]))
-        >>> fitted.tau().tolist()
-        [1.0, 0.0]
     """
 
     def __init__(self, n_peers: int) -> None:
@@ -51,12 +41,7 @@ class FittedWeights:
         self.weights = np.full(n_peers, 1 / n_peers)
 
     def add(self, rows: Tensor, own: Tensor) -> None:
-        """Take the gradients at one step into the mean, and fit the weights again.
-
-        Args:
-            rows: of shape (N, d), one a peer; not numbers where there is none.
-            own: of shape (d,), o.
-        """
+        """Take rows (N, d), not numbers where a peer is missing, and o (d,) into the mean, and fit again."""
         lacking = torch.cat([torch.zeros_like(own)[None], rows]) - own
         fresh = (lacking @ lacking.T).double().cpu().numpy()
         there = np.isfinite(fresh)
@@ -94,13 +79,18 @@ class FittedWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later weights depend on."""
-        arrays = {"gram": self.gram, "counts": self.counts, "weights": self.weights}
-        lists = {"kappa": np.array(self.kappa), "norms": np.array(self.norms)}
-        return {name: torch.from_numpy(array.copy()) for name, array in (arrays | lists).items()}
+        return {name: torch.from_numpy(np.array(value)) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up a state."""
-        self.gram, self.counts, self.weights = (
-            state[n].cpu().numpy().copy() for n in ("gram", "counts", "weights")
-        )
-        self.kappa, self.norms = (list(state[name].cpu().numpy().copy()) for name in ("kappa", "norms"))
+        arrays = {name: value.cpu().numpy().copy() for name, value in state.items()}
+        self.gram, self.counts, self.weights = arrays["gram"], arrays["counts"], arrays["weights"]
+        self.kappa, self.norms = list(arrays["kappa"]), list(arrays["norms"])
+
+
+def by_size(engine: Engine) -> Array:
+    """Return the peers' shares of all examples; one whose number is not known counts as the mean of the others."""
+    known = [engine.capabilities.examples.get(name) for name in engine.names]
+    mean = float(np.mean([n for n in known if n])) if any(known) else 1.0
+    counts = np.array([float(n or mean) for n in known])
+    return np.asarray(counts / counts.sum())

@@ -1,7 +1,5 @@
 """A learner: parameters, optimizer, the rule's state and the step count, and the one way to take a step."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping
@@ -23,18 +21,11 @@ from coterie.rules import Rule, State, weights_in
 
 @dataclass(frozen=True, eq=False)
 class NextStep:
-    """A step that is computed and not yet taken.
+    """A step that is computed and not yet taken."""
 
-    Args:
-        own: user 0's gradient, or whatever is not finite where the step must not be taken.
-        own_loss: user 0's loss on its batch.
-        left_out: the peers left out of it, each with the reason.
-        take: takes it.
-    """
-
-    own: Tensor
-    own_loss: Tensor | float
-    left_out: Mapping[str, str]
+    own: Tensor  # user 0's gradient, or whatever is not finite where the step must not be taken
+    own_loss: Tensor | float  # on user 0's batch
+    left_out: Mapping[str, str]  # the peers left out of it, each with the reason
     take: Callable[[], None]
 
     def is_finite(self) -> bool:
@@ -46,13 +37,8 @@ class Learner:
     """A model, the rule it follows, its optimizer, and the best it has been.
 
     Everything that a later step depends on is in `state_dict`; all randomness is a function of
-    (seed, user, step), so there is no generator to save.
-
-    Args:
-        spec: a run that is prepared; the parameters of its model become views of the flat vector `x`.
-        rule: how gradients become a direction.
-        engine: where the gradients come from.
-        costs: where what is asked of the users is counted.
+    (seed, user, step), so there is no generator to save. The run must be prepared; the parameters of its model
+    become views of the flat vector `x`.
     """
 
     def __init__(self, spec: RunSpec, rule: Rule, engine: Engine, costs: Costs) -> None:
@@ -98,10 +84,6 @@ class Learner:
             direction, self.state = self.rule(g, self.state)
         else:
             direction, self.state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
-        self.follow(direction)
-
-    def follow(self, direction: Tensor) -> None:
-        """Take a step along a direction."""
         self.optimize(direction)
         self.finish_step()
 
@@ -149,7 +131,7 @@ class Learner:
         """Return the personal models of all users, where there are any beside user 0's."""
         return {}
 
-    def restart_from(self, other: Learner, listens_from: int) -> None:
+    def restart_from(self, other: "Learner", listens_from: int) -> None:
         """Take over another learner's model and optimizer, and listen to nobody until a step."""
         fresh = self.rule.init(self.x) | {"step": self.step}
         mine = {"rule": fresh, "best": self.best, "listens_from": listens_from}

@@ -1,18 +1,16 @@
 """Everybody's gradients at several points in one step, and the losses there: point by point, on any engine.
 
-User 0 computes its own here, on all of its examples or on all but one fold. `Together` does the same in one pass.
-A point is a row of parameters, followed by the model's buffers where passes move them (BatchNorm).
+User 0 computes its own here, on all of its examples or on all but one fold. `PointsTogether` takes one pass. A
+point is a row of parameters, followed by the model's buffers where passes move them (BatchNorm).
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from coterie.engines.engine import Engine
@@ -43,14 +41,10 @@ class Sums:
 
 
 class Points:
-    """Gradients and losses at several points, one point after the other.
+    """Gradients and losses at several points, one point after the other. The engine must be able to give rows.
 
-    Args:
-        spec: a run that is prepared.
-        engine: where the peers' gradients come from; it must be able to give rows.
-        parts: of shape (P, n): which of user 0's examples each part has. A copy that is blind to a fold draws its
-            batches from a part as a user with those examples alone would.
-        forward_options: of user 0's passes.
+    `parts`, of shape (P, n): which of user 0's examples each part has. A copy that is blind to a fold draws its
+    batches from a part as a user with those examples alone would.
     """
 
     def __init__(
@@ -60,10 +54,7 @@ class Points:
         self.names, self.d = engine.names, Parameters(spec.model).size
         self._users = [_part(spec.me, part) for part in parts]
         self._own = [
-            RunSpec(spec.model, spec.loss, user, (), batch_size=spec.batch_size, seed=spec.seed).in_process(
-                forward_options=forward_options
-            )
-            for user in self._users
+            replace(spec, me=user, peers=()).in_process(forward_options=forward_options) for user in self._users
         ]
         moves = self._own[0].support.moves_buffers
         self._buffers = [b for b in spec.model.buffers() if b.is_floating_point()] if moves else []
@@ -86,17 +77,17 @@ class Points:
 
     def on_all(self, points: Tensor, step: int, parts: Sequence[int]) -> Tensor:
         """Return user 0's gradient at each point, on all examples of its part."""
-        return torch.stack([self._on_all(point, step, part) for point, part in zip(points, parts, strict=True)])
+        gradients = torch.zeros_like(points[:, : self.d])
+        for point, part, total in zip(points, parts, gradients, strict=True):
+            user = self._users[part]
+            with self._at(point):
+                for some in torch.split(torch.arange(len(user)), 1024):
+                    gradient, _ = self._own[part].on(user.name, point[: self.d], some, step)
+                    total.add_(gradient, alpha=len(some) / len(user))
+        return gradients
 
     def sums(self, points: Tensor, step: int, weights: Tensor, bounds: Tensor | None = None) -> Sums:
-        """Return the peers' weighted sums.
-
-        Args:
-            points: of shape (R, d + b).
-            step: the step, from which every peer draws its batch.
-            weights: of shape (R, N).
-            bounds: of shape (N,): the norm to which each peer's gradient is cut first; none when None.
-        """
+        """Return the peers' sums by weights (R, N), each gradient first cut to its peer's bound (N,), if any."""
         if bounds is not None:
             rows, left_out = self.rows(points, step, weights > 0)
             return combined(rows, weights, bounds, left_out)
@@ -114,20 +105,16 @@ class Points:
     def rows(self, points: Tensor, step: int, asked: Tensor) -> tuple[Tensor, dict[str, str]]:
         """Return each peer's gradient at each point, of shape (R, N, d), and those left out with the reason.
 
-        Args:
-            points: of shape (R, d + b).
-            step: the step.
-            asked: of shape (R, N): who is asked. The rows of others, and of those left out, are not numbers.
+        `asked`, of shape (R, N), says who is asked. The rows of others, and of those left out, are not numbers.
         """
         rows = points.new_full((len(points), len(self.names), self.d), torch.nan)
         left_out: dict[str, str] = {}
         for point, wanted, to in zip(points, asked.tolist(), rows, strict=True):
             names = [name for name, yes in zip(self.names, wanted, strict=True) if yes]
             if names and point.isfinite().all():
+                equal = dict.fromkeys(names, 1 / len(names))
                 with self._at(point):
-                    g = self.engine.gradients(
-                        point[: self.d], step, dict.fromkeys(names, 1 / len(names)), rows=True
-                    )
+                    g = self.engine.gradients(point[: self.d], step, equal, rows=True)
                 left_out.update(g.left_out)
                 if g.rows is not None and len(g.rows):
                     to[[self.names.index(name) for name in g.names]] = g.rows
@@ -137,23 +124,17 @@ class Points:
         """Return the loss of each example at each point, of shape (R, n), in evaluation mode."""
         by_point = []
         for point in points:
-            Parameters(self._model).load(point[: self.d])
-            self._load(self._model, point)
+            self._set(self._model, point)
             by_point.append(example_losses(self._model, self.spec.loss, examples))
         return torch.stack(by_point)
 
     def serve(self, point: Tensor) -> None:
         """Give the model's parameters and buffers the values of a point."""
-        Parameters(self.spec.model).load(point[: self.d])
-        self._load(self.spec.model, point)
+        self._set(self.spec.model, point)
 
-    def _on_all(self, point: Tensor, step: int, part: int) -> Tensor:
-        user, total = self._users[part], torch.zeros_like(point[: self.d])
-        with self._at(point):
-            for some in torch.split(torch.arange(len(user)), 1024):
-                gradient, _ = self._own[part].on(user.name, point[: self.d], some, step)
-                total.add_(gradient, alpha=len(some) / len(user))
-        return total
+    def _set(self, model: nn.Module, point: Tensor) -> None:
+        Parameters(model).load(point[: self.d])
+        self._load(model, point[self.d :])
 
     def _moved(self) -> Tensor:
         like = next(self.spec.model.parameters())
@@ -163,38 +144,30 @@ class Points:
     def _at(self, point: Tensor) -> Iterator[None]:
         """Let the model have a point's buffers, and restore those it had afterwards."""
         before = self._moved()
-        self._load(self.spec.model, point)
+        self._load(self.spec.model, point[self.d :])
         try:
             yield
         finally:
-            self._load(self.spec.model, torch.cat([point[: self.d], before]))
+            self._load(self.spec.model, before)
 
-    def _load(self, model: torch.nn.Module, point: Tensor) -> None:
+    def _load(self, model: nn.Module, values: Tensor) -> None:
         if self._buffers:
             buffers = [b for b in model.buffers() if b.is_floating_point()]
-            for buffer, piece in zip(
-                buffers, torch.split(point[self.d :], [b.numel() for b in buffers]), strict=True
-            ):
+            pieces = torch.split(values, [b.numel() for b in buffers])
+            for buffer, piece in zip(buffers, pieces, strict=True):
                 buffer.copy_(piece.view_as(buffer))
 
 
 def combined(rows: Tensor, weights: Tensor, bounds: Tensor | None, left_out: Mapping[str, str]) -> Sums:
-    """Return weighted sums of the rows that are finite, each first cut to its bound.
-
-    Example:
-        >>> rows = torch.tensor([[[3.0, 4.0], [float("nan"), 0.0]]])
-        >>> combined(rows, torch.tensor([[0.5, 0.5]]), torch.tensor([1.0, 1.0]), {}).sums
-        tensor([[0.3000, 0.4000]])
-    """
+    """Return weighted sums of the rows that are finite, each first cut to its bound."""
     norms = rows.norm(dim=2)
     there = norms.isfinite()
     if not there.all():
         rows = rows.masked_fill(~there.unsqueeze(2), 0.0)
     present = kept = weights * there
     if bounds is not None:
-        kept = torch.where(
-            there, present * (bounds / norms.clamp(min=torch.finfo(rows.dtype).tiny)).clamp(max=1.0), 0.0
-        )
+        cut = (bounds / norms.clamp(min=torch.finfo(rows.dtype).tiny)).clamp(max=1.0)
+        kept = torch.where(there, present * cut, 0.0)
     return Sums(torch.bmm(kept.unsqueeze(1), rows).squeeze(1), present.sum(1), left_out)
 
 

@@ -1,8 +1,6 @@
 """Gradients and losses at several points in one pass: one model in many copies, over users in this process."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,13 +18,7 @@ MAX_ROW_BYTES = {"cpu": 2**25, "cuda": 2**30}
 
 
 class PointsTogether(Points):
-    """The same as `Points`, to rounding, in one pass each for user 0 and for the peers.
-
-    Args:
-        spec: a run that is prepared.
-        engine: over users whose model can be passed in many copies.
-        parts: see `Points`.
-    """
+    """The same as `Points`, to rounding, in one pass each for user 0 and for the peers."""
 
     def __init__(self, spec: RunSpec, engine: Stackable, parts: Tensor) -> None:
         super().__init__(spec, engine, parts)
@@ -52,7 +44,7 @@ class PointsTogether(Points):
         """Return the peers' weighted sums; see `Points.sums`."""
         if bounds is not None:
             return self._bounded(points, step, weights, bounds)
-        batches = self._batches(step)
+        batches = self._drawn(step)
         shares = [
             (weights[:, list(batch.positions)] / batch.size).repeat_interleave(batch.size, dim=1)
             for batch in batches
@@ -68,9 +60,8 @@ class PointsTogether(Points):
         """Return each peer's gradient at each point; see `Points.rows`."""
         rows = points.new_full((len(points), len(self.names), self.d), torch.nan)
         usable = points.isfinite().all(1)
-        for batch in self._batches(step):
-            for part in self._cut(batch, len(points)):
-                rows[:, list(part.positions)] = self._by_peer(points, part).transpose(0, 1)
+        for part in self._cut(self._drawn(step), len(points)):
+            rows[:, list(part.positions)] = self._by_peer(points, part)
         lost = (asked & ~rows.isfinite().all(2))[usable].any(0).tolist()
         rows[~usable] = torch.nan
         return rows, {name: "not finite" for name, one in zip(self.names, lost, strict=True) if one}
@@ -89,35 +80,33 @@ class PointsTogether(Points):
         """Return sums of gradients that are cut to their bounds, holding those of few peers at a time."""
         sums, answered = torch.zeros_like(points[:, : self.d]), points.new_zeros(len(points))
         many = ((weights > 0).sum(0) > 1).tolist()  # peers heard at one point only go by themselves
-        alike = [part for batch in self._batches(step) for part in _split(batch, many)]
-        for batch in alike:
-            for part in self._cut(batch, len(points)):
-                positions = list(part.positions)
-                some = weights[:, positions]
-                wanted = some.any(1).nonzero().flatten()
-                if not len(wanted):
-                    continue
-                rows = self._by_peer(points[wanted], part).transpose(0, 1)
-                each = combined(rows, some[wanted], bounds[positions], {})
+        alike = [part for batch in self._drawn(step) for part in _split(batch, many)]
+        for part in self._cut(alike, len(points)):
+            some = weights[:, list(part.positions)]
+            wanted = some.any(1).nonzero().flatten()
+            if len(wanted):
+                rows = self._by_peer(points[wanted], part)
+                each = combined(rows, some[wanted], bounds[list(part.positions)], {})
                 sums.index_add_(0, wanted, each.sums)
                 answered.index_add_(0, wanted, each.answered)
         all_there = bool((answered > weights.sum(1) - 1e-6)[points.isfinite().all(1)].all())
         return Sums(sums, answered, {} if all_there else self.rows(points, step, weights > 0)[1])
 
-    def _batches(self, step: int) -> list[Batches]:
+    def _drawn(self, step: int) -> list[Batches]:
         return self._stackable.draw(self.names, step)[1]
 
-    def _cut(self, batch: Batches, copies: int) -> list[Batches]:
-        """Return a batch in parts of as many peers as can be held."""
-        held = MAX_ROW_BYTES.get(batch.inputs.device.type, 2**28)
-        return batch.cut(max(1, held // (copies * self.d * self._shares.element_size())))
+    def _cut(self, batches: Sequence[Batches], copies: int) -> Iterator[Batches]:
+        """Return batches in parts of as many peers as can be held."""
+        for batch in batches:
+            held = MAX_ROW_BYTES.get(batch.inputs.device.type, 2**28)
+            yield from batch.cut(max(1, held // (copies * self.d * self._shares.element_size())))
 
     def _by_peer(self, points: Tensor, batch: Batches) -> Tensor:
-        """Return the gradients of some peers at all points, of shape (peers, R, d)."""
+        """Return the gradients of some peers at all points, of shape (R, peers, d)."""
         inputs, targets = batch.by_user(batch.inputs), batch.by_user(batch.targets)
         x = points[:, : self.d]
         mean = x.new_tensor(1 / batch.size).expand(len(inputs), len(x), batch.size)
-        return self._copies.gradients(x.expand(len(inputs), *x.shape), mean, inputs, targets)[0]
+        return self._copies.gradients(x.expand(len(inputs), *x.shape), mean, inputs, targets)[0].transpose(0, 1)
 
     def _gradients(self, points: Tensor, shares: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient of each copy's weighted sum of the examples' losses, and that sum."""

@@ -1,7 +1,5 @@
 """Many runs as one program: a pass over the own batches of all, one over the peers', then the rules of all."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 
@@ -22,10 +20,8 @@ from coterie.users.user import User
 class Program:
     """Many runs of one model and loss, all taking a step at a time.
 
-    Args:
-        copies: the model, in as many copies as there are runs.
-        specs: the runs, prepared, each with its rule; those of one setting of the optimizer one after the other.
-        stack: their parameters, in that order.
+    The runs are prepared, each with its rule; those of one setting of the optimizer come one after the other. The
+    stack holds their parameters in that order.
     """
 
     def __init__(self, copies: Copies, specs: Sequence[RunSpec], stack: Stack) -> None:

@@ -1,7 +1,5 @@
 """Which runs share batches, and how they go through the model together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -24,17 +22,11 @@ MAX_EXTRA_EXAMPLES = 1.25
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Runs that go through the model together, in G groups of M that share their batches.
+    """Runs that go through the model together, in G groups of M that share their batches."""
 
-    Args:
-        runs: which they are, of shape (G M,).
-        table: the batches of each group.
-        shares: of shape (G, M, R), what each example weighs for each run.
-    """
-
-    runs: Tensor
-    table: Table
-    shares: Tensor
+    runs: Tensor  # which they are, of shape (G M,)
+    table: Table  # the batches of each group
+    shares: Tensor  # of shape (G, M, R), what each example weighs for each run
 
     def gradients(self, copies: Copies, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the gradients of the weighted losses, of shape (G M, d), and those losses, of shape (G M,)."""
@@ -54,12 +46,6 @@ def passes(copies: Copies, pool: Pool, needs: Needs, x: Tensor) -> list[Pass]:
     """Return passes that give every run what it needs.
 
     Runs that need nearly the same share a group; groups of one size go together, as many as memory allows.
-
-    Args:
-        copies: the model.
-        pool: all examples.
-        needs: by run.
-        x: the parameters, for their dtype and device.
     """
     cut: list[tuple[list[int], list[BatchStream]]] = []
     for runs, streams in _groups(needs):

@@ -1,11 +1,9 @@
 """The specification of a run: what is trained, for whom, with whom and how."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import nn
@@ -65,7 +63,7 @@ class RunSpec:
         """Steps between evaluations."""
         return max(1, self.steps // 50) if self.evaluate_every is None else int(self.evaluate_every)
 
-    def prepared(self) -> RunSpec:
+    def prepared(self) -> Self:
         """Return the same run with a copy of the model on the device, and with a copy of its optimizer, made."""
         if isinstance(self.optimizer, Optimizer):
             if self.lr is not None:

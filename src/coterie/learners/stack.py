@@ -1,10 +1,8 @@
 """The parameters of many runs as the rows of one matrix, stepped by few optimizers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,29 +33,8 @@ class Stack:
     An optimizer that works element by element treats stacked parameters as it treats each by itself. Where it does
     not (`why_not_stacked`), a setting of one row has an optimizer over parameters in the model's shapes.
 
-    Args:
-        x: of shape (K, d): where each run starts; it is changed in place.
-        settings: in the order of the rows, a prepared run whose model, optimizer and scheduler they have, and how
-            many rows those are.
-
-    Example:
-        >>> from coterie import User
-        >>> model = torch.nn.Linear(1, 1)
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> me = User("me", [[1.0]], [[1.0]])
-        >>> spec = RunSpec(model, torch.nn.functional.mse_loss, me, (), optimizer=sgd)
-        >>> stack = Stack(torch.zeros(3, 2), [(spec, 3)])
-        >>> stack.direction.copy_(torch.tensor([[2.0, 0.0]]))
-        tensor([[2., 0.],
-                [2., 0.],
-                [2., 0.]])
-        >>> stack.step()
-        >>> stack.x[0]
-        tensor([-1.,  0.])
-        >>> stack.x[2] = 3.0
-        >>> stack.forked([[1, 2], [0]]).x
-        tensor([[ 1.0000,  1.5000],
-                [-1.0000,  0.0000]])
+    `x`, of shape (K, d), is where each run starts; it is changed in place. `settings`, in the order of the rows: a
+    prepared run whose model, optimizer and scheduler they have, and how many rows those are.
     """
 
     def __init__(self, x: Tensor, settings: Sequence[tuple[RunSpec, int]]) -> None:
@@ -76,7 +53,7 @@ class Stack:
             first += count
 
     @classmethod
-    def of(cls, spec: RunSpec, x: Tensor) -> Stack:
+    def of(cls, spec: RunSpec, x: Tensor) -> Self:
         """Return rows of one run, stepped together where its optimizer allows it, else each by one of its own."""
         apart = why_not_stacked(spec.made_optimizer)
         return cls(x.clone(), [(spec, 1)] * len(x) if apart else [(spec, len(x))])
@@ -88,21 +65,14 @@ class Stack:
             if scheduler is not None:
                 scheduler.step()
 
-    def forked(self, origins: Sequence[Sequence[int]]) -> Stack:
-        """Return a stack made by `of` whose every row is the mean of some rows of this, optimizer's state included.
-
-        Args:
-            origins: for each new row, which rows it is the mean of.
-        """
+    def forked(self, origins: Sequence[Sequence[int]]) -> "Stack":
+        """Return a stack made by `of` whose rows are means of rows of this, optimizer's state included."""
         other = Stack.of(self._settings[0][0], torch.stack([_mean(self.x[list(rows)]) for rows in origins]))
-        if len(self._settings) == 1:
-            pairs = [(other._steps[0], [self._steps[0]])]
-        else:
-            pairs = [
-                (new, [self._steps[row] for row in rows]) for new, rows in zip(other._steps, origins, strict=True)
-            ]
-        for (optimizer, scheduler), olds in pairs:
-            _take_state(optimizer, [old for old, _ in olds], origins if len(self._settings) == 1 else None)
+        together = len(self._settings) == 1
+        sources = [[0]] if together else origins
+        for (optimizer, scheduler), places in zip(other._steps, sources, strict=True):
+            olds = [self._steps[place] for place in places]
+            _take_state(optimizer, [old for old, _ in olds], origins if together else None)
             if scheduler is not None:
                 scheduler.load_state_dict(copy.deepcopy(olds[0][1].state_dict()))  # type: ignore[union-attr]
         return other

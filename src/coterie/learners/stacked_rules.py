@@ -1,7 +1,5 @@
 """The rules of many runs at once: each kind of rule is called once, on the gradients of all its runs."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,21 +12,7 @@ from coterie.rules.rule import FormulaRule, State, knob_names
 
 
 class StackedRules:
-    """The rules of many runs, a row each. All peers answer in every step.
-
-    Args:
-        rules: the rule of each run, in the order of the rows.
-        x: the parameters of these runs, of shape (R, d).
-
-    Example:
-        >>> from coterie import WeightedAveraging
-        >>> rules = StackedRules({4: WeightedAveraging(0.25), 7: WeightedAveraging(0.5)}, torch.zeros(2, 1))
-        >>> rules(own=torch.full((2, 1), 4.0), peers=torch.zeros(2, 1))
-        tensor([[3.],
-                [2.]])
-        >>> rules.weight(7)
-        0.5
-    """
+    """The rules of many runs by number, in the order of the rows of x (R, d). All peers answer in every step."""
 
     def __init__(self, rules: Mapping[int, FormulaRule], x: Tensor) -> None:
         kinds: dict[Hashable, list[int]] = {}
@@ -36,17 +20,11 @@ class StackedRules:
             kinds.setdefault(_kind(rule), []).append(row)
         runs, each = list(rules), list(rules.values())
         self._groups = [_Group([each[row] for row in rows], rows, x) for rows in kinds.values()]
-        self._places = {
-            runs[row]: (group, place) for group in self._groups for place, row in enumerate(group.rows.tolist())
-        }
+        places = ((group, *pair) for group in self._groups for pair in enumerate(group.rows.tolist()))
+        self._places = {runs[row]: (group, place) for group, place, row in places}
 
     def __call__(self, own: Tensor, peers: Tensor) -> Tensor:
-        """Return the direction of each run, and remember the state of its rule.
-
-        Args:
-            own: g_0, a row for each run.
-            peers: the peers' weighted sum, a row for each run.
-        """
+        """Return the direction of each run, and remember the state of its rule."""
         if len(self._groups) == 1:
             return self._groups[0](own, peers)
         directions = torch.empty_like(own)
@@ -86,9 +64,11 @@ class _Group:
     def __call__(self, own: Tensor, peers: Tensor) -> Tensor:
         """Return the directions of these runs."""
         following = [rule.next_knobs(plain) for rule, plain in zip(self.distinct, self.plains, strict=True)]
-        values = [knobs for knobs, _ in following]
+        values = [numbers for numbers, _ in following]
         if values != self.values:
-            self.values, self.stacked = values, self.rule.with_knobs(self._columns(values))
+            columns = {name: [values[place][name] for place in self.which] for name in self.names}
+            knobs = {name: self.x.new_tensor(column).unsqueeze(1) for name, column in columns.items()}
+            self.values, self.stacked = values, self.rule.with_knobs(knobs)
         direction, state = self.stacked(Gradients(own, peers), self.state)
         self.plains = [plain for _, plain in following]
         self.state = {**state, **self.plains[0]}  # the numbers that a step depends on are the same in all runs
@@ -97,13 +77,6 @@ class _Group:
     def plain(self, place: int) -> State:
         """Return the plain part of a run's state."""
         return self.plains[self.which[place]]
-
-    def _columns(self, values: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return each knob as a column with a row for each run."""
-        return {
-            name: self.x.new_tensor([values[place][name] for place in self.which]).unsqueeze(1)
-            for name in self.names
-        }
 
 
 def _kind(rule: FormulaRule) -> Hashable:

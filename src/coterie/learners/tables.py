@@ -1,7 +1,5 @@
 """Batches that runs share: everybody's examples in one pool, and the rows of it that each step takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,18 +11,7 @@ from coterie.users.user import User
 
 
 class Pool:
-    """The examples of many users in one place; examples that several users share are kept once.
-
-    Args:
-        users: whose examples are in memory, and alike.
-        device: where they are wanted.
-
-    Example:
-        >>> users = [User(name, [[1.0], [2.0]], [0, 1]) for name in ("a", "b")]
-        >>> pool = Pool(users, torch.device("cpu"))
-        >>> len(pool.examples), pool.stream(users[1], batch_size=32, seed=0).size
-        (2, 2)
-    """
+    """The examples of many users, alike and in memory, in one place; what several users share is kept once."""
 
     def __init__(self, users: Iterable[User], device: torch.device) -> None:
         self._first: dict[int, int] = {}
@@ -40,9 +27,8 @@ class Pool:
                 held.append(user.examples)
                 total += len(user)
             self._first[id(user.examples)] = known[mark]
-        self.examples = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held])).to(
-            device
-        )
+        inputs, targets = (torch.cat(each) for each in zip(*((e.inputs, e.targets) for e in held), strict=True))
+        self.examples = InMemory(inputs, targets).to(device)
 
     def stream(self, user: User, batch_size: int, seed: int) -> BatchStream:
         """Return a user's batches under a seed, those of `User.batch`."""
@@ -51,12 +37,7 @@ class Pool:
 
 
 class Table:
-    """The batches of G groups of users: R rows of a pool for each group, short groups filled up with its first row.
-
-    Args:
-        examples: the pool.
-        groups: the users of each group.
-    """
+    """The batches of G groups of users: R rows of a pool each, short groups filled up with their first row."""
 
     def __init__(self, examples: InMemory, groups: Sequence[Sequence[BatchStream]]) -> None:
         self.examples, self.groups = examples, groups
@@ -83,11 +64,7 @@ class Table:
         return inputs, targets
 
     def shares(self, weights: Sequence[Sequence[dict[BatchStream, float]]]) -> Tensor:
-        """Return what each example weighs, of shape (G, M, R); nothing where a group is filled up.
-
-        Args:
-            weights: for each group and each run in it, the weight of a user's mean loss.
-        """
+        """Return what each example weighs, (G, M, R), by each user's weight for a group's runs; 0 where filled."""
         by_group = torch.zeros(len(self.groups), len(weights[0]), self.rows, dtype=torch.float64)
         for group, runs, shares in zip(self.groups, weights, by_group, strict=True):
             sizes = torch.tensor([stream.size for stream in group])

@@ -1,0 +1,79 @@
+"""The looks of a run: losses of examples that copies have not seen, noted on every path, and what they choose."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from coterie.choosing.when import Chosen, Path, Resampled, standard_error
+from coterie.learners.points import Points
+from coterie.learners.spec import RunSpec
+from coterie.recording.result import GuardDecision
+from coterie.users.sampling import random_key
+
+
+class Looks:
+    """The paths with their looks. After each look the model is what would be served then."""
+
+    def __init__(self, spec: RunSpec, points: Points, folds: Tensor, *, nested: bool) -> None:
+        self.spec, self.points, self.folds, self.nested = spec, points, folds, nested
+        self.paths = {"alone": Path()}
+        self.held_out = 0 if spec.me.validation is None else len(spec.me.validation)
+        everyone = np.concatenate([folds.numpy(), np.arange(self.held_out) % (int(folds.max()) + 1)])
+        self._resampled = Resampled(everyone, random_key(spec.seed, f"{spec.me.name}/resamples") % 2**63)
+        self.chosen: Chosen | None = None
+
+    def add(self, step: int, copies: Mapping[str, Tensor]) -> None:
+        """Note losses at the points of each path's copies: the one that sees all first, then any blind ones."""
+        for name, points in copies.items():
+            each = self.points.losses(points, self.spec.me.examples)
+            crossed = corrected = each[0]
+            if len(points) > 1:
+                crossed = self.crossed(each[1:])
+                corrected = crossed + each[0] - each[1:].mean(0)
+            if self.spec.me.validation is not None:
+                held_out = self.points.losses(points[:1], self.spec.me.validation)[0]
+                crossed, corrected = (torch.cat([losses, held_out]) for losses in (crossed, corrected))
+            self.paths[name].add(step, points[0], crossed, corrected)
+        self.chosen = self._resampled.choose(self.paths, nested=self.nested)
+        path = self.paths[self.chosen.path]
+        self.points.serve(path.mean_point(self.chosen.frequencies[self.chosen.path]))
+
+    def crossed(self, losses: Tensor) -> Tensor:
+        """Return the loss of each own example in the row of its fold."""
+        return losses[self.folds, torch.arange(len(self.folds))]
+
+    def guarded(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
+        """Return the model, or Alone at its best look where its validation loss is lower; see `Learner.served`."""
+        model = copy.deepcopy(self.spec.model)
+        if self.chosen is None or self.spec.me.validation is None:
+            return model, {}, None
+        point = self.points.start()[None]  # the model is what is served
+        ours = self.points.losses(point, self.spec.me.validation)[0].numpy()
+        path = self.paths["alone"]
+        table = path.table()[:, len(self.folds) :]
+        look = int(table.mean(1).argmin())
+        change, lower = ours - table[look], table[look].mean() < ours.mean()
+        decision = GuardDecision(
+            served="alone" if lower else "collaborative",
+            difference=float(change.mean()),
+            error=standard_error(change),
+        )
+        if not lower:
+            return model, {}, decision
+        self.points.serve(path.points[look])
+        model = copy.deepcopy(self.spec.model)
+        self.points.serve(point[0])
+        return model, {"step": path.steps[look], "loss": float(table[look].mean())}, decision
+
+    def load(self, paths: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take up saved paths, their losses on the host."""
+        self.paths = {}
+        for name, saved in paths.items():
+            losses, corrected = ([each.cpu() for each in saved[key]] for key in ("losses", "corrected"))
+            self.paths[name] = Path(list(saved["steps"]), list(saved["points"]), losses, corrected)
+        if self.paths["alone"].steps:
+            self.chosen = self._resampled.choose(self.paths, nested=self.nested)
