@@ -58,25 +58,15 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train; the step size is left open.
+    """One way to train; the step size is left open."""
 
-    Args:
-        make: makes the rule or method.
-        lr_schedule: step sizes stay as they are, or fall linearly to zero.
-        tail_average: take the mean of the parameters over the last half of the steps.
-        weight_decay: Adam's, on all parameters.
-        start: another setting, whose model at its best step size is the one to start from.
-        lrs: the step sizes that it is tried at.
-        options: further arguments of `coterie.train`, such as `guard="held-out"`; there is no guard without.
-    """
-
-    make: Knobs | Fixed
-    lr_schedule: Literal["constant", "decreasing"] = "constant"
-    tail_average: bool = False
-    weight_decay: float = 0.0
-    start: "Setting | None" = None
-    lrs: tuple[float, ...] = RATES
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    make: Knobs | Fixed  # makes the rule or method
+    lr_schedule: Literal["constant", "decreasing"] = "constant"  # decreasing: linearly to zero
+    tail_average: bool = False  # take the mean of the parameters over the last half of the steps
+    weight_decay: float = 0.0  # Adam's, on all parameters
+    start: "Setting | None" = None  # another setting, whose model at its best step size is the one to start from
+    lrs: tuple[float, ...] = RATES  # the step sizes that it is tried at
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of `train`; no guard unless named here
 
     def label(self, run: RunFacts) -> str:
         """Name the setting in the results."""

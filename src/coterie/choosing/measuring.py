@@ -110,7 +110,7 @@ def before_training(engine: Engine, problem: RunSpec) -> Estimates:
         return Sampling(min(size, n), math.inf if can.examples[name] is None else n, min(in_run, n))
 
     peers = {name: sampling(name) for name in engine.names}
-    with here.buffers_kept():
+    with _kept(problem.model):
         return measure(here.with_batch_size(size), x, own=sampling(problem.me.name), peers=peers)
 
 

@@ -1,7 +1,6 @@
 """What an engine can do: a Protocol for each capability, and the one place that refuses what cannot be had."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, Self, overload, runtime_checkable
 
 from torch import Tensor
@@ -64,9 +63,6 @@ class Local(Engine, Protocol):
 
     def with_batch_size(self, size: int) -> Self:
         """Return an engine over the same users with batches of another size."""
-
-    def buffers_kept(self) -> AbstractContextManager[None]:
-        """Return a context that leaves the model's buffers as they were."""
 
 
 @runtime_checkable

@@ -16,30 +16,17 @@ Read: TypeAlias = Callable[[Path], Population]
 
 @dataclass(frozen=True)
 class UserSet:
-    """A set of users' data.
-
-    Args:
-        name: what it is called.
-        read: reads the examples from the set's folder.
-        models: what is learned, the first unless another is asked for: names in `MODELS`, or functions of the
-            numbers of inputs and outputs. The loss is the cross-entropy or, without classes, the squared error.
-        own_examples: how many examples user 0 has.
-        most_peers: how many peers it has, at most.
-        folder: its folder within the folder of all data; its name when empty.
-        files: what must be there.
-        source: where to get it.
-        batch_size: how many examples each user draws for a gradient.
-    """
+    """A set of users' data. The loss is the cross-entropy or, without classes, the squared error."""
 
     name: str
-    read: Read
-    models: tuple[str | MakeModel, ...] = ("linear",)
-    own_examples: int = 30
-    most_peers: int = 10
-    folder: str = ""
-    files: tuple[str, ...] = ()
-    source: str = "its owner"
-    batch_size: int = 32
+    read: Read  # reads the examples from the set's folder
+    models: tuple[str | MakeModel, ...] = ("linear",)  # names in `MODELS`, or functions of inputs and outputs
+    own_examples: int = 30  # how many examples user 0 has
+    most_peers: int = 10  # how many peers it has, at most
+    folder: str = ""  # its folder within the folder of all data; its name when empty
+    files: tuple[str, ...] = ()  # what must be there
+    source: str = "its owner"  # where to get it
+    batch_size: int = 32  # how many examples each user draws for a gradient
 
     @property
     def __wrapped__(self) -> Read:

@@ -1,8 +1,8 @@
 """All users in one process: one pass for user 0 and one for all peers, on CPU or GPU."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -153,16 +153,6 @@ class InProcess:
         other = copy.copy(self)
         other.sampler, other._tau = self.sampler.with_batch_size(size), None
         return other
-
-    @contextmanager
-    def buffers_kept(self) -> Iterator[None]:
-        """Leave the model's buffers as they were."""
-        before = self.passes.buffers()
-        try:
-            yield
-        finally:
-            for name, buffer in self.passes.model.named_buffers():
-                buffer.copy_(before[name])
 
     def peer(self, name: str, caps: Caps | None = None, log: Path | None = None) -> Peer:
         """Return one user by itself, with this engine's model; see `Peer`."""
