@@ -20,7 +20,7 @@ from coterie.engines.in_process import copies
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.engine import InProcess
 from coterie.learners.sharing import Needs, passes
-from coterie.learners.tables import Pool
+from coterie.learners.tables import ExamplePool
 from coterie.rules import FormulaRule, Knob
 
 Users = Callable[..., list[User]]
@@ -175,7 +175,7 @@ def test_users_in_turn_share_their_batches(make_users: Users) -> None:
     ]
     assert all(together(compared(specs)))
     engine = InProcess(model, f.cross_entropy, everybody[0], everybody[1:])
-    pool = Pool([copy.copy(user) for user in everybody for _ in range(3)], torch.device("cpu"))
+    pool = ExamplePool([copy.copy(user) for user in everybody for _ in range(3)], torch.device("cpu"))
     needs = Needs()
     for run, each in enumerate(specs):
         needs[run] = {pool.stream(peer, 4, each.seed): 0.25 for peer in each.peers}

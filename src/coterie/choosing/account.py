@@ -43,8 +43,8 @@ def compared(chosen: Chosen, n_own: int, *, nested: bool) -> dict[str, float]:
 def sentence(account: Mapping[str, Any], examples: int) -> str:
     """Say in a sentence what is served and what speaks for it, and no more than is known."""
     held_out = "validation examples" if examples > 1 else "own examples that were held out"
-    stop = account.get("stop", {})
-    when = f"steps {stop.get('first')} to {stop.get('last')}"
+    first, last = (account.get("stop", {}).get(end) for end in ("first", "last"))
+    when = f"step {first}" if first == last else f"steps {first} to {last}"
     what = {
         "alone": f"the model trained alone is served: following peers was not better on {held_out}",
         "branch": f"followed the peers, then the own examples more and more; what is served is of {when}",

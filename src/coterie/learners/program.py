@@ -11,7 +11,7 @@ from coterie.learners.sharing import Needs, Pass, passes
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
 from coterie.learners.stacked_rules import StackedRules
-from coterie.learners.tables import Pool
+from coterie.learners.tables import ExamplePool
 from coterie.rules import State
 from coterie.users.examples import InMemory
 from coterie.users.user import User
@@ -27,7 +27,7 @@ class Program:
     def __init__(self, copies: Copies, specs: Sequence[RunSpec], stack: Stack) -> None:
         self.copies, self.stack, self.step = copies, stack, 0
         device, own, peers = stack.x.device, Needs(), Needs()
-        pool = Pool((user for spec in specs for user in (spec.me, *spec.peers)), device)
+        pool = ExamplePool((user for spec in specs for user in (spec.me, *spec.peers)), device)
         for run, spec in enumerate(specs):
             own[run] = {pool.stream(spec.me, spec.batch_size, spec.seed): 1.0}
             tau = spec.rule.weights([peer.name for peer in spec.peers])
@@ -95,5 +95,5 @@ def _validation(copies: Copies, users: Sequence[User], x: Tensor) -> list[Pass]:
             held[run].examples = user.validation
     if not held:
         return []
-    pool = Pool(held.values(), x.device)
+    pool = ExamplePool(held.values(), x.device)
     return passes(copies, pool, {run: {pool.stream(user, len(user), 0): 1.0} for run, user in held.items()}, x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.engines.in_process.copies import Copies
-from coterie.learners.tables import Pool, Table
+from coterie.learners.tables import ExamplePool, Table
 from coterie.users.sampling import BatchStream
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Pass:
         return x.index_select(0, self.runs).view(*self.shares.shape[:2], -1)
 
 
-def passes(copies: Copies, pool: Pool, needs: Needs, x: Tensor) -> list[Pass]:
+def passes(copies: Copies, pool: ExamplePool, needs: Needs, x: Tensor) -> list[Pass]:
     """Return passes that give every run what it needs.
 
     Runs that need nearly the same share a group; groups of one size go together, as many as memory allows.

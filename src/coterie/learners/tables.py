@@ -10,7 +10,7 @@ from coterie.users.sampling import BatchStream, IndexTable, random_key
 from coterie.users.user import User
 
 
-class Pool:
+class ExamplePool:
     """The examples of many users, alike and in memory, in one place; what several users share is kept once."""
 
     def __init__(self, users: Iterable[User], device: torch.device) -> None:
