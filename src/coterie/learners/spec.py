@@ -108,6 +108,5 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch was built without it, or there is none
-        raise KnobError(
-            f"`device` {str(device)!r} cannot be used here: {error}; leave it out for the CPU"
-        ) from error
+        why = str(error).partition("\n")[0]
+        raise KnobError(f"`device` {str(device)!r} cannot be used here: {why}; leave it out for the CPU") from error

@@ -187,7 +187,8 @@ def captured(capture: bool | None, learner: Learner, guard: Guard | None) -> tup
     learners = [learner] if guard is None else [learner, guard.shadow]
     why = next(filter(None, map(why_not_captured, learners)), None)
     if why is not None:
-        warn_not_captured(why)
+        if capture or type(learner) is Learner:  # nobody asked to capture what never is: the default rule, methods
+            warn_not_captured(why)
         return None, f"off: {why}"
     return Captured(*learners), "a CUDA graph" if learner.x.is_cuda else "one program"
 
