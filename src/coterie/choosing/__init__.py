@@ -1,4 +1,4 @@
-"""Whom to listen to and how much, chosen from the data before the first step."""
+"""Whom to listen to, how much and until when: chosen from the data, before the first step or as the run goes."""
 
 from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.choosing.auto import chooser_for
