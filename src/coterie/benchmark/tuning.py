@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from coterie.benchmark.settings import RATES, Fixed, Knobs, Setting
 from coterie.benchmark.tasks import SetTask
-from coterie.choosing import AdaptiveAveraging, chooser_for
+from coterie.choosing import MakesLearner, chooser_for
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import evaluate, example_errors
 from coterie.learners.spec import RunSpec
@@ -116,7 +116,7 @@ class Tuning:
         rules = {(setting, lr): self._rule(setting) for setting, lr in pairs}
         together: dict[tuple[Setting, float], tuple[RunSpec, TailAverage | None]] = {}
         for (setting, lr), rule in rules.items():
-            if isinstance(rule, Method | AdaptiveAveraging) or setting.options:
+            if isinstance(rule, Method | MakesLearner) or setting.options:
                 self._trials[setting, lr] = self._train(setting, lr, rule)
             else:
                 together[setting, lr] = self._spec(setting, lr, rule)
@@ -191,7 +191,7 @@ class Tuning:
         if isinstance(rule, Method):
             weights = run.state.get("weights")
             return None if weights is None else float(sum(weights[1 + names.index(n)] for n in self.task.wrong))
-        if isinstance(rule, AdaptiveAveraging):  # which has no weight but changes it; zero where Alone is served
+        if isinstance(rule, MakesLearner):  # which has no weight but changes it; zero where Alone is served
             return float(sum(run.record.end.account["tau"].get(name, 0.0) for name in self.task.wrong))
         if getattr(rule, "aggregator", None) is not None:  # which has no weights
             return None

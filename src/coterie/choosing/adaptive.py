@@ -10,7 +10,7 @@ from coterie.choosing.looks import Looks
 from coterie.choosing.trunk_and_branch import TrunkAndBranch
 from coterie.engines.capabilities import Stackable, require
 from coterie.engines.engine import Engine
-from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
+from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.errors import KnobError
 from coterie.learners.points import Points
 from coterie.learners.points_together import PointsTogether
@@ -100,13 +100,7 @@ class AdaptiveAveraging:
         return None
 
     def learner(
-        self,
-        spec: RunSpec,
-        engine: Engine,
-        costs: Costs,
-        *,
-        guarded: bool = False,
-        forward_options: ForwardOptions = DEFAULT_FORWARD,
+        self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
     ) -> TrunkAndBranch:
         """Return the learner of a run that is prepared."""
         folds = split(spec.me, max(2, min(self.plan.folds, len(spec.me) // 2)), spec.seed)

@@ -1,28 +1,25 @@
-"""The contract of a chooser: it looks at the data before the first step and returns a rule."""
+"""The contracts of what looks at the data: a chooser, before the first step, or what learns as the run goes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from coterie.engines.engine import Engine
+from coterie.engines.in_process.forward_options import ForwardOptions
+from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
+from coterie.recording.costs import Costs
 from coterie.rules import Rule
 from coterie.theory.estimates import Estimates
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A rule that was chosen, and the reasons.
-
-    Args:
-        rule: the rule to follow.
-        account: how it was chosen, as plain data for the record and the checkpoint; `sentence` says it in words.
-        estimates: the constants measured on the way; None where none were.
-    """
+    """A rule that was chosen, and the reasons."""
 
     rule: Rule
-    account: Mapping[str, Any]
-    estimates: Estimates | None = None
+    account: Mapping[str, Any]  # how it was chosen, as plain data; `sentence` says it in words
+    estimates: Estimates | None = None  # the constants measured on the way
 
 
 @runtime_checkable
@@ -30,13 +27,23 @@ class Chooser(Protocol):
     """What chooses a rule from the data before the first step."""
 
     def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
-        """Choose a rule.
-
-        Args:
-            spec: the run that is about to start; its model and optimizer are not changed.
-            engine: where its gradients come from. One that cannot give what is needed is a `KnobError`.
-            progress: show a progress bar; None: when standard error is a terminal.
-        """
+        """Choose a rule; model and optimizer stay as they are. An engine that cannot serve is a `KnobError`."""
 
     def rule_from(self, account: Mapping[str, Any]) -> Rule:
         """Return the rule that an earlier account stands for, so that a resumed run does not choose again."""
+
+
+@runtime_checkable
+class MakesLearner(Protocol):
+    """What takes the steps of a run in its own way, by a learner of its own kind, such as `AdaptiveAveraging`."""
+
+    def check(self, engine: Engine) -> None:
+        """Refuse an engine that cannot give what this needs."""
+
+    def instead(self, spec: RunSpec) -> Choice | None:
+        """Return a rule to follow instead, where this cannot serve, else None."""
+
+    def learner(
+        self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
+    ) -> Learner:
+        """Return the learner of a run that is prepared; under a guard it may serve the model trained alone."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from coterie.choosing import AdaptiveAveraging, Chooser, chooser_for
+from coterie.choosing import Chooser, MakesLearner, chooser_for
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import Sites
 from coterie.errors import KnobError
@@ -51,13 +51,13 @@ def lead(folder: Path, sites: Sites) -> None:
         (out / SUMMARY).write_text(said + "\n", encoding="utf-8")
 
 
-def rule_of(settings: LeadSettings) -> Rule | AdaptiveAveraging:
+def rule_of(settings: LeadSettings) -> Rule | MakesLearner:
     """Return the rule that the settings name; what sites hold is theirs to tell, so no knob can depend on it."""
     training = settings.training
     knobs = {"alpha": training.alpha, "beta": training.beta} | dict(training.knobs)
     given = {name: value for name, value in knobs.items() if value is not None}
     facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(settings.sites), training.steps)
-    rule: Rule | Chooser | AdaptiveAveraging = RULES.entry(training.rule).build(given, facts)
+    rule: Rule | Chooser | MakesLearner = RULES.entry(training.rule).build(given, facts)
     if isinstance(rule, Chooser) or chooser_for(rule):
         raise KnobError(f"`rule` {training.rule!r} chooses by rows of sites, which stay there; set all its knobs")
     return rule

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.choosing import AdaptiveAveraging, Chooser
+from coterie.choosing import Chooser, MakesLearner
 from coterie.data import Preparation, TableTask
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
@@ -26,7 +26,7 @@ from coterie.training.train import train
 
 def fit(
     task: TableTask,
-    rule: Rule | Chooser | AdaptiveAveraging,
+    rule: Rule | Chooser | MakesLearner,
     model: str,
     out: Path,
     *,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from coterie.choosing import AdaptiveAveraging, Choice, chooser_for
+from coterie.choosing import Choice, MakesLearner, chooser_for
 from coterie.choosing.measuring import before_training
 from coterie.engines.engine import Engine
 from coterie.errors import DataError, KnobError
@@ -16,7 +16,7 @@ from coterie.recording.configuration import Configuration
 from coterie.recording.record import Record
 from coterie.rules import Alone, Rule
 
-Followed: TypeAlias = Rule | Method | AdaptiveAveraging
+Followed: TypeAlias = Rule | Method | MakesLearner
 """What a learner follows, once everything is chosen that is chosen before the first step."""
 
 MAX_GRADIENT_BYTES = 2**30
@@ -49,7 +49,7 @@ def choose(
     spec: RunSpec, engine: Engine, configuration: Configuration, *, progress: bool | None
 ) -> tuple[Followed, Configuration]:
     """Return the rule to follow, chosen now or before, and the configuration with the account of the choice."""
-    if isinstance(spec.rule, AdaptiveAveraging):
+    if isinstance(spec.rule, MakesLearner):
         other = spec.rule.instead(spec)
         return (spec.rule, configuration) if other is None else (other.rule, with_choice(configuration, other))
     chooser = chooser_for(spec.rule)

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 import torch
 
-from coterie.choosing import AdaptiveAveraging, Chooser
+from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
@@ -102,12 +102,12 @@ def opened(spec: RunSpec, options: RunOptions, stack: ExitStack) -> Engine:
     return engine
 
 
-def check_rule(rule: Rule | Chooser | Method | AdaptiveAveraging, engine: Engine) -> None:
+def check_rule(rule: Rule | Chooser | Method | MakesLearner, engine: Engine) -> None:
     """Refuse a rule that needs what this engine cannot give; a chooser says so when it chooses."""
     whose = f"`{type(rule).__name__}`"
     if isinstance(rule, Method):
         require(engine, "own_points", whose)
-    elif isinstance(rule, AdaptiveAveraging):
+    elif isinstance(rule, MakesLearner):
         rule.check(engine)
     elif not isinstance(rule, Chooser):
         rule.weights(engine.names)  # an unknown name in `tau`
@@ -149,10 +149,10 @@ def costs_of(spec: RunSpec, names: Sequence[str], peers: Mapping[str, int | str]
 def learner_of(
     spec: RunSpec, rule: Followed, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
 ) -> Learner:
-    """Return the learner of a run: of a rule, of a method, which takes rounds, or of adaptive averaging."""
+    """Return the learner of a run: of a rule, of a method, which takes rounds, or one of its own kind."""
     if isinstance(rule, Method):
         return Rounds(spec, rule, Clients(engine, spec.me, spec.peers, costs))
-    if isinstance(rule, AdaptiveAveraging):
+    if isinstance(rule, MakesLearner):
         return rule.learner(spec, engine, costs, guarded=guarded, forward_options=forward_options)
     return Learner(spec, rule, engine, costs)
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from coterie.choosing import AdaptiveAveraging, Chooser
+from coterie.choosing import Chooser, MakesLearner
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
@@ -34,7 +34,7 @@ def train(
     loss: Loss,
     me: User,
     peers: Sequence[User],
-    rule: Rule | Chooser | Method | AdaptiveAveraging | None = None,
+    rule: Rule | Chooser | Method | MakesLearner | None = None,
     *,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
@@ -140,7 +140,7 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
             configuration = with_estimates(configuration, spec, engine, rule)
 
         costs = setup.costs_of(spec, engine.names, configuration.peers)
-        by_itself = guarded and not isinstance(rule, AdaptiveAveraging)  # which trains alone beside anyway
+        by_itself = guarded and not isinstance(rule, MakesLearner)  # whose learner guards itself
         watch = setup.guard_of(spec, costs, forward) if by_itself else None
         learner = setup.learner_of(spec, rule, engine, costs, guarded=guarded, forward_options=forward)
         captured, how = setup.captured(options.capture, learner, watch)
