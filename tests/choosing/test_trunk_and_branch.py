@@ -167,16 +167,17 @@ def test_models_with_buffers_and_random_parts_train() -> None:
 
 
 class Turning:
-    """Behave until a step, then send −10 times the good peers' mean."""
+    """Behave until a step, then send a multiple of the good peers' mean."""
 
-    def __init__(self, first: int) -> None:
-        self.first = first
+    def __init__(self, first: int, factor: float) -> None:
+        self.first, self.factor = first, factor
 
     def __call__(self, honest: torch.Tensor, n: int, step: int) -> torch.Tensor:
-        return honest.mean(0).expand(n, -1) * (-10 if step >= self.first else 1)
+        return honest.mean(0).expand(n, -1) * (self.factor if step >= self.first else 1)
 
 
-def test_an_attacker_who_behaves_while_it_is_judged_is_survived() -> None:
+@pytest.mark.parametrize(("factor", "unheard"), [(-10, 0), (-1e4, 20), (1e30, 20)])
+def test_an_attacker_who_behaves_while_it_is_judged_is_survived(factor: float, unheard: int) -> None:
     me, peers = users("alike", own=8)
     peers = [*peers, *(double(user(f"late {k}", 40, TRUTH)) for k in range(2))]
 
@@ -184,11 +185,13 @@ def test_an_attacker_who_behaves_while_it_is_judged_is_survived() -> None:
         return float((vector(run)[:D] - TRUTH).norm())
 
     def attacked(*given: Any, **options: Any) -> Attacked:
-        return Attacked(InProcess(*given, **options), ["late 0", "late 1"], Turning(20))
+        return Attacked(InProcess(*given, **options), ["late 0", "late 1"], Turning(20, factor))
 
     alone = train(me, peers, rule=coterie.Alone())
     fixed = train(me, peers, rule=coterie.WeightedAveraging(0.9), engine=attacked)
-    assert distance(train(me, peers, engine=attacked)) < distance(alone) < distance(fixed)
+    survived = train(me, peers, engine=attacked)
+    assert distance(survived) < distance(alone) < distance(fixed)
+    assert survived.record.end.account["unheard"] == unheard
 
 
 def test_a_peer_that_is_missing_now_and_then_is_left_out_of_those_steps() -> None:

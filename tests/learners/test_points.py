@@ -42,19 +42,15 @@ def test_one_pass_is_point_by_point(make_users: Users, batch_size: int) -> None:
     x = torch.randn(4, 38, generator=generator).double()
     weights = torch.rand(4, 3, generator=generator).double()
     weights[1, 2] = 0.0
-    bounds = torch.tensor([0.1, 100.0, 0.2]).double()
     for step in (0, 7):
         one, other = (each.own(x, step, [0, 1, 2, 3]) for each in (apart, together))
         torch.testing.assert_close(one.gradients, other.gradients)
         torch.testing.assert_close(one.loss, other.loss)
         assert one.buffers.shape == other.buffers.shape == (4, 0)
-        for limits in (None, bounds):
-            sums = [
-                each.sums(x, step, weights / weights.sum(1, keepdim=True), limits) for each in (apart, together)
-            ]
-            torch.testing.assert_close(sums[0].sums, sums[1].sums)
-            torch.testing.assert_close(sums[0].answered, torch.ones(4).double())
-            torch.testing.assert_close(sums[1].answered, torch.ones(4).double())
+        sums = [each.sums(x, step, weights / weights.sum(1, keepdim=True)) for each in (apart, together)]
+        torch.testing.assert_close(sums[0].sums, sums[1].sums)
+        torch.testing.assert_close(sums[0].answered, torch.ones(4).double())
+        torch.testing.assert_close(sums[1].answered, torch.ones(4).double())
         rows = [each.rows(x[:2], step, torch.ones(2, 3, dtype=torch.bool))[0] for each in (apart, together)]
         torch.testing.assert_close(*rows)
     torch.testing.assert_close(*(each.on_all(x, 0, [3, 2, 1, 0]) for each in (apart, together)))
@@ -89,11 +85,10 @@ def test_points_that_are_not_finite_leave_nobody_out(make_users: Users) -> None:
     for each in points(users, 4):
         x = each.start().repeat(2, 1)
         x[1] = torch.inf
-        for bounds in (None, torch.ones(3).double()):
-            sums = each.sums(x, 0, weights, bounds)
-            assert not sums.left_out
-            assert sums.answered.tolist() == pytest.approx([1.0, 0.0])
-            assert bool(sums.sums.isfinite().all())
+        sums = each.sums(x, 0, weights)
+        assert not sums.left_out
+        assert sums.answered.tolist() == pytest.approx([1.0, 0.0])
+        assert bool(sums.sums.isfinite().all())
 
 
 def test_examples_read_one_by_one_are_those_in_memory(make_users: Users) -> None:
@@ -106,7 +101,8 @@ def test_examples_read_one_by_one_are_those_in_memory(make_users: Users) -> None
     torch.testing.assert_close(disk.losses(x, read[0].examples), memory.losses(x, users[0].examples))
 
 
-def test_rows_are_cut_to_their_bounds_and_those_that_are_not_finite_left_out() -> None:
+def test_rows_that_are_not_finite_are_left_out() -> None:
     rows = torch.tensor([[[3.0, 4.0], [float("nan"), 0.0]]])
-    sums = combined(rows, torch.tensor([[0.5, 0.5]]), torch.tensor([1.0, 1.0]), {}).sums
-    torch.testing.assert_close(sums, torch.tensor([[0.3, 0.4]]))
+    sums = combined(rows, torch.tensor([[0.5, 0.5]]), {})
+    torch.testing.assert_close(sums.sums, torch.tensor([[1.5, 2.0]]))
+    torch.testing.assert_close(sums.answered, torch.tensor([0.5]))

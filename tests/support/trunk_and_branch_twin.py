@@ -121,12 +121,11 @@ def trunk_and_branch(
     if judged > losses(pooled, own).mean():
         copies, used = [pooled.copy() for _ in parts], [by_size] * len(parts)
 
-    def from_peers(w: Array, tau: Array) -> Array:
-        total = np.zeros_like(w)
-        for weight, bound, peer in zip(tau, bounds, peers, strict=True):
-            g = gradient(w, peer)
-            total += weight * g * min(1, bound / np.linalg.norm(g))
-        return total
+    def step_of(w: Array, tau: Array, a: float, own: Array | float) -> Array:
+        total = sum(weight * gradient(w, peer) for weight, peer in zip(tau, peers, strict=True))
+        if np.linalg.norm(total) > sum(weight * bound for weight, bound in zip(tau, bounds, strict=True)):
+            return np.asarray(own * np.ones_like(w))  # the peers are not heard
+        return np.asarray((1 - a) * own + a * total)
 
     for t in range(half, steps + 1):
         if t % every == 0 or t in (half, steps):
@@ -137,10 +136,9 @@ def trunk_and_branch(
             break
         a = 1 / (1 + np.exp(-(2.2 - 6.8 * (t - half) / max(1, steps - half - 1))))
         copies = [
-            w - lr * ((1 - a) * gradient(w, part) + a * from_peers(w, tau))
-            for w, part, tau in zip(copies, parts, used, strict=True)
+            w - lr * step_of(w, tau, a, gradient(w, part)) for w, part, tau in zip(copies, parts, used, strict=True)
         ]
-        pooled = pooled - lr * from_peers(pooled, by_size)
+        pooled = pooled - lr * step_of(pooled, by_size, 1.0, 0.0)
         alone = [w - lr * gradient(w, part) for w, part in zip(alone, parts, strict=True)]
     return _served(paths, folds, counts) | {"tau": used[0]}
 

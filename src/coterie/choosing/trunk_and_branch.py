@@ -4,7 +4,8 @@
              follow. Trunk q is judged without fold q
     pooled   all steps: one more follows the peers by numbers of examples
     branch   second half, from the better of the two: F + 1 copies step by (1 − α) own + α peers, α falling; F of
-             them are blind to one fold each, and their losses there say when to stop
+             them are blind to one fold each, and their losses there say when to stop. A sum of the peers that is
+             longer than they sent while they were judged is not heard
     alone    all steps: F + 1 copies ask no peer
 
 What is served is the mean of one path's points at its looks, by how often each look is the best under resampling.
@@ -61,6 +62,7 @@ class TrunkAndBranch(Learner):
         self.peers = Stack.of(spec, start[:d].expand(self.n_trunks + 1, -1))
         self.buffers = [start[d:].expand(len(stack.x), -1).clone() for stack in (self.alone, self.peers)]
         self.rows_asked = self.gradients_asked = 0
+        self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
         self._kept: tuple[Tensor, list[Array], Tensor] | None = None
 
     @property
@@ -118,17 +120,19 @@ class TrunkAndBranch(Learner):
         if self.buffers[1].shape[1]:  # pooled needs no own gradient, but running statistics
             own_points, parts = points, [*parts, 0]
         own = self.points.own(torch.cat([self._points(0), own_points]), step, parts)
-        weights, _, bounds = self._branch()
-        asked = self.points.sums(points, step, weights, bounds)
+        asked = self.points.sums(points, step, self._branch()[0])
         return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_branch, own, asked))
 
     def _take_branch(self, own: Own, asked: Sums) -> None:
         """Let the branch's copies follow the own gradients more and more, and pooled the peers."""
         copies, alpha = self.n_folds + 1, self.alpha_at(self.step)
         self._count(self._branch()[1], 2 * copies)
-        share, ours = alpha * asked.answered[:copies].unsqueeze(1), own.gradients[copies : 2 * copies]
-        self.peers.direction[:copies] = (1 - share) * ours + alpha * asked.sums[:copies]
-        self.peers.direction[copies:] = asked.sums[copies:] / asked.answered[copies:].clamp(min=1e-12).unsqueeze(1)
+        heard = asked.sums.norm(dim=1) <= self._branch()[2]  # else more came than the peers sent while judged
+        self.unheard += ~heard[:1]
+        sums = asked.sums * heard.unsqueeze(1)
+        share, ours = alpha * (asked.answered * heard)[:copies].unsqueeze(1), own.gradients[copies : 2 * copies]
+        self.peers.direction[:copies] = (1 - share) * ours + alpha * sums[:copies]
+        self.peers.direction[copies:] = sums[copies:] / asked.answered[copies:].clamp(min=1e-12).unsqueeze(1)
         if self.buffers[1].shape[1]:
             self.buffers[1] = own.buffers[copies:]
         self._finish(own, alpha)
@@ -197,10 +201,10 @@ class TrunkAndBranch(Learner):
         return [tau, *(taus if self.nested else [tau] * self.n_folds), self.by_size]
 
     def _branch(self) -> tuple[Tensor, list[Array], Tensor]:
-        """Return the weights of the second half, also as arrays, and the bounds; the trunk's end fixes them."""
+        """Return the weights of the second half, also as arrays, and how long sums may be; fixed at the fork."""
         if self._kept is None:
             weights = self._weights()
-            self._kept = self._tensor(weights), weights, self._tensor(self._bounds())
+            self._kept = self._tensor(weights), weights, self._tensor(np.array(weights) @ self._bounds())
         return self._kept
 
     def _bounds(self) -> Array:
@@ -233,6 +237,7 @@ class TrunkAndBranch(Learner):
             "steps": list(range(0, min(self.step, self.half), max(1, self.half // GRAMS))),
             "nobody": kappa[:, 0].tolist() if kappa.size else [],
             "weights": dict(zip(names, kappa[:, 1:].T.tolist(), strict=True)) if kappa.size else {},
+            "unheard": int(self.unheard),
             "cost": {"runs": self.gradients_asked / max(1, self.step), "rows": self.rows_asked * self.n_trunks},
             **compared(chosen, len(self.looks.folds), nested=self.nested),
         }
@@ -260,7 +265,7 @@ class TrunkAndBranch(Learner):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
-        plain = {name: getattr(self, name) for name in ("step", "half", "trunk", "buffers", "state")}
+        plain = {name: getattr(self, name) for name in ("step", "half", "trunk", "buffers", "state", "unheard")}
         parts = {name: getattr(self, name).state_dict() for name in ("model", "alone", "peers")}
         return {
             **plain,
@@ -290,3 +295,4 @@ class TrunkAndBranch(Learner):
         for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
         self.rows_asked, self.gradients_asked = state["asked"]
+        self.unheard = state["unheard"].to(self.x.device)

@@ -86,12 +86,10 @@ class Points:
                     total.add_(gradient, alpha=len(some) / len(user))
         return gradients
 
-    def sums(self, points: Tensor, step: int, weights: Tensor, bounds: Tensor | None = None) -> Sums:
-        """Return the peers' sums by weights (R, N), each gradient first cut to its peer's bound (N,), if any."""
-        if bounds is not None:
-            rows, left_out = self.rows(points, step, weights > 0)
-            return combined(rows, weights, bounds, left_out)
-        sums, answered, left_out = torch.zeros_like(points[:, : self.d]), points.new_zeros(len(points)), {}
+    def sums(self, points: Tensor, step: int, weights: Tensor) -> Sums:
+        """Return the peers' sums by weights (R, N)."""
+        sums, answered = torch.zeros_like(points[:, : self.d]), points.new_zeros(len(points))
+        left_out: dict[str, str] = {}
         for row, (point, given) in enumerate(zip(points, weights.tolist(), strict=True)):
             if point.isfinite().all():
                 asked = {name: weight for name, weight in zip(self.names, given, strict=True) if weight}
@@ -158,17 +156,13 @@ class Points:
                 buffer.copy_(piece.view_as(buffer))
 
 
-def combined(rows: Tensor, weights: Tensor, bounds: Tensor | None, left_out: Mapping[str, str]) -> Sums:
-    """Return weighted sums of the rows that are finite, each first cut to its bound."""
-    norms = rows.norm(dim=2)
-    there = norms.isfinite()
+def combined(rows: Tensor, weights: Tensor, left_out: Mapping[str, str]) -> Sums:
+    """Return weighted sums of the rows that are finite."""
+    there = rows.isfinite().all(2)
     if not there.all():
         rows = rows.masked_fill(~there.unsqueeze(2), 0.0)
-    present = kept = weights * there
-    if bounds is not None:
-        cut = (bounds / norms.clamp(min=torch.finfo(rows.dtype).tiny)).clamp(max=1.0)
-        kept = torch.where(there, present * cut, 0.0)
-    return Sums(torch.bmm(kept.unsqueeze(1), rows).squeeze(1), present.sum(1), left_out)
+    present = weights * there
+    return Sums(torch.bmm(present.unsqueeze(1), rows).squeeze(1), present.sum(1), left_out)
 
 
 def _part(user: User, kept: Tensor) -> User:

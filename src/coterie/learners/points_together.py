@@ -40,10 +40,8 @@ class PointsTogether(Points):
         everything = self._me.examples.take(torch.arange(self.parts.shape[1]))
         return self._gradients(points, self._shares[list(parts)], *everything)[0]
 
-    def sums(self, points: Tensor, step: int, weights: Tensor, bounds: Tensor | None = None) -> Sums:
+    def sums(self, points: Tensor, step: int, weights: Tensor) -> Sums:
         """Return the peers' weighted sums; see `Points.sums`."""
-        if bounds is not None:
-            return self._bounded(points, step, weights, bounds)
         batches = self._drawn(step)
         shares = [
             (weights[:, list(batch.positions)] / batch.size).repeat_interleave(batch.size, dim=1)
@@ -54,7 +52,7 @@ class PointsTogether(Points):
         if is_finite(sums):
             return Sums(sums, weights.sum(1))
         rows, left_out = self.rows(points, step, weights > 0)
-        return combined(rows, weights, None, left_out)
+        return combined(rows, weights, left_out)
 
     def rows(self, points: Tensor, step: int, asked: Tensor) -> tuple[Tensor, dict[str, str]]:
         """Return each peer's gradient at each point; see `Points.rows`."""
@@ -75,22 +73,6 @@ class PointsTogether(Points):
         chunks = torch.split(points, self._copies.max_copies(inputs, len(inputs)))
         each = [self._copies.losses(x[None], inputs[None], targets[None])[0] for x in chunks]
         return torch.cat(each).double().cpu()
-
-    def _bounded(self, points: Tensor, step: int, weights: Tensor, bounds: Tensor) -> Sums:
-        """Return sums of gradients that are cut to their bounds, holding those of few peers at a time."""
-        sums, answered = torch.zeros_like(points[:, : self.d]), points.new_zeros(len(points))
-        many = ((weights > 0).sum(0) > 1).tolist()  # peers heard at one point only go by themselves
-        alike = [part for batch in self._drawn(step) for part in _split(batch, many)]
-        for part in self._cut(alike, len(points)):
-            some = weights[:, list(part.positions)]
-            wanted = some.any(1).nonzero().flatten()
-            if len(wanted):
-                rows = self._by_peer(points[wanted], part)
-                each = combined(rows, some[wanted], bounds[list(part.positions)], {})
-                sums.index_add_(0, wanted, each.sums)
-                answered.index_add_(0, wanted, each.answered)
-        all_there = bool((answered > weights.sum(1) - 1e-6)[points.isfinite().all(1)].all())
-        return Sums(sums, answered, {} if all_there else self.rows(points, step, weights > 0)[1])
 
     def _drawn(self, step: int) -> list[Batches]:
         return self._stackable.draw(self.names, step)[1]
@@ -115,17 +97,6 @@ class PointsTogether(Points):
         chunks = zip(torch.split(points[:, : self.d], most), torch.split(shares, most), strict=True)
         pairs = [self._copies.gradients(x[None], some[None], *batch) for x, some in chunks]
         return torch.cat([g[0] for g, _ in pairs]), torch.cat([s[0] for _, s in pairs])
-
-
-def _split(batch: Batches, chosen: Sequence[bool]) -> list[Batches]:
-    """Return the batches of the peers chosen, and those of the others."""
-    parts = []
-    for wanted in (True, False):
-        places = [place for place, position in enumerate(batch.positions) if chosen[position] is wanted]
-        if places:
-            each = (batch.by_user(tensor)[places].flatten(0, 1) for tensor in (batch.inputs, batch.targets))
-            parts.append(Batches([batch.positions[place] for place in places], *each))
-    return [batch] if len(parts) == 1 else parts
 
 
 class _Draws:
