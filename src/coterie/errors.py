@@ -20,7 +20,11 @@ class ModelError(CoterieError, ValueError):
     """A model that does not fit the data, the loss or the optimizer."""
 
 
-class CheckpointError(CoterieError):
+class FileError(CoterieError, OSError):
+    """A file that cannot be written or is not as it was written, or a folder that another process uses."""
+
+
+class CheckpointError(FileError):
     """A checkpoint that is truncated, altered, or of another run."""
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coterie.errors import CheckpointError, DataError
+from coterie.errors import CheckpointError, FileError
 from coterie.recording import Cost, GuardCheck, GuardDecision, Record, Traffic, UserSummary, checkpoint
+from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.traffic import total
 
 CONFIGURATION: dict[str, Any] = {
@@ -74,7 +74,7 @@ END: dict[str, Any] = {
 
 def written(path: Path, configuration: dict[str, Any], end: dict[str, Any] = END) -> Path:
     lines = [{"configuration": configuration, "versions": {"coterie": "0.0.9"}}, *POINTS, {"end": end}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    ChainedLines(path, "").write(lines)
     return path
 
 
@@ -108,7 +108,7 @@ REMEDY = r"with the version that wrote it \(coterie 0.0.9\), or train again"
 def test_a_record_that_cannot_be_read_names_the_remedy(tmp_path: Path, missing: str) -> None:
     rest = {name: value for name, value in CONFIGURATION.items() if name != missing}
     path = written(tmp_path / "record.jsonl", rest)
-    with pytest.raises(DataError, match=rf"'{missing}'.*{REMEDY}"):
+    with pytest.raises(FileError, match=rf"'{missing}'.*{REMEDY}"):
         Record.load(path)
 
 
@@ -124,7 +124,7 @@ def test_a_record_that_cannot_be_read_names_the_remedy(tmp_path: Path, missing: 
 def test_a_record_with_the_names_of_before_is_refused(
     tmp_path: Path, configuration: dict[str, Any], end: dict[str, Any]
 ) -> None:
-    with pytest.raises(DataError, match=REMEDY):
+    with pytest.raises(FileError, match=REMEDY):
         Record.load(written(tmp_path / "record.jsonl", configuration, end))
 
 

@@ -5,9 +5,7 @@ torch's own loader accepts flipped bits in tensors, hence the digest; `weights_o
 running code.
 """
 
-import hashlib
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import torch
 
 from coterie.errors import CheckpointError
+from coterie.recording import files
 
 MAGIC = b"coterie-checkpoint 3 "
 EARLIER = (b"coterie-checkpoint 1 ", b"coterie-checkpoint 2 ")
@@ -24,27 +23,17 @@ KEPT = 2
 def save(folder: Path, step: int, content: dict[str, Any]) -> Path:
     """Write a checkpoint of a step, keep the last two, and return its path.
 
-    The file is written beside its place, flushed to the disk and renamed, so that at any moment the folder
-    holds whole checkpoints only. The content is tensors, numbers, strings and containers of them.
+    At any moment the folder holds whole checkpoints only. The content is tensors, numbers, strings and containers
+    of them.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(_plain(content), buffer)
     path = folder / f"step-{step:08d}.ckpt"
-    fresh = path.with_suffix(".new")
-    with fresh.open("wb") as file:
-        file.write(MAGIC + hashlib.sha256(buffer.getbuffer()).hexdigest().encode() + b"\n")
-        file.write(buffer.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # the new name is on the disk too
-    finally:
-        os.close(descriptor)
+    body = buffer.getbuffer()
+    files.write(path, MAGIC, files.sha256(body).encode(), b"\n", body)
     for old in saved(folder)[:-KEPT]:
-        old.unlink()
+        with files.writing(old):
+            old.unlink(missing_ok=True)
     return path
 
 
@@ -53,30 +42,28 @@ def saved(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.ckpt"))
 
 
+def step_of(path: Path) -> int:
+    """Return the step that a checkpoint is of, which its name tells."""
+    number = path.stem.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Read a checkpoint, with its tensors on a device; any damage is a `CheckpointError`."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
-    head, _, body = data.partition(b"\n")
-    if head.startswith(EARLIER):
+    remedy = _remedy(path)
+    data = files.read(path, remedy, CheckpointError)
+    if data.startswith(EARLIER):
         raise CheckpointError(
             f"the checkpoint {path} was written by an earlier version of coterie, from which this one "
             "cannot go on; resume with that version, or start again in another folder"
         )
-    if not head.startswith(MAGIC):
-        raise CheckpointError(f"{path} is not a checkpoint of coterie; {_remedy(path)}")
-    digest, written = hashlib.sha256(body).hexdigest(), head.removeprefix(MAGIC).decode("ascii", "replace")
-    if written != digest:
-        raise CheckpointError(
-            f"the checkpoint {path} is damaged (truncated or altered): its SHA-256 is {digest[:12]}… instead "
-            f"of {written[:12]}…; {_remedy(path)}"
-        )
+    if not data.startswith(MAGIC):
+        raise CheckpointError(f"{path} is not a checkpoint of coterie; {remedy}")
+    body = files.checked(path, MAGIC, b"\n", data, remedy=remedy, error=CheckpointError)
     try:
         content: dict[str, Any] = torch.load(io.BytesIO(body), map_location=device, weights_only=True)
     except Exception as error:  # not written by `save`, so anything may be wrong with it
-        raise CheckpointError(f"the checkpoint {path} is not plain data: {error}; {_remedy(path)}") from error
+        raise CheckpointError(f"the checkpoint {path} is not plain data: {error}; {remedy}") from error
     return content
 
 

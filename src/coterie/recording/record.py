@@ -1,10 +1,7 @@
 """The record of a run: configuration, versions and curves, on disk as it grows."""
 
 import functools
-import json
-import os
 import platform
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -13,16 +10,23 @@ import numpy as np
 import scipy
 import torch
 
-from coterie.errors import DataError
+from coterie.errors import DataError, FileError
+from coterie.recording import checkpoint
+from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.configuration import Configuration
 from coterie.recording.result import End, Point
+
+REMEDY = "put a whole copy of it back, or train again in another folder"
+"""What to do about a record that is damaged."""
 
 
 class Record:
     """What happened in a run: its configuration, a point for every evaluation, and how it ended.
 
     With a path, every addition is written to it at once, one JSON object a line: first the configuration and
-    the versions, then the points, last the end. A run that is killed leaves what it had recorded.
+    the versions, then the points, last the end. A run that is killed leaves what it had recorded. The lines are
+    chained (`ChainedLines`), and a line before every checkpoint tells that all points up to it were there.
+    Where a line cannot be written, a `FileError`, the record goes on in memory and the next line brings all.
 
     Args:
         configuration: what the run was asked to do.
@@ -43,9 +47,10 @@ class Record:
         self.points: list[Point] = []
         self.path = path
         self._end: End | None = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._rewrite()
+        self._saved = -1  # the step of the last checkpoint
+        self._lines = None if path is None else ChainedLines(path, REMEDY)
+        self._behind = False  # whether the file lacks what could not be written
+        self._rewrite()
 
     @property
     def ended(self) -> bool:
@@ -79,52 +84,67 @@ class Record:
     def cut(self, step: int) -> None:
         """Forget what was recorded after a step, so that a run resumed there can record it again."""
         self.points = [point for point in self.points if point.step <= step]
-        self._end = None
+        self._end, self._saved = None, min(self._saved, step)
         self._rewrite()
 
-    def sync(self) -> None:
-        """Make sure that all lines are on the disk, not only with the operating system."""
-        if self.path is not None:
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
+    def before_checkpoint(self, step: int) -> None:
+        """Note that a checkpoint of a step comes next, and make sure that all lines are on the disk."""
+        self._saved = step
+        self._append({"saved": step})
+        if self._lines is not None:
+            self._lines.sync()
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a record; a last line that was cut off by a kill is left out."""
-        path, lines = Path(path), []
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                break
+        """Read a record; a last line that was cut off by a kill is left out.
+
+        One that was altered, or that has lost lines, is a `FileError`. So is one that lacks what was there when the
+        newest checkpoint beside it was written.
+        """
+        path = Path(path)
+        checkpoints = checkpoint.saved(path.parent / "checkpoints")  # before the lines, which may grow meanwhile
+        chained = ChainedLines(path, REMEDY)
+        lines = chained.read()
         if not lines or "configuration" not in lines[0]:
-            raise DataError(f"{path} is not the record of a run: its first line must hold the configuration")
+            raise FileError(
+                f"{path} is not the record of a run: its first line must hold the configuration; {REMEDY}"
+            )
+        saved = max((int(line["saved"]) for line in lines if "saved" in line), default=-1)
+        if checkpoints and checkpoint.step_of(checkpoints[-1]) > saved:
+            raise FileError(
+                f"{path} is damaged: its lines after line {len(lines)} are lost, since {checkpoints[-1].name} was "
+                f"written after them; {REMEDY}"
+            )
         written_by = lines[0].get("versions", {})
         try:
             record = cls(Configuration.from_plain(lines[0]["configuration"]))
             record.points = [Point.from_plain(line) for line in lines[1:] if "step" in line]
             record._end = next((End.from_plain(line["end"]) for line in lines[1:] if "end" in line), None)
         except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
+            raise FileError(
                 f"{path} holds a record that this version cannot read ({error}); read it with the version that "
                 f"wrote it (coterie {written_by.get('coterie', 'of unknown version')}), or train again"
             ) from error
-        record.path, record.versions = path, written_by
+        record.path, record.versions, record._lines, record._saved = path, written_by, chained, saved
         return record
 
-    def _append(self, line: Mapping[str, Any]) -> None:
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+    def _append(self, line: dict[str, Any]) -> None:
+        if self._behind or self._lines is None:
+            return self._rewrite()  # of which the line is a part
+        self._behind = True
+        self._lines.append(line)
+        self._behind = False
 
     def _rewrite(self) -> None:
-        if self.path is None:
+        if self._lines is None:
             return
-        lines = [{"configuration": self.configuration.to_plain(), "versions": self.versions}]
+        lines: list[dict[str, Any]] = [{"configuration": self.configuration.to_plain(), "versions": self.versions}]
         lines += [point.to_plain() for point in self.points]
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        fresh.replace(self.path)
+        lines += [{"saved": self._saved}] * (self._saved >= 0)
+        lines += [] if self._end is None else [{"end": self._end.to_plain()}]
+        self._behind = True
+        self._lines.write(lines)
+        self._behind = False
 
 
 def versions() -> dict[str, str]:

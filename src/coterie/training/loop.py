@@ -196,7 +196,7 @@ class TrainingLoop:
             return None
         if self.saved_at == self.learner.step:
             return checkpoint.saved(self.out / "checkpoints")[-1]
-        self.record.sync()
+        self.record.before_checkpoint(self.learner.step)
         self.saved_at = self.learner.step
         return checkpoint.save(self.out / "checkpoints", self.learner.step, self.state_dict())
 

@@ -1,0 +1,130 @@
+"""A file of lines that grows: every line carries a short hash over itself and the line before."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import FileError
+from coterie.recording import files
+
+_CHAIN = re.compile(rb'"chain": "([0-9a-f]{12})"\}')
+_LENGTH = len('"chain": "0123456789ab"}')
+
+
+class ChainedLines:
+    """JSON objects, one a line, of which none can be altered or lost without being noticed.
+
+    The last entry of a line, `chain`, is a hash over the rest of it and the chain of the line before. A line that
+    was altered, and one before which a line is missing, is a `FileError` with its number. A last line without an
+    end, as a kill leaves it, is left out when the file is read, and overwritten when a line is added. Whether whole
+    lines are missing at the end cannot be seen here: what must be there has to be known from elsewhere.
+
+    One process writes at a time.
+
+    Args:
+        path: the file.
+        remedy: what to do where it is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lines = ChainedLines(Path(folder) / "ledger.jsonl", "ask whoever wrote it")
+        ...     lines.write([{"step": 0}])
+        ...     lines.append({"step": 1})
+        ...     print(lines.path.read_text(), end="")
+        ...     lines.read()
+        {"step": 0, "chain": "2437a3aad914"}
+        {"step": 1, "chain": "8ad84e22ea7b"}
+        [{'step': 0}, {'step': 1}]
+    """
+
+    def __init__(self, path: Path, remedy: str) -> None:
+        self.path, self.remedy = path, remedy
+        self._last, self._end = "", 0  # the chain at the last whole line, and where that ends in the file
+
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write the file anew, whole or not at all."""
+        last, texts = "", list[bytes]()
+        for line in lines:
+            text, last = _chained(line, last)
+            texts.append(text)
+        whole = b"".join(texts)
+        files.write(self.path, whole)
+        self._last, self._end = last, len(whole)
+
+    def append(self, line: Mapping[str, Any], *, sync: bool = False) -> None:
+        """Add a line to the file, which must be as this object has read or written it; `sync`: to the disk."""
+        text, last = _chained(line, self._last)
+        with files.writing(self.path):
+            descriptor = os.open(self.path, os.O_RDWR)  # one that was deleted is not begun anew without its lines
+            try:
+                self._drop_cut_line(descriptor)
+                if os.pwrite(descriptor, text, self._end) < len(text):
+                    raise OSError("only a part of a line was written")
+                if sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        self._last, self._end = last, self._end + len(text)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all whole lines, without their chains."""
+        *whole, rest = files.read(self.path, self.remedy).split(b"\n")
+        last, end, lines = "", 0, []
+        for number, text in enumerate(whole, 1):
+            line, last = self._checked(text, last, number)
+            lines.append(line)
+            end += len(text) + 1
+        if (more := _CHAIN.search(rest)) and more.end() < len(rest):  # a whole line whose end was altered
+            raise self._damaged(len(whole) + 1)
+        self._last, self._end = last, end
+        return lines
+
+    def sync(self) -> None:
+        """Make sure that all lines are on the disk, not only with the operating system."""
+        with files.writing(self.path), self.path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def _drop_cut_line(self, descriptor: int) -> None:
+        """Cut off what a kill or a full disk left of a line; whatever else is not as expected is another's."""
+        size = os.fstat(descriptor).st_size
+        if size < self._end or b"\n" in os.pread(descriptor, size - self._end, self._end):
+            raise FileError(f"{self.path} was changed by somebody else while it was written; {self.remedy}")
+        if size > self._end:
+            os.ftruncate(descriptor, self._end)
+
+    def _checked(self, text: bytes, last: str, number: int) -> tuple[dict[str, Any], str]:
+        """Return a line and its chain, if it is as it was written and follows the line before."""
+        found = _CHAIN.fullmatch(text[-_LENGTH:])
+        if found is None and number == 1:
+            raise FileError(
+                f"line 1 of {self.path} carries no chain: it is no file of coterie, damaged, or of an earlier "
+                f"version; {self.remedy}"
+            )
+        if found is None or _hash(text[:-_LENGTH], last) != found[1].decode():
+            raise self._damaged(number)
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as error:  # not written by this class, in spite of its chain
+            raise FileError(f"line {number} of {self.path} is not JSON ({error}); {self.remedy}") from error
+        return line, line.pop("chain")
+
+    def _damaged(self, number: int) -> FileError:
+        return FileError(
+            f"{self.path} is damaged: its line {number} was altered, or a line before it is lost; {self.remedy}"
+        )
+
+
+def _hash(body: bytes, last: str) -> str:
+    return hashlib.blake2b(last.encode() + body, digest_size=6).hexdigest()
+
+
+def _chained(line: Mapping[str, Any], last: str) -> tuple[bytes, str]:
+    """Return the text of a line that follows a chain, and the chain at it."""
+    body = json.dumps(line)[:-1].encode() + (b", " if line else b"")
+    chain = _hash(body, last)
+    return body + f'"chain": "{chain}"}}\n'.encode(), chain

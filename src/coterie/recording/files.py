@@ -1,0 +1,129 @@
+"""Files that are read again: written whole or not at all, with a SHA-256, and read without running code.
+
+Whatever coterie reads again goes through here, or through `ChainedLines` where it grows line by line. What is not
+as it was written, and what cannot be read or written, is a `FileError` that names the file and the remedy.
+"""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import FileError
+
+DIGITS = 64
+"""How long a SHA-256 is, in hexadecimal."""
+
+JSON_HEAD, JSON_END = b'{"sha256": "', b'",'
+"""What stands before and after the digest of a JSON file: the file is an object whose first entry it is."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def sha256(data: bytes | memoryview) -> str:
+    """Return the SHA-256 of some bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an operating system's error while a file is written into a `FileError` that names it and the remedy."""
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        room = "make room on its disk" if error.errno in _NO_ROOM else "make its folder one that can be written to"
+        raise FileError(f"{path} cannot be written ({error.strerror or error}); {room}, or name another") from error
+
+
+def write(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file, so that at any moment, also after a power cut, it is the old one or the new one, whole.
+
+    It is written beside its place, flushed to the disk and renamed; the folder is made where it is not there.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write(Path(folder) / "new" / "note.txt", b"whole")
+        ...     (Path(folder) / "new" / "note.txt").read_text()
+        'whole'
+    """
+    fresh = path.with_name(f"{path.name}.new")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with fresh.open("wb") as file:
+                for part in parts:
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            fresh.unlink(missing_ok=True)  # a part of a file is of no use, and takes room
+            raise
+        fresh.replace(path)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # the new name is on the disk too
+        finally:
+            os.close(descriptor)
+
+
+def read(path: Path, remedy: str, error: type[FileError] = FileError) -> bytes:
+    """Return what a file holds."""
+    try:
+        return path.read_bytes()
+    except OSError as problem:
+        raise error(f"{path} cannot be read ({problem.strerror or problem}); {remedy}") from problem
+
+
+def checked(
+    path: Path, head: bytes, end: bytes, data: bytes, *, remedy: str, error: type[FileError] = FileError
+) -> bytes:
+    """Return what follows the digest in a file's data, which stands between head and end, once it is right."""
+    start = len(head) + DIGITS + len(end)
+    body = data[start:]
+    digest, written = sha256(body), data[len(head) : len(head) + DIGITS]
+    if data[:start] != head + digest.encode() + end:
+        raise error(
+            f"{path} is damaged (truncated or altered): its SHA-256 is {digest[:12]}… instead of "
+            f"{written[:12].decode('ascii', 'replace')}…; {remedy}"
+        )
+    return body
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object, with its SHA-256 as the first entry.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "settings.json"
+        ...     write_json(path, {"steps": 60})
+        ...     print(read_json(path, "begin again"), "sha256" in json.loads(path.read_text()))
+        ...     _ = path.write_text(path.read_text().replace("60", "90"))
+        ...     read_json(path, "begin again")  # doctest: +ELLIPSIS +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        coterie.errors.FileError: settings.json is damaged (truncated or altered): …; begin again
+    """
+    body = json.dumps(content, indent=1)[1:].encode()
+    write(path, JSON_HEAD, sha256(body).encode(), JSON_END, body)
+
+
+def read_json(path: Path, remedy: str, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the object that `write_json` wrote, without its digest; it must have the entries that are needed."""
+    data = read(path, remedy)
+    if not data.startswith(JSON_HEAD):
+        raise FileError(f"{path} carries no SHA-256: it is damaged, or of an earlier version of coterie; {remedy}")
+    body = checked(path, JSON_HEAD, JSON_END, data, remedy=remedy)
+    try:
+        content = json.loads(b"{" + body)
+    except (ValueError, RecursionError) as error:  # not written by `write_json`, in spite of its digest
+        raise FileError(f"{path} is not JSON ({error}); {remedy}") from error
+    if missing := [name for name in needed if name not in content]:
+        raise FileError(f"{path} has no entry {missing[0]!r}: it is of another version of coterie; {remedy}")
+    return dict(content)

@@ -1,0 +1,106 @@
+"""Files that are read again: whole or refused, with the file and the remedy named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.errors import FileError
+from coterie.recording import files
+from coterie.recording.chained_lines import ChainedLines
+
+CONTENT = {"name": "Zoë", "numbers": [0.1 + 0.2, -0.0, 3], "nested": {"none": None, "true": True}}
+
+
+def test_a_json_file_is_json_with_its_digest(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "settings.json"
+    files.write_json(path, CONTENT)
+    assert files.read_json(path, "") == CONTENT
+    plain = json.loads(path.read_bytes())
+    assert list(plain) == ["sha256", *CONTENT]
+    assert [p.name for p in path.parent.iterdir()] == ["settings.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"sha256": "', '{"sha256": 3}', "\0" * 200, '{"steps": 60}'])
+def test_what_carries_no_digest_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(FileError, match=r"settings.json (carries no SHA-256|is damaged).*; delete it"):
+        files.read_json(path, "delete it")
+
+
+def test_a_right_digest_does_not_make_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    deep = b'"a": ' + b"[" * 100_000
+    for body in (b"", b"}}", b'"a": 1', b"\xff}", deep):
+        path.write_bytes(files.JSON_HEAD + files.sha256(body).encode() + files.JSON_END + body)
+        with pytest.raises(FileError, match=r"settings.json is not JSON"):
+            files.read_json(path, "")
+    files.write_json(path, CONTENT)
+    with pytest.raises(FileError, match=r"settings.json has no entry 'steps': .*another version.*; begin again"):
+        files.read_json(path, "begin again", needed=["name", "steps"])
+    with pytest.raises(FileError, match=r"nowhere cannot be read \(No such file or directory\); begin again"):
+        files.read_json(tmp_path / "nowhere", "begin again")
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace", "open", "mkdir"])
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "make room on its disk"), (errno.EROFS, "can be written to")]
+)
+def test_a_failure_while_writing_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, number: int, remedy: str
+) -> None:
+    path = tmp_path / "settings.json"
+    files.write_json(path, CONTENT)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if fails == "fsync" else Path, fails, fail)
+        with pytest.raises(
+            FileError, match=rf"settings.json cannot be written \({os.strerror(number)}\); .*{remedy}"
+        ):
+            files.write_json(path, {"steps": 1})
+    assert files.read_json(path, "") == CONTENT
+    files.write_json(path, {"steps": 1})
+    assert files.read_json(path, "") == {"steps": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_lines_that_were_not_written_by_us_are_refused_in_spite_of_their_chain(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = ChainedLines(path, "ask")
+    lines.write([{}])
+    assert lines.read() == [{}]
+    empty = path.read_bytes()
+    path.write_bytes(empty.replace(b"{", b"}", 1))
+    with pytest.raises(FileError, match="line 1 was altered"):
+        lines.read()
+
+
+def test_a_cut_line_is_overwritten_and_a_strangers_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = ChainedLines(path, "ask")
+    lines.write([{"step": 0}])
+    with path.open("ab") as file:
+        file.write(b'{"step": 1, "cha')
+    assert lines.read() == [{"step": 0}]
+    lines.append({"step": 2}, sync=True)
+    assert ChainedLines(path, "").read() == [{"step": 0}, {"step": 2}]
+    with path.open("ab") as file:
+        file.write(b"what is this?\n")
+    with pytest.raises(FileError, match="was changed by somebody else while it was written; ask"):
+        lines.append({"step": 3})
+    path.write_bytes(b"")
+    with pytest.raises(FileError, match="was changed by somebody else"):
+        lines.append({"step": 3})
+    path.unlink()
+    with pytest.raises(FileError, match="cannot be written"):
+        lines.append({"step": 3})
+    assert not path.exists()
