@@ -63,17 +63,18 @@ def test_batches_are_those_of_the_user_in_any_order_of_steps(peer: coterie.User)
 
 def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
-    free = answer_message(peer_of(peer), "server", REQUEST)["gradient"]
+    request = REQUEST | {"batch_size": len(peer)}  # all its rows, whoever draws them
+    free = answer_message(peer_of(peer), "server", request)["gradient"]
     most = float(np.linalg.norm(free)) / 3
     capped = peer_of(peer, Caps(gradients=2, norm=most, examples=4), log)
-    np.testing.assert_allclose(answer_message(capped, "server", REQUEST)["gradient"], free / 3)
-    assert answer_message(capped, "server", REQUEST | {"batch_size": 3}) == {
+    np.testing.assert_allclose(answer_message(capped, "server", request)["gradient"], free / 3)
+    assert answer_message(capped, "server", request | {"batch_size": 3}) == {
         "refused": "it gives no gradient of fewer than 4 examples"
     }
-    assert "gradient" in answer_message(capped, "server", REQUEST)
+    assert "gradient" in answer_message(capped, "server", request)
     assert not capped.is_willing()
     again = peer_of(peer, Caps(gradients=2), log)  # started anew
-    assert answer_message(again, "server", REQUEST) == {"refused": "it has given all the gradients it gives, 2"}
+    assert answer_message(again, "server", request) == {"refused": "it has given all the gradients it gives, 2"}
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [("norm" in line, "refused" in line) for line in lines] == [
         (True, False),
@@ -81,7 +82,7 @@ def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path:
         (True, False),
         (False, True),
     ]
-    assert lines[0]["examples"] == 4
+    assert lines[0]["examples"] == len(peer)
     assert lines[0]["norm"] == pytest.approx(3 * most)
 
 
@@ -120,7 +121,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_not_counted(peer: coterie.
     log = tmp_path / "requests.jsonl"
     site = Peer(peer, Passes(model(), lambda output, target: LOSS(output, target) * math.inf), Caps(norm=1.0), log)
     assert site.answer(Request(torch.from_numpy(POINT), 2, 5, 4)).refused == "not finite"
-    assert site.given == 0
+    assert site.ledger.given == 0
     assert json.loads(log.read_text())["refused"] == "not finite"
 
 

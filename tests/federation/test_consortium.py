@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -25,10 +26,12 @@ import pytest
 import torch
 
 import coterie
-from coterie.data import Preparation, TableTask
-from coterie.engines import Capabilities
-from coterie.federation.participants import lead_participant, site_participant
-from coterie.federation.settings import lead_settings, site_settings
+from coterie.data import Preparation
+from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.sites import LocalSites
+from coterie.engines.peer import Peer
+from coterie.federation.participants import LOG, lead_participant, peer_of
+from coterie.federation.settings import lead_settings
 from coterie.recording import End
 from coterie.tables.fit import fit
 
@@ -75,12 +78,10 @@ def end_of(folder: Path) -> End:
     return coterie.Record.load(folder / "run" / "record.jsonl").end
 
 
-class Uncounted(coterie.InProcess):
-    """Users in this process who do not say how many examples they have, as sites do not."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return dataclasses.replace(super().capabilities, local=False, examples={})
+def site_in_this_process(kit: Path, copy: Path) -> Peer:
+    """Return a peer with a site's rows and caps that draws by the site's secret."""
+    shutil.copytree(kit, copy, ignore=lambda *_: [LOG])
+    return peer_of(copy)
 
 
 def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
@@ -91,11 +92,10 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     settings = lead_settings(folder)
     _, mine = lead_participant(folder, settings)
     assert mine is not None
-    peers = [site_participant(kit, site_settings(kit)).user for kit in (folder / "sites" / site for site in SITES)]
-    task = TableTask(mine.me, tuple(peers), mine.n_inputs, mine.n_outputs, mine.preparation)
+    here = {site: site_in_this_process(folder / "sites" / site, tmp_path / "here" / site) for site in SITES}
     knobs = settings.training
     inside = fit(
-        task,
+        mine,
         coterie.AdaptiveAveraging(),
         settings.model.name,
         tmp_path / "inside",
@@ -103,7 +103,7 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
         steps=knobs.steps,
         lr=knobs.lr,
         batch_size=knobs.batch_size,
-        engine=Uncounted,
+        engine=functools.partial(Flare, sites=LocalSites(here), names=SITES),
     )
     assert inside is not None
     found = torch.load(folder / "run" / "model.pt", weights_only=True)

@@ -96,7 +96,7 @@ def check(folder: Annotated[Path, Argument(help="The site's folder.")] = Path())
 
     peer = peer_of(folder)
     size = peer.passes.parameters.size
-    typer.echo(f"{peer.user}: gradients of {size} numbers, {peer.given} given before, {peer.caps}")
+    typer.echo(f"{peer.user}: gradients of {size} numbers, {peer.ledger.given} given before, {peer.caps}")
 
 
 @federate.command()

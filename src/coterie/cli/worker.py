@@ -49,5 +49,6 @@ def worker(
         return name, read_rows(data, user_column, name)
 
     caps = Caps(max_gradients, max_norm, min_examples)
-    answered = cluster.follow(join(timeout), rows, model, device, sums_only=sums_only, caps=caps, log=log)
+    capped = None if caps == Caps() else caps
+    answered = cluster.follow(join(timeout), rows, model, device, sums_only=sums_only, caps=capped, log=log)
     typer.echo(f"{name} gave {answered} gradients", err=True)

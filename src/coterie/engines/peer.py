@@ -6,8 +6,8 @@ differ only in what carries requests and replies.
 
 import functools
 import hashlib
-import json
 import math
+import secrets
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -21,13 +21,15 @@ from torch import Tensor, nn
 
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.ledger import Ledger, kept_secret
+from coterie.engines.own_draws import OwnDraws, secret_number
 from coterie.errors import KnobError
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
 from coterie.users.user import User
 
-MAX_LOGGED_CHARACTERS = 200
-"""How much of a text that comes from elsewhere, or of an error, a line of the log holds."""
+MAX_STEP = 2**62
+"""The steps that can be asked for end here, far beyond any run."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,15 @@ class Reply:
 class Peer:
     """One peer: its examples stay with it, gradients leave.
 
+    Without caps it draws the batch of (seed, user, step), as user 0 would. With caps it draws by a secret of its
+    own; see `OwnDraws`.
+
     Args:
         user: the examples, under the name that batches are drawn from.
         passes: through a model of the same parameters as user 0's.
         caps: what it gives at most.
-        log: a file to which every request is added, one JSON object a line; it counts against `caps.gradients`.
+        log: a file to which every request is added; it counts against `caps.gradients`, see `Ledger`. The secret is
+            kept beside it, so that a resumed run has the same batches; without a log it lasts as long as the peer.
         support: what is known of the model; a model that is not known may draw random numbers and move buffers.
 
     Example:
@@ -108,13 +114,19 @@ class Peer:
         support: ModelSupport | None = None,
     ) -> None:
         self.user, self.passes = user.to(passes.parameters.device), passes
-        self.caps, self.log = caps or Caps(), log
+        self.caps, self.ledger = caps or Caps(), Ledger(log)
         self.support = support or ModelSupport(moves_buffers=True, random=True)
-        self.given = 0
-        if log is not None and log.exists():
-            with log.open(encoding="utf-8") as lines:
-                self.given = sum('"norm":' in line for line in lines)
         self._table: tuple[BatchStream, IndexTable] | None = None
+        self._secret: bytes | None = None
+        if caps is not None:
+            beside = None if log is None else log.with_name(log.name + ".secret")
+            self._secret = secrets.token_bytes() if beside is None else kept_secret(beside)
+
+    @functools.cached_property
+    def _draws(self) -> OwnDraws | None:
+        if self._secret is None or self.user.is_stream:
+            return None
+        return OwnDraws(self._secret, len(self.user), self.caps.examples)
 
     @functools.cached_property
     def frozen(self) -> str:
@@ -123,7 +135,12 @@ class Peer:
 
     def is_willing(self) -> bool:
         """Say whether there is a gradient left to give."""
-        return self.caps.gradients is None or self.given < self.caps.gradients
+        return self.left is None or self.left > 0
+
+    @property
+    def left(self) -> int | None:
+        """How many gradients are left to give; None where there is no limit."""
+        return None if self.caps.gradients is None else max(0, self.caps.gradients - self.ledger.given)
 
     def answer(self, request: Request, caller: str = "user 0") -> Reply:
         """Return the gradient at x on the batch of (seed, user, step), or why there is none.
@@ -134,21 +151,28 @@ class Peer:
         if reason := self._misfit(request) or self._exceeded_cap(request):
             return self.refuse(reason, caller, request.step)
         try:
-            gradient, norm = self._gradient(request), None
+            batch = self._batch(request)
+            gradient, norm = self._gradient(request, batch), None
         except Exception as error:
-            self._write_log(caller, request.step, failed=f"{type(error).__name__}: {error}")
+            self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             raise
-        if self.caps.norm is not None or self.log is not None:
+        if self._secret is not None or self.ledger.path is not None:
             gradient, norm = clipped(gradient, self.caps.norm)
             if not math.isfinite(norm):
                 return self.refuse("not finite", caller, request.step)
-        self.given += 1
-        self._write_log(caller, request.step, examples=self._n_examples(request), norm=norm)
+        line: dict[str, Any] = {
+            "caller": caller,
+            "step": repr(request.step),
+            "examples": len(batch[1]),
+            "norm": norm,
+        }
+        if not self.ledger.give(at_most=self.caps.gradients, **line):  # another process was faster
+            return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
         return Reply(gradient, norm=norm, seconds=time.perf_counter() - began)
 
     def refuse(self, reason: str, caller: str = "user 0", step: object = None) -> Reply:
         """Log a refusal and return it; for a request that cannot even be read, too."""
-        self._write_log(caller, step, refused=reason)
+        self._note(caller, step, refused=reason)
         return Reply(refused=reason)
 
     def _misfit(self, request: Request) -> str | None:
@@ -156,7 +180,7 @@ class Peer:
         size = self.passes.parameters.size
         if request.x.shape != (size,) or not request.x.is_floating_point():
             return f"the point must be {size} finite floating-point numbers"
-        if request.step < 0 or request.batch_size < 1 or request.seed < -(2**63):
+        if not 0 <= request.step < MAX_STEP or request.batch_size < 1 or not -(2**63) <= request.seed < 2**64:
             return "step, seed and batch size must be whole numbers"
         if request.buffers:
             ours = dict(self.passes.model.named_buffers())
@@ -168,41 +192,38 @@ class Peer:
 
     def _exceeded_cap(self, request: Request) -> str | None:
         """Return which cap a request exceeds, if any."""
-        if self._n_examples(request) < self.caps.examples:
+        if min(request.batch_size, len(self.user)) < self.caps.examples:
             return f"it gives no gradient of fewer than {self.caps.examples} examples"
         if not self.is_willing():
             return f"it has given all the gradients it gives, {self.caps.gradients}"
         return None
 
-    def _n_examples(self, request: Request) -> int:
-        return min(request.batch_size, len(self.user))
-
-    def _gradient(self, request: Request) -> Tensor:
-        seed, step = request.seed, request.step
+    def _gradient(self, request: Request, batch: tuple[Tensor, Tensor]) -> Tensor:
         buffers = self.passes.buffers() if self.support.moves_buffers or request.buffers else {}
         for name, buffer in request.buffers.items():
             buffers[name].copy_(buffer)
-        batch = self._batch(request)
-        with seeded(seed, self.user.name, step, request.x.device) if self.support.random else nullcontext():
+        seed, name, device = self._seed(request), self.user.name, request.x.device
+        with seeded(seed, name, request.step, device) if self.support.random else nullcontext():
             return self.passes.single(request.x, *batch, buffers)[0]
 
+    def _seed(self, request: Request) -> int:
+        """Return what transforms, dropout and streams draw from: with caps it is not for user 0 to choose."""
+        return request.seed if self._secret is None else secret_number(self._secret, f"seed {request.seed}")
+
     def _batch(self, request: Request) -> tuple[Tensor, Tensor]:
-        """Return what `User.batch` gives, from indices that are drawn for several steps at a time."""
-        seed, step = request.seed, request.step
+        """Return this peer's own draw, or where it has no caps what `User.batch` gives."""
+        seed, step, size = self._seed(request), request.step, min(request.batch_size, len(self.user))
+        if self._draws is not None:
+            return self.user.take(self._draws.indices(size, seed, step), seed=seed, step=step)
         if not isinstance(self.user.examples, InMemory):
-            return self.user.batch(request.batch_size, seed=seed, step=step)
-        stream = BatchStream(random_key(seed, self.user.name), len(self.user), self._n_examples(request))
-        if self._table is None or self._table[0] != stream:
+            return self.user.batch(size, seed=seed, step=step)
+        stream = BatchStream(random_key(seed, self.user.name), len(self.user), size)
+        if self._table is None or self._table[0] != stream:  # indices are drawn for several steps at a time
             self._table = stream, IndexTable([stream])
         return self.user.take(self._table[1].row(step, request.x.device), seed=seed, step=step)
 
-    def _write_log(self, caller: str, step: object, **what: Any) -> None:
-        if self.log is None:
-            return
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "caller": caller, "step": repr(step), **what}
-        short = {k: v[:MAX_LOGGED_CHARACTERS] if isinstance(v, str) else v for k, v in line.items()}
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(short) + "\n")
+    def _note(self, caller: str, step: object, **what: Any) -> None:
+        self.ledger.note(caller=caller, step=repr(step), **what)
 
 
 def clipped(gradient: Tensor, max_norm: float | None) -> tuple[Tensor, float]:
