@@ -72,7 +72,7 @@ class Site:
         return plain_gradient(self.model, 1, x)
 
     @publish
-    def gradient(self, request: Any) -> Any:
+    def gradients(self, request: Any) -> Any:
         """Answer as coterie's sites do."""
         if self.peer is None:
             mine = user(1)

@@ -35,9 +35,9 @@ def site(caps: Caps | None, log: Path | None = None) -> tuple[Peer, torch.Tensor
 def answers(peer: Peer) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
     """Ask for batches of chosen seeds, steps and sizes, and return all gradients at one point."""
     asked = [(seed, step, size) for seed in range(10) for step in (0, 7, 10**9) for size in (50, 51, 67, 99, 100)]
-    point = torch.zeros(WIDTH + 1, dtype=torch.float64)
-    replies = [peer.answer(Request(point, step, seed, size)).gradient for seed, step, size in asked]
-    return torch.stack([reply[:WIDTH] for reply in replies if reply is not None]), asked
+    point = torch.zeros(1, WIDTH + 1, dtype=torch.float64)
+    replies = [peer.answer(Request(point, step, seed, size)).gradients for seed, step, size in asked]
+    return torch.stack([reply[0, :WIDTH] for reply in replies if reply is not None]), asked
 
 
 def test_chosen_batches_give_no_row_away() -> None:
@@ -93,7 +93,7 @@ def test_streams_and_dropout_do_not_draw_from_user_0s_seed(tmp_path: Path) -> No
     user = coterie.User.stream("a", draw)
     for log in (tmp_path / "log", tmp_path / "log", tmp_path / "other"):
         model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 1))
-        Peer(user, Passes(model, nn.functional.mse_loss), Caps(), log).answer(Request(torch.zeros(3), 0, 0, 4))
+        Peer(user, Passes(model, nn.functional.mse_loss), Caps(), log).answer(Request(torch.zeros(1, 3), 0, 0, 4))
     assert seen[0] == seen[1] != seen[2]
 
 
@@ -102,8 +102,8 @@ def test_processes_on_one_log_give_no_more_than_the_cap(tmp_path: Path) -> None:
 
     def ask() -> None:
         peer, _ = site(Caps(gradients=10), log)
-        request = Request(torch.zeros(WIDTH + 1, dtype=torch.float64), 0, 0, 50)
-        given = sum(peer.answer(request).gradient is not None for _ in range(10))
+        request = Request(torch.zeros(1, WIDTH + 1, dtype=torch.float64), 0, 0, 50)
+        given = sum(peer.answer(request).gradients is not None for _ in range(10))
         (tmp_path / f"gave {given} {os.getpid()}").touch()
 
     children = [forked(ask) for _ in range(3)]
@@ -115,7 +115,7 @@ def test_processes_on_one_log_give_no_more_than_the_cap(tmp_path: Path) -> None:
 def test_peers_that_share_a_log_see_what_the_other_gave(tmp_path: Path) -> None:
     """Both were there before anything was given: neither has read the log to its end."""
     one, other = (site(Caps(gradients=3), tmp_path / "log")[0] for _ in range(2))
-    request = Request(torch.zeros(WIDTH + 1, dtype=torch.float64), 0, 0, 50)
+    request = Request(torch.zeros(1, WIDTH + 1, dtype=torch.float64), 0, 0, 50)
     assert [peer.answer(request).refused is None for peer in (one, other, one, other, one)] == [True] * 3 + [
         False
     ] * 2

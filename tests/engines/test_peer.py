@@ -38,7 +38,7 @@ def peer(make_users: Users) -> coterie.User:
 
 
 POINT = np.linspace(-1, 1, 12)
-REQUEST = {"x": POINT, "step": 2, "seed": 5, "batch_size": 4}
+REQUEST = {"points": POINT[None], "step": 2, "seed": 5, "batch_size": 4}
 
 
 def test_a_site_gives_the_gradient_of_its_batch(peer: coterie.User) -> None:
@@ -47,7 +47,7 @@ def test_a_site_gives_the_gradient_of_its_batch(peer: coterie.User) -> None:
     bias = torch.from_numpy(POINT[9:]).requires_grad_()
     inputs, targets = peer.batch(4, seed=5, step=2)
     expected = torch.autograd.grad(LOSS(inputs @ weight.T + bias, targets), [weight, bias])
-    np.testing.assert_allclose(answer["gradient"], torch.cat([g.flatten() for g in expected]), rtol=1e-12)
+    np.testing.assert_allclose(answer["gradients"][0], torch.cat([g.flatten() for g in expected]), rtol=1e-12)
     assert (answer["site"], answer["step"]) == ("peer 1", 2)
 
 
@@ -56,22 +56,22 @@ def test_batches_are_those_of_the_user_in_any_order_of_steps(peer: coterie.User)
     for seed, size, step in [(5, 4, 0), (5, 4, 1), (5, 4, 500), (5, 4, 3), (5, 99, 4), (6, 4, 5), (5, 4, 6)]:
         inputs, targets = peer.batch(size, seed=seed, step=step)
         wanted = Passes(model(), LOSS).single(x, inputs, targets)[0]
-        gradient = site.answer(Request(x, step, seed, size)).gradient
-        assert gradient is not None
-        assert torch.equal(gradient, wanted)
+        gradients = site.answer(Request(x[None], step, seed, size)).gradients
+        assert gradients is not None
+        assert torch.equal(gradients[0], wanted)
 
 
 def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
     request = REQUEST | {"batch_size": len(peer)}  # all its rows, whoever draws them
-    free = answer_message(peer_of(peer), "server", request)["gradient"]
+    free = answer_message(peer_of(peer), "server", request)["gradients"]
     most = float(np.linalg.norm(free)) / 3
     capped = peer_of(peer, Caps(gradients=2, norm=most, examples=4), log)
-    np.testing.assert_allclose(answer_message(capped, "server", request)["gradient"], free / 3)
+    np.testing.assert_allclose(answer_message(capped, "server", request)["gradients"], free / 3)
     assert answer_message(capped, "server", request | {"batch_size": 3}) == {
         "refused": "it gives no gradient of fewer than 4 examples"
     }
-    assert "gradient" in answer_message(capped, "server", request)
+    assert "gradients" in answer_message(capped, "server", request)
     assert not capped.is_willing()
     again = peer_of(peer, Caps(gradients=2), log)  # started anew
     assert answer_message(again, "server", request) == {"refused": "it has given all the gradients it gives, 2"}
@@ -89,15 +89,18 @@ def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path:
 @pytest.mark.parametrize(
     "request_",
     [
-        {"x": POINT[:5]},
-        {"x": POINT.astype(int)},
-        {"x": list(POINT)},
-        {"x": np.full(12, np.nan)},
+        {"points": POINT[None, :5]},
+        {"points": POINT[None].astype(int)},
+        {"points": [list(POINT)]},
+        {"points": POINT},
+        {"points": np.zeros((0, 12))},
+        {"points": np.zeros((17, 12))},
+        {"points": np.full((1, 12), np.nan)},
         {"step": -1},
         {"step": 1.5},
         {"batch_size": 0},
         {"seed": "0"},
-        {"buffers": {"running": np.zeros(3)}},
+        {"buffers": {"running": np.zeros((1, 3))}},
         {"frozen": "another model"},
     ],
     ids=str,
@@ -120,7 +123,7 @@ def test_an_error_at_a_site_stays_there(peer: coterie.User, tmp_path: Path) -> N
 def test_a_gradient_that_is_not_finite_is_refused_and_not_counted(peer: coterie.User, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
     site = Peer(peer, Passes(model(), lambda output, target: LOSS(output, target) * math.inf), Caps(norm=1.0), log)
-    assert site.answer(Request(torch.from_numpy(POINT), 2, 5, 4)).refused == "not finite"
+    assert site.answer(Request(torch.from_numpy(POINT)[None], 2, 5, 4)).refused == "not finite"
     assert site.ledger.given == 0
     assert json.loads(log.read_text())["refused"] == "not finite"
 

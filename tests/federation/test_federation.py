@@ -285,12 +285,12 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     site = site_job.Site()
     site.peer = peer
-    request = {"x": np.zeros(3, np.float32), "step": 0, "seed": 0, "batch_size": 2}
+    request = {"points": np.zeros((1, 3), np.float32), "step": 0, "seed": 0, "batch_size": 2}
     for caller in ("neighbour", "Server", "server.x", ""):
         asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
         monkeypatch.setattr(site_job, "collab", asked)
-        assert site.gradient(request) == {"refused": "it answers user 0 only"}
+        assert site.gradients(request) == {"refused": "it answers user 0 only"}
         assert site.ready() == {"willing": False}
     monkeypatch.setattr(site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server")))
     assert site.ready() == {"willing": True}
-    assert "gradient" in site.gradient(request)
+    assert "gradients" in site.gradients(request)

@@ -24,15 +24,15 @@ def load(folder: Path) -> User:
 
     def answer(peer: Peer, caller: str, request: Any) -> Any:
         reply = honest(peer, caller, request)
-        size, step = len(request["x"]), request["step"]
+        shape, step = request["points"].shape, request["step"]
         lies: dict[int, dict[str, Any]] = {
-            0: {"gradient": np.full(size, np.nan, np.float32)},
-            1: {"gradient": np.ones(size + 1, np.float32)},
-            2: {"gradient": np.ones(size, np.int64)},
+            0: {"gradients": np.full(shape, np.nan, np.float32)},
+            1: {"gradients": np.ones((len(request["points"]), 1), np.float32)},
+            2: {"gradients": np.ones(shape, np.int64)},
             3: {"step": 0},
             4: {"site": "hungarian"},
-            5: {"gradient": np.zeros(BYTES // 4, np.float32)},
-            6: {"gradient": np.full(size, 1e30, np.float64) * 1e20},  # infinite in single precision
+            5: {"gradients": np.zeros(BYTES // 4, np.float32)},
+            6: {"gradients": np.full(shape, 1e30, np.float64) * 1e20},  # infinite in single precision
         }
         return reply | lies[step] if step in lies else reply
 

@@ -1,11 +1,11 @@
 """What an engine can do: a Protocol for each capability, and the one place that refuses what cannot be had."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, Self, overload, runtime_checkable
 
 from torch import Tensor
 
-from coterie.engines.engine import Capabilities, Engine
+from coterie.engines.engine import Answers, Capabilities, Engine, Question
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.sampler import Drawn
 from coterie.errors import KnobError
@@ -14,7 +14,7 @@ from coterie.gradients.parameters import Parameters
 from coterie.users.examples import Examples
 from coterie.users.user import User
 
-__all__ = ["AnswersAtOwnPoints", "Capabilities", "Captures", "Local", "Stackable", "require"]
+__all__ = ["AnswersAtOwnPoints", "AsksAtPoints", "Capabilities", "Captures", "Local", "Stackable", "require"]
 
 
 @runtime_checkable
@@ -40,6 +40,14 @@ class AnswersAtOwnPoints(Engine, Protocol):
 
     def losses_over(self, examples: Examples, points: Tensor) -> Tensor:
         """Return the mean loss over some examples at each of these points."""
+
+
+@runtime_checkable
+class AsksAtPoints(Engine, Protocol):
+    """An engine that asks peers at several points in one exchange (`many_points`)."""
+
+    def ask(self, question: Question) -> Callable[[], Answers]:
+        """Ask, and return at once what waits for the answers; `PeerLost` as for `gradients`."""
 
 
 @runtime_checkable

@@ -31,6 +31,8 @@ class Capabilities:
         examples: how many examples each user has, user 0 included; None for a stream. Empty where not known.
         batch_size: how many examples a user draws for a gradient at most; None where not known.
         batch_dependent: another batch size may mean another objective, as with BatchNorm.
+        many_points: peers can be asked at several points in one exchange; the engine is then `AsksAtPoints`.
+        sketch: how many numbers a peer shows of its gradient where weights are chosen; None where it shows all.
 
     Example:
         >>> Capabilities(rows=False).own_points
@@ -47,6 +49,31 @@ class Capabilities:
     examples: Mapping[str, int | None] = field(default_factory=dict)
     batch_size: int | None = None
     batch_dependent: bool = False
+    many_points: bool = False
+    sketch: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What user 0 asks the peers at several points of one step."""
+
+    points: Tensor  # of shape (P, d), finite
+    step: int
+    weights: Tensor  # of shape (P, N), a column for each of the engine's names; NaN where a peer is not asked
+    rows: bool = False  # every peer's gradient instead of their weighted sums
+    sketched: int = 0  # beside sums, every peer's sketches at the first so many points
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of each point, where passes move the model's
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What the peers answer."""
+
+    sums: Tensor | None  # of shape (P, d), over those whose gradients can be used; None where rows were asked for
+    answered: Tensor  # of shape (P,): the weight that is in each sum
+    left_out: Mapping[str, str]  # the peers left out at any point, each with the reason
+    rows: Tensor | None = None  # of shape (P, N, d); not numbers where there is none that can be used
+    sketches: Tensor | None = None  # of shape (sketched, N, k), in the same way
 
 
 class Engine(Protocol):

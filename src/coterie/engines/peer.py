@@ -31,6 +31,9 @@ from coterie.users.user import User
 MAX_STEP = 2**62
 """The steps that can be asked for end here, far beyond any run."""
 
+MAX_POINTS = 16
+"""At how many points one request may ask for gradients."""
+
 
 @dataclass(frozen=True)
 class Caps:
@@ -61,23 +64,23 @@ class Caps:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What user 0 asks of a peer: the gradient at x on the batch of (seed, user, step)."""
+    """What user 0 asks of a peer: the gradient at each of some points, all on the batch of (seed, user, step)."""
 
-    x: Tensor
+    points: Tensor  # of shape (P, d)
     step: int
     seed: int
     batch_size: int  # all examples where the peer has fewer
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # user 0's, where the peer's model may have others
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """User 0's, where the peer's model may have others: a row for each point, or one for all."""
     frozen: str | None = None  # `frozen_digest` of user 0's model; not compared when None
 
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """What a peer answers: a gradient, clipped, or why it is refused."""
+    """What a peer answers: a gradient for each point, clipped, or why all are refused."""
 
-    gradient: Tensor | None = None
+    gradients: Tensor | None = None  # of shape (P, d)
     refused: str | None = None
-    norm: float | None = None  # before clipping, where the peer has a cap on it or a log
     seconds: float = 0.0
 
 
@@ -98,9 +101,9 @@ class Peer:
     Example:
         >>> user = User("a", torch.eye(2), torch.ones(2, 1))
         >>> peer = Peer(user, Passes(nn.Linear(2, 1), nn.functional.mse_loss), Caps(gradients=1))
-        >>> request = Request(torch.zeros(3), step=0, seed=0, batch_size=2)
-        >>> peer.answer(request).gradient
-        tensor([-1., -1., -2.])
+        >>> request = Request(torch.zeros(1, 3), step=0, seed=0, batch_size=2)
+        >>> peer.answer(request).gradients
+        tensor([[-1., -1., -2.]])
         >>> peer.answer(request).refused
         'it has given all the gradients it gives, 1'
     """
@@ -143,32 +146,38 @@ class Peer:
         return None if self.caps.gradients is None else max(0, self.caps.gradients - self.ledger.given)
 
     def answer(self, request: Request, caller: str = "user 0") -> Reply:
-        """Return the gradient at x on the batch of (seed, user, step), or why there is none.
+        """Return the gradients at the points on the batch of (seed, user, step), or why there are none.
 
-        An error is logged and raised. The log also names the caller.
+        Every gradient counts against the caps. With caps on the norm or a log, one that is not finite is not given:
+        its row is not numbers, and where that holds for all the request is refused. An error is logged and raised.
+        The log also names the caller.
         """
         began = time.perf_counter()
         if reason := self._misfit(request) or self._exceeded_cap(request):
             return self.refuse(reason, caller, request.step)
         try:
             batch = self._batch(request)
-            gradient, norm = self._gradient(request, batch), None
+            gradients = torch.stack([self._gradient(request, p, batch) for p in range(len(request.points))])
         except Exception as error:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             raise
+        given, norm = len(gradients), None
         if self._secret is not None or self.ledger.path is not None:
-            gradient, norm = clipped(gradient, self.caps.norm)
-            if not math.isfinite(norm):
+            pairs = [clipped(gradient, self.caps.norm) for gradient in gradients]
+            norms = [norm for _, norm in pairs if math.isfinite(norm)]
+            if not norms:
                 return self.refuse("not finite", caller, request.step)
+            given, norm, missing = len(norms), max(norms), torch.full_like(gradients[0], math.nan)
+            gradients = torch.stack([each if math.isfinite(norm) else missing for each, norm in pairs])
         line: dict[str, Any] = {
             "caller": caller,
             "step": repr(request.step),
             "examples": len(batch[1]),
-            "norm": norm,
+            "norm": norm,  # the largest
         }
-        if not self.ledger.give(at_most=self.caps.gradients, **line):  # another process was faster
+        if not self.ledger.give(given, at_most=self.caps.gradients, **line):  # another process was faster
             return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
-        return Reply(gradient, norm=norm, seconds=time.perf_counter() - began)
+        return Reply(gradients, seconds=time.perf_counter() - began)
 
     def refuse(self, reason: str, caller: str = "user 0", step: object = None) -> Reply:
         """Log a refusal and return it; for a request that cannot even be read, too."""
@@ -178,14 +187,18 @@ class Peer:
     def _misfit(self, request: Request) -> str | None:
         """Return what does not fit this peer's model, if anything does not."""
         size = self.passes.parameters.size
-        if request.x.shape != (size,) or not request.x.is_floating_point():
-            return f"the point must be {size} finite floating-point numbers"
+        points = request.points
+        if points.ndim != 2 or not len(points) or points.shape[1] != size or not points.is_floating_point():
+            return f"a point must be {size} finite floating-point numbers"
+        if len(points) > MAX_POINTS:
+            return f"it answers at {MAX_POINTS} points at most"
         if not 0 <= request.step < MAX_STEP or request.batch_size < 1 or not -(2**63) <= request.seed < 2**64:
             return "step, seed and batch size must be whole numbers"
         if request.buffers:
             ours = dict(self.passes.model.named_buffers())
-            if any(name not in ours or ours[name].shape != b.shape for name, b in request.buffers.items()):
-                return "its model has other buffers"
+            for name, rows in request.buffers.items():
+                if name not in ours or rows.shape not in [(n, *ours[name].shape) for n in (1, len(points))]:
+                    return "its model has other buffers"
         if request.frozen is not None and request.frozen != self.frozen:
             return "its model has other frozen parameters"
         return None
@@ -196,15 +209,19 @@ class Peer:
             return f"it gives no gradient of fewer than {self.caps.examples} examples"
         if not self.is_willing():
             return f"it has given all the gradients it gives, {self.caps.gradients}"
+        left, asked = self.left, len(request.points)
+        if left is not None and left < asked:
+            return f"it has {left} gradients left to give, and was asked for {asked}"
         return None
 
-    def _gradient(self, request: Request, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _gradient(self, request: Request, place: int, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the gradient at the point in this place."""
         buffers = self.passes.buffers() if self.support.moves_buffers or request.buffers else {}
-        for name, buffer in request.buffers.items():
-            buffers[name].copy_(buffer)
-        seed, name, device = self._seed(request), self.user.name, request.x.device
-        with seeded(seed, name, request.step, device) if self.support.random else nullcontext():
-            return self.passes.single(request.x, *batch, buffers)[0]
+        for name, rows in request.buffers.items():
+            buffers[name].copy_(rows[place if len(rows) > 1 else 0])
+        x, seed, name = request.points[place], self._seed(request), self.user.name
+        with seeded(seed, name, request.step, x.device) if self.support.random else nullcontext():
+            return self.passes.single(x, *batch, buffers)[0]
 
     def _seed(self, request: Request) -> int:
         """Return what transforms, dropout and streams draw from: with caps it is not for user 0 to choose."""
@@ -220,7 +237,7 @@ class Peer:
         stream = BatchStream(random_key(seed, self.user.name), len(self.user), size)
         if self._table is None or self._table[0] != stream:  # indices are drawn for several steps at a time
             self._table = stream, IndexTable([stream])
-        return self.user.take(self._table[1].row(step, request.x.device), seed=seed, step=step)
+        return self.user.take(self._table[1].row(step, request.points.device), seed=seed, step=step)
 
     def _note(self, caller: str, step: object, **what: Any) -> None:
         self.ledger.note(caller=caller, step=repr(step), **what)

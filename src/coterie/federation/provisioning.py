@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie.engines.peer import MAX_POINTS
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import CONTROLLER, EXECUTOR, LEAD_CLASS, SITE_CLASS
 
@@ -63,7 +64,7 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
     """Write `project.yml`, make the certificates, and lay out `server`, `lead` and `sites/NAME`.
 
     `authority` in the folder holds the key that all certificates are signed with. The size is how many numbers the
-    model has: a message far larger is refused before it is held in memory.
+    model has: a message far larger than one of `MAX_POINTS` points is refused before it is held in memory.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "project.yml").exists():
@@ -77,8 +78,8 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
     shutil.move(kits / LEAD, folder / "lead")
     for site in consortium.sites:
         shutil.move(kits / site, folder / "sites" / site)
-        _pin(folder / "sites" / site, (EXECUTOR, SITE_CLASS), MAX_EXTRA_BYTES + 16 * size)
-    _pin(folder / "server", (CONTROLLER, LEAD_CLASS), MAX_EXTRA_BYTES + 16 * size)
+        _pin(folder / "sites" / site, (EXECUTOR, SITE_CLASS), MAX_EXTRA_BYTES + 16 * MAX_POINTS * size)
+    _pin(folder / "server", (CONTROLLER, LEAD_CLASS), MAX_EXTRA_BYTES + 16 * MAX_POINTS * size)
     _keep_jobs_here(folder / "server")
     authority.chmod(0o700)
 

@@ -40,8 +40,8 @@ class Site:
         return {"willing": _by_user_0() and self.peer is not None and self.peer.is_willing()}
 
     @publish
-    def gradient(self, request: Any) -> dict[str, Any]:
-        """Return the gradient asked for, or why there is none; see `Peer.answer`."""
+    def gradients(self, request: Any) -> dict[str, Any]:
+        """Return the gradients asked for, or why there are none; see `Peer.answer`."""
         if not _by_user_0():  # another site would learn about these rows, and use up the caps
             logger.warning("refused %.100r, who is not user 0", str(collab.caller))
             return {"refused": "it answers user 0 only"}

@@ -48,7 +48,7 @@ class Sites(LocalSites):
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
         self.asked.append((method, tuple(names)))
         answers: Mapping[str, Any] = super().ask(names, method, timeout, **arguments).wait()
-        if method == "gradient":
+        if method == "gradients":
             answers = {
                 name: self.change(name, arguments["request"]["step"], answer) for name, answer in answers.items()
             }
@@ -89,16 +89,16 @@ def answers(value: Any) -> Callable[[str, int, Any], Any]:
         (answers(np.zeros(12)), "not a gradient"),
         (answers({}), "not a gradient"),
         (answers({"refused": "no"}), "refused: no"),
-        (spoiled(gradient=[0.0] * 12), "not a gradient"),
-        (spoiled(gradient=np.full(12, math.nan)), "not finite"),
-        (spoiled(gradient=np.full(12, -math.inf, np.float32)), "not finite"),
-        (spoiled(gradient=np.zeros(11)), "shape (11,) instead of (12,)"),
-        (spoiled(gradient=np.zeros((12, 1))), "shape (12, 1) instead of (12,)"),
-        (spoiled(gradient=np.zeros(12, np.int64)), "not of floating-point numbers"),
-        (spoiled(gradient=np.zeros(12, np.complex128)), "not of floating-point numbers"),
-        (spoiled(gradient=np.array([None] * 12)), "not of floating-point numbers"),
+        (spoiled(gradients=[[0.0] * 12]), "not a gradient"),
+        (spoiled(gradients=np.full((1, 12), math.nan)), "not finite"),
+        (spoiled(gradients=np.full((1, 12), -math.inf, np.float32)), "not finite"),
+        (spoiled(gradients=np.zeros((1, 11))), "shape (1, 11) instead of (1, 12)"),
+        (spoiled(gradients=np.zeros(12)), "shape (12,) instead of (1, 12)"),
+        (spoiled(gradients=np.zeros((1, 12), np.int64)), "not of floating-point numbers"),
+        (spoiled(gradients=np.zeros((1, 12), np.complex128)), "not of floating-point numbers"),
+        (spoiled(gradients=np.array([[None] * 12])), "not of floating-point numbers"),
         (
-            spoiled(gradient=np.broadcast_to(np.float64(0), 2**27)),
+            spoiled(gradients=np.broadcast_to(np.float64(0), 2**27)),
             "too large",
         ),  # a gigabyte, if it were written out
         (spoiled(step=-1), "of another step"),

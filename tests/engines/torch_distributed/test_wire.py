@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from coterie.engines.engine import Question
 from coterie.engines.torch_distributed.group import in_short
 from coterie.engines.torch_distributed.request import Ask, PackedRequest, laid_out
 from coterie.engines.torch_distributed.wire import relative_error
@@ -11,12 +12,21 @@ CPU = torch.device("cpu")
 
 
 def test_a_request_arrives_as_it_was_packed() -> None:
-    sent, received = (PackedRequest(2, torch.zeros(3), {}, CPU) for _ in range(2))
-    sent.fill(Ask.SUM, 7, [0.25, 0.75], torch.ones(3), {})
-    assert received.bytes.copy_(sent.bytes).numel() == 140
-    assert received.read() == (Ask.SUM, 7)
-    assert received.weights.tolist() == [0.25, 0.75]
-    assert received.x.tolist() == [1, 1, 1]
+    buffers = {"count": torch.tensor(0), "mean": torch.zeros(2, dtype=torch.float64)}
+    sent, received = (PackedRequest(2, 3, torch.zeros(3), buffers, CPU) for _ in range(2))
+    weights, points = torch.arange(6.0).view(3, 2), torch.arange(9.0).view(3, 3)
+    moved = {"count": torch.arange(3), "mean": torch.ones(3, 2, dtype=torch.float64)}
+    sent.fill(Ask.SUM, Question(points, 7, weights, sketched=2, buffers=moved))
+    received.bytes.copy_(sent.bytes)
+    assert received.read() == (Ask.SUM, 7, 2)
+    assert received.weights.tolist() == weights.tolist()
+    assert torch.equal(received.points, points)
+    assert received.buffers["count"].tolist() == [0, 1, 2]
+    assert received.buffers["mean"].tolist() == [[1.0, 1.0]] * 3
+
+
+def test_a_request_of_one_point_is_not_longer_than_its_parts() -> None:
+    assert PackedRequest(2, 1, torch.zeros(3), {}, CPU).bytes.numel() == 2 * 64 + 3 * 4
 
 
 def test_parts_begin_at_multiples_of_64_bytes() -> None:

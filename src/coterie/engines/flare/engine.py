@@ -1,20 +1,23 @@
 """Between organisations: peers are sites that NVFLARE reaches, each with its own data, over mutual TLS."""
 
 import logging
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from coterie.engines.engine import Capabilities
+from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.flare.messages import pack_request, read_reply
 from coterie.engines.flare.sites import Replies, Sites
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.peer import Request, frozen_digest
 from coterie.errors import KnobError
-from coterie.gradients.gradients import Gradients, receive
+from coterie.gradients.gradients import Gradients, is_finite
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User, check_names
 
@@ -72,7 +75,7 @@ class Flare:
         self._mine = self._traffic[me.name]
         self._standing = {name: _Standing(probe_every) for name in self.names}
         self._alone = False
-        self.capabilities = Capabilities(batch_size=batch_size)
+        self.capabilities = Capabilities(batch_size=batch_size, many_points=True)
         self._frozen = frozen_digest(model)
 
     @property
@@ -82,32 +85,37 @@ class Flare:
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
-        self._take_back(step, weights)
-        dropped = self.dropped
-        # One that missed this step at another point is not waited for at this one.
-        silent = [name for name in weights if self._standing[name].silent_at == step and name not in dropped]
-        asked = [name for name in weights if name not in dropped and name not in silent]
-        replies = self._ask(asked, x, step) if asked else None
+        given = torch.tensor([[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64)
+        answers = self.ask(Question(x[None], step, given, rows=True)) if weights else None
         began = time.perf_counter()
         mine = self.own.gradients(x, step, {})
-        computed = time.perf_counter()
-        answers = self._read(replies.wait() if replies else {}, asked, step, mine.own)
-        self._mine.seconds_computing += computed - began
-        self._mine.seconds_waiting += time.perf_counter() - computed
-        if not weights:
+        self._mine.seconds_computing += time.perf_counter() - began
+        if answers is None:
             return mine
-        gradients = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
-        matrix, names, left_out = receive(mine.own, gradients)
-        left_out |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
-        left_out |= {name: "not waited for" for name in weights if name in dropped}
-        left_out |= dict.fromkeys(silent, "no answer")
-        if len(names) < self.minimum:
-            left_out |= dict.fromkeys(names, f"fewer than {self.minimum} peers answered")
-            matrix, names = matrix[:0], ()
-        if self._alone == bool(names):
-            self._alone = not names
-            logger.warning("step %d: %s", step, "no longer alone" if names else "going on alone")
-        return mine.with_peers(matrix, names, weights, left_out, rows=rows)
+        found = answers()
+        matrix = mine.own.new_empty(0) if found.rows is None else found.rows[0]
+        there = matrix.isfinite().all(1).tolist()
+        kept = {name: row for name, row, yes in zip(self.names, matrix, there, strict=True) if yes}
+        names = tuple(name for name in weights if name in kept)
+        matrix = torch.stack([kept[name] for name in names]) if names else matrix[:0]
+        return mine.with_peers(matrix, names, weights, found.left_out, rows=rows)
+
+    def ask(self, question: Question) -> Callable[[], Answers]:
+        """Ask each site at those points where it has a weight, in one exchange; see `AsksAtPoints.ask`."""
+        step, wanted_by = question.step, (~question.weights.isnan()).T.cpu()
+        asked = {name: wanted for name, wanted in zip(self.names, wanted_by, strict=True) if wanted.any()}
+        self._take_back(step, asked)
+        dropped = self.dropped
+        # One that missed this step at another point is not waited for at this one.
+        silent = [name for name in asked if self._standing[name].silent_at == step and name not in dropped]
+        left_out = dict.fromkeys(silent, "no answer")
+        left_out |= {name: "not waited for" for name in asked if name in dropped}
+        alike: dict[tuple[bool, ...], list[str]] = {}
+        for name, wanted in asked.items():
+            if name not in left_out:
+                alike.setdefault(tuple(wanted.tolist()), []).append(name)
+        waiting = [(names, self._send(names, question, list(wanted))) for wanted, names in alike.items()]
+        return partial(self._answers, question, asked, waiting, left_out)
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
@@ -122,33 +130,75 @@ class Flare:
     def close(self) -> None:
         """Do nothing: the sites are let go where the job ends."""
 
-    def _ask(self, names: Sequence[str], x: Tensor, step: int) -> Replies:
-        buffers = dict(self.own.passes.model.named_buffers())
-        request = Request(x, step, self.seed, self.batch_size, buffers, self._frozen)
-        message = pack_request(request)  # a copy: a late site may still be sent to when x has moved on
-        size = message["x"].nbytes + sum(buffer.nbytes for buffer in message["buffers"].values())
+    def _send(self, names: Sequence[str], question: Question, wanted: list[bool]) -> Replies:
+        """Send a question to sites that are asked at the same points."""
+        model = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
+        buffers = model | {name: rows[wanted] for name, rows in question.buffers.items()}
+        points = question.points.detach()[wanted]
+        request = Request(points, question.step, self.seed, self.batch_size, buffers, self._frozen)
+        message = pack_request(request)  # a copy: a late site may still be sent to when the points have moved on
+        size = message["points"].nbytes + sum(buffer.nbytes for buffer in message["buffers"].values())
         self._mine.bytes_sent += size * len(names)
         for name in names:
             self._traffic[name].bytes_received += size
-        return self.sites.ask(names, "gradient", self.timeout, request=message)
+        return self.sites.ask(names, "gradients", self.timeout, request=message)
 
-    def _read(
-        self, replies: Mapping[str, Any], asked: Sequence[str], step: int, own: Tensor
-    ) -> dict[str, Tensor | str | None]:
-        """Return for each site asked its gradient, what is wrong with its reply, or None where there is none."""
-        read = {}
-        for name in asked:
-            reply = replies.get(name)
-            gradient = read[name] = read_reply(name, reply, step, own)
-            if gradient is None or (isinstance(gradient, str) and gradient.startswith("refused")):
-                self._miss(name, step)
-            else:
-                self._standing[name] = _Standing(self.probe_every)
-            if isinstance(gradient, Tensor) and isinstance(reply, dict):
-                self._mine.bytes_received += gradient.nbytes
-                self._traffic[name].bytes_sent += gradient.nbytes
-                self._traffic[name].seconds_computing += _seconds(reply.get("seconds"), self.timeout)
-        return read
+    def _answers(
+        self,
+        question: Question,
+        asked: Mapping[str, Tensor],
+        waiting: Sequence[tuple[Sequence[str], Replies]],
+        left_out: dict[str, str],
+    ) -> Answers:
+        """Wait for the sites, and return what can be used of their answers."""
+        points, began = question.points, time.perf_counter()
+        rows = points.new_full((len(points), len(self.names), points.shape[1]), math.nan)
+        for names, sent in waiting:
+            replies = sent.wait()
+            for name in names:
+                wanted = asked[name].to(points.device)
+                answer = self._read(name, replies.get(name), question.step, points[wanted])
+                if isinstance(answer, str):
+                    left_out[name] = answer
+                    continue
+                rows[wanted, self.names.index(name)] = answer
+                if not is_finite(answer):
+                    left_out[name] = "not finite"
+        self._mine.seconds_waiting += time.perf_counter() - began
+        usable = rows.isfinite().all(2)
+        self._check_minimum(question, usable, asked, left_out)
+        weights = question.weights.to(points).masked_fill(~usable, 0.0)
+        if question.rows:
+            return Answers(None, weights.sum(1), left_out, rows.masked_fill(~usable[:, :, None], math.nan))
+        rows = rows.masked_fill(~usable[:, :, None], 0.0)
+        return Answers(torch.bmm(weights[:, None], rows).squeeze(1), weights.sum(1), left_out)
+
+    def _check_minimum(
+        self, question: Question, usable: Tensor, asked: Mapping[str, Tensor], left_out: dict[str, str]
+    ) -> None:
+        """Use nobody's gradient at a point where fewer than `minimum` answered, and tell when a step is alone."""
+        few = (usable.sum(1) < self.minimum).cpu()
+        for name, wanted in asked.items():
+            if name not in left_out and bool((few & wanted).any()):
+                left_out[name] = f"fewer than {self.minimum} peers answered"
+        usable[few.to(usable.device)] = False
+        if self._alone == bool(usable.any()):
+            self._alone = not self._alone
+            said = "going on alone" if self._alone else "no longer alone"
+            logger.warning("step %d: %s", question.step, said)
+
+    def _read(self, name: str, reply: Any, step: int, points: Tensor) -> Tensor | str:
+        """Return a site's gradients, or why there are none."""
+        answer = read_reply(name, reply, step, points)
+        if answer is None or (isinstance(answer, str) and answer.startswith("refused")):
+            self._miss(name, step)
+        else:
+            self._standing[name] = _Standing(self.probe_every)
+        if isinstance(answer, Tensor):
+            self._mine.bytes_received += reply["gradients"].nbytes
+            self._traffic[name].bytes_sent += reply["gradients"].nbytes
+            self._traffic[name].seconds_computing += _seconds(reply.get("seconds"), self.timeout)
+        return "no answer" if answer is None else answer
 
     def _miss(self, name: str, step: int) -> None:
         site = self._standing[name]

@@ -12,13 +12,13 @@ from torch import Tensor
 from coterie.engines.peer import Peer, Request, to_array
 
 MAX_EXTRA_BYTES = 4096
-"""How many bytes a message may have beside the gradient."""
+"""How many bytes a message may have beside the gradients."""
 
 
 def pack_request(request: Request) -> dict[str, Any]:
     """Return a request as a message."""
     buffers = {name: to_array(buffer) for name, buffer in request.buffers.items()}
-    return vars(request) | {"x": to_array(request.x), "buffers": buffers}
+    return vars(request) | {"points": to_array(request.points), "buffers": buffers}
 
 
 def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
@@ -34,42 +34,43 @@ def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
         reply = peer.answer(read, caller)
     except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
         return {"refused": f"it failed with {type(error).__name__}"}
-    if reply.gradient is None:
+    if reply.gradients is None:
         return {"refused": reply.refused}
-    return {"gradient": to_array(reply.gradient), "site": peer.user.name, "step": step, "seconds": reply.seconds}
+    return {"gradients": to_array(reply.gradients), "site": peer.user.name, "step": step, "seconds": reply.seconds}
 
 
-def read_reply(name: str, reply: Any, step: int, own: Tensor) -> Tensor | str | None:
-    """Return the gradient in a reply, None where there is no reply, or what is wrong with it.
+def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str | None:
+    """Return the gradients in a reply, like `points`, None where there is no reply, or what is wrong with it.
 
-    Its shape and whether it is finite are left to `gradients.receive`.
+    They may not be finite.
     """
     if reply is None:
         return None
     fields = reply if isinstance(reply, dict) else {}
-    gradient, refused = fields.get("gradient"), fields.get("refused")
+    gradients, refused = fields.get("gradients"), fields.get("refused")
     if isinstance(refused, str):
         return "refused: " + refused[:100]
-    if not isinstance(gradient, np.ndarray):
+    if not isinstance(gradients, np.ndarray):
         return "not a gradient"
     of_step = fields.get("step")
     wrong = {
         "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
         "of another step": not isinstance(of_step, int) or of_step != step,
-        "too large": gradient.nbytes > own.numel() * 8 + MAX_EXTRA_BYTES,
-        "not of floating-point numbers": gradient.dtype not in (np.float16, np.float32, np.float64),
+        "too large": gradients.nbytes > points.numel() * 8 + MAX_EXTRA_BYTES,
+        "not of floating-point numbers": gradients.dtype not in (np.float16, np.float32, np.float64),
+        f"shape {gradients.shape} instead of {tuple(points.shape)}": gradients.shape != tuple(points.shape),
     }
     reasons = [reason for reason, is_so in wrong.items() if is_so]
-    return reasons[0] if reasons else torch.from_numpy(np.array(gradient))
+    return reasons[0] if reasons else torch.from_numpy(np.array(gradients)).to(points)
 
 
 def _read_request(peer: Peer, message: Any) -> Request | str:
     """Return the request in a message, for this peer's model, or what is wrong with it."""
     if not isinstance(message, dict):
         return "a request must have fields"
-    x, parameters = message.get("x"), peer.passes.parameters
-    if not isinstance(x, np.ndarray) or x.dtype.kind != "f" or not np.isfinite(x).all():
-        return f"the point must be {parameters.size} finite floating-point numbers"
+    points, parameters = message.get("points"), peer.passes.parameters
+    if not isinstance(points, np.ndarray) or points.dtype.kind != "f" or not np.isfinite(points).all():
+        return f"a point must be {parameters.size} finite floating-point numbers"
     numbers: dict[str, Any] = {name: message.get(name) for name in ("step", "seed", "batch_size")}
     buffers, frozen = message.get("buffers", {}), message.get("frozen")
     if not all(isinstance(number, int) for number in numbers.values()):
@@ -77,7 +78,7 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     if not isinstance(buffers, dict) or not all(isinstance(b, np.ndarray) for b in buffers.values()):
         return "buffers must be arrays by name"
     return Request(
-        torch.from_numpy(np.array(x)).to(parameters.device, parameters.dtype),
+        torch.from_numpy(np.array(points)).to(parameters.device, parameters.dtype),
         **numbers,
         buffers={name: torch.from_numpy(np.array(buffer)) for name, buffer in buffers.items()},
         frozen=None if frozen is None else str(frozen),

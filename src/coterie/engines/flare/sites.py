@@ -24,8 +24,8 @@ class Sites(Protocol):
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
         """Send a message to sites and return at once; a site has so many seconds to answer.
 
-        `method` is "gradient", with the argument `request` of plain data and arrays; or "ready", which asks whether
-        there is a gradient to give.
+        `method` is "gradients", with the argument `request` of plain data and arrays; or "ready", which asks
+        whether there is a gradient to give.
         """
 
 

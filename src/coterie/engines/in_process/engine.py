@@ -254,7 +254,7 @@ class InProcess:
         """Return one peer's gradient at x, as it would answer in a process of its own."""
         if name not in self._peers:
             self._peers[name] = self.peer(name)
-        reply = self._peers[name].answer(Request(x, step, self.seed, self.sampler.batch_size))
-        if reply.gradient is None:
+        reply = self._peers[name].answer(Request(x[None], step, self.seed, self.sampler.batch_size))
+        if reply.gradients is None:
             raise KnobError(f"{name!r} gives no gradient: {reply.refused}")
-        return reply.gradient
+        return reply.gradients[0]

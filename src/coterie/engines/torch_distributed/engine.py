@@ -6,20 +6,25 @@ For a trusted network only: nothing is encrypted, and whoever reaches the port c
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from coterie.engines.engine import Capabilities
+from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.sketch import sketch_size
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
+from coterie.engines.torch_distributed.reading import Reading
 from coterie.engines.torch_distributed.request import Ask
-from coterie.engines.torch_distributed.wire import Compress, Notes, Outcome, Wire, relative_error
+from coterie.engines.torch_distributed.wire import Compress, Notes, Wire, relative_error
 from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost
-from coterie.gradients.gradients import Gradients, add_up, complete, is_finite, receive
+from coterie.gradients.gradients import Gradients
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User, check_names
 
@@ -75,6 +80,7 @@ class TorchDistributed:
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
         self.capabilities = self._capabilities()
+        self._reading = Reading(self.wire, self.names, compress)
         self._traffic = {name: Traffic() for name in (self.me, *self.names)}
         self._life = contextlib.ExitStack()
         self._told_to_end = self._life.enter_context(noting_sigterm())
@@ -88,33 +94,76 @@ class TorchDistributed:
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
-        if self._told_to_end.is_set():
-            raise self._lost("this process was told to end")
         if not weights:
+            self._check_told_to_end()
             self._stay_in_touch()
             return self.own.gradients(x, step, {})
-        before, began = self.own.passes.buffers() if self.wire.request.buffers else {}, time.perf_counter()
-        ask, self._whole = Ask.ROWS if rows or self.gather else Ask.SUM, False
-        asked = [weights.get(name, math.nan) for name in self.names]
-        self.wire.request.fill(ask, step, asked, x, dict(self.own.passes.model.named_buffers()))
-        try:
-            sending = self.wire.send_request()
-            collecting, answers = self.wire.collect(ask)
-        except RuntimeError as error:
-            raise self._lost(str(error)) from error
+        before, began = self.own.passes.buffers() if self.wire.moving else {}, time.perf_counter()
+        asked = torch.tensor([[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64)
+        buffers = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
+        ask = Ask.ROWS if rows or self.gather else Ask.SUM
+        exchange = self._begin(ask, Question(x.detach()[None], step, asked, buffers=buffers))
         g, computed = self.own.gradients(x, step, {}), time.perf_counter()
         try:
-            sending.wait()
-            collecting.wait()
-        except RuntimeError as error:
-            del sending, collecting  # they would keep the connections open
+            answers, _, notes = self._end(exchange, (computed - began, computed))
+        except PeerLost:
             for name, buffer in before.items():  # the step is not taken, and so moves nothing
                 self.own.passes.model.get_buffer(name).copy_(buffer)
+            raise
+        return self._reading.with_peers(g, answers, weights, notes, rows=rows)
+
+    def ask(self, question: Question) -> Callable[[], Answers]:
+        """Ask the peers at several points in one exchange; see `AsksAtPoints.ask`."""
+        exchange = self._begin(Ask.ROWS if question.rows or self.gather else Ask.SUM, question)
+        return partial(self._answers, exchange)
+
+    def _begin(self, ask: Ask, question: Question) -> "_Exchange":
+        """Begin to send a question and to collect the answers."""
+        self._check_told_to_end()
+        wire, self._whole = self.wire, False
+        try:
+            if len(question.points) != wire.n_points:
+                wire.request.ask(Ask.POINTS, len(question.points))
+                wire.send_request().wait()
+                wire.take_points(len(question.points))
+            sketched = question.sketched
+            wire.request.fill(ask, question)
+            works = [wire.send_request()]
+            collecting, answers = wire.collect(ask)
+            works.append(collecting)
+            sketches = None
+            if sketched and self.capabilities.sketch:
+                collecting, sketches = wire.collect_sketches(sketched, self.capabilities.sketch)
+                works.append(collecting)
+        except RuntimeError as error:
+            raise self._lost(str(error)) from error
+        return _Exchange(ask, question, works, answers, sketches)
+
+    def _end(
+        self, exchange: "_Exchange", seconds: tuple[float, float]
+    ) -> tuple[Tensor, Tensor | None, dict[str, Notes]]:
+        """Wait for the answers, and return them with the sketches, if any, and the peers' notes.
+
+        `seconds`: how long user 0 has computed meanwhile, and when it began to wait.
+        """
+        try:
+            while exchange.works:
+                exchange.works[0].wait()
+                exchange.works.pop(0)
+        except RuntimeError as error:
+            exchange.works.clear()  # they would keep the connections open
             raise self._lost(str(error)) from error
         self._whole, self._last = True, time.monotonic()
-        answers = answers.to(x.device)
-        notes = self._count(ask, x, answers, (computed - began, time.perf_counter() - computed))
-        return self._with_peers(g, answers, weights, notes, rows=rows)
+        device = exchange.question.points.device
+        answers = exchange.answers.to(device)
+        sketches = None if exchange.sketches is None else exchange.sketches.to(device)
+        notes = self._count(exchange, answers, (seconds[0], time.perf_counter() - seconds[1]))
+        return answers, sketches, notes
+
+    def _answers(self, exchange: "_Exchange") -> Answers:
+        """Wait for the peers, and return what they answered at several points."""
+        answers, sketches, notes = self._end(exchange, (0.0, time.perf_counter()))
+        return self._reading.at_points(exchange.question, exchange.ask, answers, sketches, notes)
 
     def describe(self) -> dict[str, Any]:
         """Return how gradients travel, and who the peers are."""
@@ -156,7 +205,9 @@ class TorchDistributed:
         except CoterieError as error:
             self.group.leave_note("go", {"refused": str(error)})
             raise
-        self.group.leave_note("go", {"refused": None})
+        rows = not any(hello["sums_only"] for hello in hellos)
+        self.sketch = None if self.gather else sketch_size(self.wire.size, rows=rows)
+        self.group.leave_note("go", {"refused": None, "sketch": self.sketch})
         return hellos
 
     def _capabilities(self) -> Capabilities:
@@ -168,6 +219,8 @@ class TorchDistributed:
             examples={**own.examples, **counts},
             batch_size=own.batch_size,
             batch_dependent=own.batch_dependent,
+            many_points=True,
+            sketch=self.sketch,
         )
 
     def _stay_in_touch(self) -> None:
@@ -180,38 +233,23 @@ class TorchDistributed:
             except RuntimeError as error:
                 raise self._lost(str(error)) from error
 
-    def _count(self, ask: Ask, x: Tensor, answers: Tensor, seconds: tuple[float, float]) -> dict[str, Notes]:
+    def _count(self, exchange: "_Exchange", answers: Tensor, seconds: tuple[float, float]) -> dict[str, Notes]:
         """Add up what travelled, and return the peers' notes."""
         down, up = self.wire.request.bytes.numel(), answers.element_size() * answers.shape[-1]
-        notes = dict(zip(self.names, self.wire.notes(ask, answers), strict=True))
-        received = up if ask is Ask.SUM else up * len(notes)
-        rounding = relative_error(x.detach(), self.wire.request.x)
+        notes = dict(zip(self.names, self.wire.notes(exchange.ask, answers), strict=True))
+        received = up if exchange.ask is Ask.SUM else up * len(notes)
+        if exchange.sketches is not None:
+            shown = exchange.sketches[0].nbytes
+            up, received = up + shown, received + shown * len(notes)
+        rounding = relative_error(exchange.question.points, self.wire.request.points)
         self._traffic[self.me] += Traffic(down, received, seconds[1], seconds[0], rounding)
         for name, note in notes.items():
             self._traffic[name] += Traffic(up, down, note.waiting, note.computing, note.rounding)
         return notes
 
-    def _with_peers(
-        self, g: Gradients, answers: Tensor, weights: Mapping[str, float], notes: Mapping[str, Notes], *, rows: bool
-    ) -> Gradients:
-        """Return user 0's gradient together with what the peers sent."""
-        own = g.own
-        not_finite = "not finite" if self.compress is None else f"not finite in {self.compress}"
-        reasons = {Outcome.NOTHING: not_finite, Outcome.REFUSED: "refused"}
-        kept = tuple(name for name in weights if notes[name].outcome is Outcome.GRADIENT)
-        left_out = {name: reasons[notes[name].outcome] for name in weights if name not in kept}
-        if answers.ndim == 1:  # the sum alone
-            total = answers[: self.wire.size].to(own.dtype)
-            if not is_finite(total):
-                left_out, kept = dict.fromkeys(weights, "the sum is not finite"), ()
-            peers, share = complete(own, total, sum(weights[name] for name in kept))
-            return replace(g, peers=peers, answered=share, left_out=left_out)
-        gradients = ((name, answers[1 + self.names.index(name), : self.wire.size].to(own.dtype)) for name in kept)
-        if not rows:
-            peers, share, also = add_up(own, gradients, weights)
-            return replace(g, peers=peers, answered=share, left_out=left_out | also)
-        matrix, kept, also = receive(own, dict(gradients))
-        return g.with_peers(matrix, kept, weights, left_out | also, rows=rows)
+    def _check_told_to_end(self) -> None:
+        if self._told_to_end.is_set():
+            raise self._lost("this process was told to end")
 
     def _lost(self, cause: str) -> PeerLost:
         """Cut the connections, find out who is missing, and return the error that says so."""
@@ -223,6 +261,17 @@ class TorchDistributed:
         shown = [f"{name!r} (rank {rank}: {why or 'no sign of life'})" for name, (rank, why) in known]
         who = f"lost {', '.join(shown)}" if shown else "lost the connection, though every peer still answers"
         return PeerLost(f"{who} ({in_short(cause)})", names)
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """A question on its way."""
+
+    ask: Ask
+    question: Question
+    works: list[dist.Work]  # what has to be waited for, in order
+    answers: Tensor
+    sketches: Tensor | None
 
 
 def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: Sequence[str]) -> None:

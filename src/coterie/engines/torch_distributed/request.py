@@ -1,4 +1,4 @@
-"""User 0's message to its peers as one run of bytes: what is asked, the step, the weights, the point."""
+"""User 0's message to its peers as one run of bytes: what is asked, the step, the weights, the points."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,8 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+
+from coterie.engines.engine import Question
 
 ALIGNMENT = 64
 """Every part begins at a multiple of so many bytes, as torch's own tensors do: a pass then takes the same way."""
@@ -18,36 +20,40 @@ class Ask(IntEnum):
     NOTHING = 1
     SUM = 2
     ROWS = 3
+    POINTS = 4  # nothing yet: the next messages have as many points as stands in the place of the step
 
 
 class PackedRequest:
     """Tensors of several types that lie one after the other in one tensor of bytes, sent as one message.
 
-    There is a weight for each of `n_peers`, a point like x, and those buffers of the model that move.
+    There are points like x, at each a weight for each of `n_peers`, and those buffers of the model that move.
     """
 
-    def __init__(self, n_peers: int, x: Tensor, buffers: Mapping[str, Tensor], device: torch.device) -> None:
-        head, weights = torch.zeros(2, dtype=torch.int64), torch.zeros(n_peers, dtype=torch.float64)
-        views = laid_out([head, weights, x, *buffers.values()], device)
-        self.bytes, (self._head, self.weights, self.x, *moved) = views
+    def __init__(
+        self, n_peers: int, n_points: int, x: Tensor, buffers: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        head, weights = torch.zeros(3, dtype=torch.int64), torch.zeros(n_points, n_peers, dtype=torch.float64)
+        stacked = [tensor.expand(n_points, *tensor.shape) for tensor in (x, *buffers.values())]
+        views = laid_out([head, weights, *stacked], device)
+        self.bytes, (self._head, self.weights, self.points, *moved) = views
         self.buffers = dict(zip(buffers, moved, strict=True))
 
-    def fill(self, ask: Ask, step: int, weights: Sequence[float], x: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Write a message; NaN is the weight of a peer that is not asked."""
-        self.ask(ask, step)
-        self.weights.copy_(torch.tensor(weights, dtype=torch.float64))
-        self.x.copy_(x)
+    def fill(self, ask: Ask, question: Question) -> None:
+        """Write a message."""
+        self.ask(ask, question.step, question.sketched)
+        self.weights.copy_(question.weights)
+        self.points.copy_(question.points)
         for name, buffer in self.buffers.items():
-            buffer.copy_(buffers[name])
+            buffer.copy_(question.buffers[name])
 
-    def ask(self, ask: Ask, step: int = 0) -> None:
+    def ask(self, ask: Ask, step: int = 0, sketched: int = 0) -> None:
         """Write what is asked, and leave the rest as it was."""
-        self._head.copy_(torch.tensor([ask, step]))
+        self._head.copy_(torch.tensor([ask, step, sketched]))
 
-    def read(self) -> tuple[Ask, int]:
-        """Return what is asked and the step."""
-        ask, step = self._head.tolist()
-        return Ask(ask), step
+    def read(self) -> tuple[Ask, int, int]:
+        """Return what is asked, the step, and how many points are sketched."""
+        ask, step, sketched = self._head.tolist()
+        return Ask(ask), step, sketched
 
 
 def laid_out(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:

@@ -1,10 +1,12 @@
 """What travels between user 0 and its peers under torch.distributed, the same at both ends.
 
-User 0 broadcasts a `PackedRequest`. Each peer answers with its gradient and four notes: the outcome, the relative
-error of its compression, and the seconds spent computing and waiting. A sum has four places for every peer, and
-each peer fills its own, so that one reduce brings the sum and all the notes.
+User 0 broadcasts a `PackedRequest` of P points. Each peer answers with a gradient for each and P + 3 notes: the
+outcome at each point, the relative error of its compression, and the seconds spent computing and waiting. Sums
+have places for every peer's notes, and each peer fills its own, so that one reduce brings the sums and all the
+notes. Where sketches are asked for, they are gathered after that.
 """
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, TypeAlias
@@ -21,11 +23,11 @@ from coterie.gradients.parameters import Parameters
 
 Compress: TypeAlias = Literal["bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-N_NOTES = 4
+N_OTHER_NOTES = 3
 
 
 class Outcome(IntEnum):
-    """What became of a request: no gradient that can be used, a gradient, or a refusal."""
+    """What became of a request at a point: no gradient that can be used, a gradient, or a refusal."""
 
     NOTHING = 0
     GRADIENT = 1
@@ -36,7 +38,7 @@ class Outcome(IntEnum):
 class Notes:
     """What a peer says of its answer."""
 
-    outcome: Outcome
+    outcomes: tuple[Outcome, ...]  # at each point
     rounding: float
     computing: float
     waiting: float
@@ -58,9 +60,13 @@ class Wire:
         self.model, self.n_peers, self.size, self.dtype = model, n_peers, parameters.size, parameters.dtype
         self.sent_as = self.dtype if compress is None else DTYPES[compress]
         self.device = torch.device("cpu") if backend == "gloo" else parameters.device
-        point = torch.empty(self.size, dtype=self.sent_as)
-        buffers = dict(model.named_buffers()) if moves_buffers else {}
-        self.request = PackedRequest(n_peers, point, buffers, self.device)
+        self.moving = dict(model.named_buffers()) if moves_buffers else {}
+        self.take_points(1)
+
+    def take_points(self, n: int) -> None:
+        """Let messages have so many points from now on."""
+        self.n_points, point = n, torch.empty(self.size, dtype=self.sent_as)
+        self.request = PackedRequest(self.n_peers, n, point, self.moving, self.device)
         self._answers: dict[Ask, Tensor] = {}
 
     def send_request(self) -> dist.Work:
@@ -68,51 +74,70 @@ class Wire:
         return _begun(dist.broadcast(self.request.bytes, 0, async_op=True))
 
     def collect(self, ask: Ask, answer: Tensor | None = None) -> tuple[dist.Work, Tensor]:
-        """Begin to collect the answers: their sum, or a row for every rank, with user 0's empty.
+        """Begin to collect the answers: their sums, or a row for every rank, with user 0's empty.
 
         `answer` is this peer's; None for user 0.
         """
         if ask is Ask.SUM:
             total = self.empty_answer(ask) if answer is None else answer
             return _begun(dist.reduce(total, 0, async_op=True)), total
-        if answer is not None:
-            return _begun(dist.gather(answer, None, 0, async_op=True)), answer
-        own = self.empty_answer(ask)
-        rows = own.new_empty(self.n_peers + 1, len(own))
-        return _begun(dist.gather(own, list(rows.unbind()), 0, async_op=True)), rows
+        return self._gathered(self.empty_answer(ask) if answer is None else answer, to_me=answer is None)
+
+    def collect_sketches(self, n: int, k: int, sketches: Tensor | None = None) -> tuple[dist.Work, Tensor]:
+        """Begin to collect every peer's sketches (n, k); `sketches` are this peer's, and None for user 0."""
+        mine = torch.zeros(n * k, dtype=self.sent_as, device=self.device)
+        if sketches is not None:
+            mine.copy_(sketches.flatten())
+        return self._gathered(mine, to_me=sketches is None)
+
+    def _gathered(self, mine: Tensor, *, to_me: bool) -> tuple[dist.Work, Tensor]:
+        if not to_me:
+            return _begun(dist.gather(mine, None, 0, async_op=True)), mine
+        rows = mine.new_empty(self.n_peers + 1, len(mine))
+        return _begun(dist.gather(mine, list(rows.unbind()), 0, async_op=True)), rows
+
+    @property
+    def n_numbers(self) -> int:
+        """How many numbers the gradients at all points are."""
+        return self.n_points * self.size
 
     def empty_answer(self, ask: Ask) -> Tensor:
-        """Return an answer of zeros: a gradient that cannot be used."""
-        places = N_NOTES * (self.n_peers if ask is Ask.SUM else 1)
-        return torch.zeros(self.size + places, dtype=self.sent_as, device=self.device)
+        """Return an answer of zeros: gradients that cannot be used."""
+        places = (self.n_points + N_OTHER_NOTES) * (self.n_peers if ask is Ask.SUM else 1)
+        return torch.zeros(self.n_numbers + places, dtype=self.sent_as, device=self.device)
 
-    def answer(
-        self, ask: Ask, position: int, reply: Reply | None, weight: float, seconds: tuple[float, float]
-    ) -> Tensor:
+    def answer(self, ask: Ask, position: int, reply: Reply | None, seconds: tuple[float, float]) -> Tensor:
         """Return the answer of the peer at this position, in a tensor that the next answer overwrites.
 
-        `reply` is None where it was not asked. `seconds` are of computing and waiting. Where the sum was asked for,
-        the gradient is multiplied by the weight.
+        `reply` has a row for each point that the peer was asked at; it is None where it was asked at none.
+        `seconds` are of computing and waiting. Where sums were asked for, gradients are multiplied by weights.
         """
         if ask not in self._answers:
             self._answers[ask] = self.empty_answer(ask)
-        answer = self._answers[ask]
-        sent, notes = answer[: self.size], answer[self.size :].zero_()
-        outcome, rounding = Outcome.NOTHING if reply is None else Outcome.REFUSED, 0.0
-        if reply is not None and reply.gradient is not None:
-            rounding = self._put(reply.gradient, weight if ask is Ask.SUM else 1.0, sent)
-            outcome = Outcome(int(is_finite(sent)))
-        if outcome is not Outcome.GRADIENT:
-            sent.zero_()
-            rounding = 0.0
-        start = N_NOTES * (position if ask is Ask.SUM else 0)
-        notes[start : start + N_NOTES] = torch.tensor([float(outcome), rounding, *seconds])
+        answer, weights = self._answers[ask], self.request.weights[:, position].tolist()
+        sent, notes = answer[: self.n_numbers].view(self.n_points, -1), answer[self.n_numbers :].zero_()
+        gradients = iter(() if reply is None or reply.gradients is None else reply.gradients)
+        outcomes, rounding = [], 0.0
+        for row, weight in zip(sent, weights, strict=True):
+            gradient = None if math.isnan(weight) else next(gradients, None)
+            outcome = Outcome.NOTHING if math.isnan(weight) else Outcome.REFUSED
+            if gradient is not None:
+                error = self._put(gradient, weight if ask is Ask.SUM else 1.0, row)
+                outcome = Outcome(int(is_finite(row)))
+                rounding = max(rounding, error) if outcome is Outcome.GRADIENT else rounding
+            if outcome is not Outcome.GRADIENT:
+                row.zero_()
+            outcomes.append(float(outcome))
+        mine = [*outcomes, rounding, *seconds]
+        start = len(mine) * (position if ask is Ask.SUM else 0)
+        notes[start : start + len(mine)] = torch.tensor(mine)
         return answer
 
     def notes(self, ask: Ask, answers: Tensor) -> list[Notes]:
         """Return all peers' notes from what was collected."""
-        notes = answers[self.size :].view(-1, N_NOTES) if ask is Ask.SUM else answers[1:, self.size :]
-        return [Notes(Outcome(int(outcome)), *rest) for outcome, *rest in notes.tolist()]
+        n, each = self.n_points, self.n_points + N_OTHER_NOTES
+        notes = answers[self.n_numbers :].view(-1, each) if ask is Ask.SUM else answers[1:, self.n_numbers :]
+        return [Notes(tuple(Outcome(int(o)) for o in note[:n]), *note[n:]) for note in notes.tolist()]
 
     def _put(self, gradient: Tensor, weight: float, sent: Tensor) -> float:
         """Write a weighted gradient into a message, and return the relative error of that."""

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.peer import Caps, Request
+from coterie.engines.peer import MAX_POINTS, Caps, Reply, Request
+from coterie.engines.sketch import Sketch, sketch_key
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Wire
@@ -89,9 +91,7 @@ class _Worker:
         self.wire = Wire(model, group.size - 1, run["compress"], run["moves_buffers"], run["backend"])
         group.connect(run["backend"])
         self._over(self.wire.share_constants)
-        point, parameters = self.wire.request.x, self.peer.passes.parameters
-        same = (point.dtype, point.device) == (parameters.dtype, parameters.device)
-        self.x = parameters.share(point if same else None)
+        self._take_points(1)
         self.answered, self.since = 0, time.perf_counter()
 
     def answer(self, told_to_end: bool) -> bool:
@@ -101,23 +101,56 @@ class _Worker:
         self._over(lambda: self.wire.send_request().wait())
         began = time.perf_counter()
         packed = self.wire.request
-        ask, step = packed.read()
+        ask, step, sketched = packed.read()
         if ask in (Ask.END, Ask.NOTHING):
             return ask is Ask.NOTHING
+        if ask is Ask.POINTS:
+            self._take_points(step)
+            return True
         if ask is Ask.ROWS and self.sums_only:
             raise PeerLost("asked for a gradient on its own, but gives sums only")
-        weight, reply = float(packed.weights[self.position]), None
-        if not math.isnan(weight):
-            if self.x is not packed.x:
-                self.x.copy_(packed.x)
-            request = Request(self.x, step, self.run["seed"], self.run["batch_size"], packed.buffers)
-            reply = self.peer.answer(request)
-            self.answered += reply.gradient is not None
+        asked, reply = ~packed.weights[:, self.position].isnan(), None
+        if asked.any():
+            reply = self.peer.answer(self._request(step, asked))
+            self.answered += 0 if reply.gradients is None else len(reply.gradients)
         ended = time.perf_counter()
-        sent = self.wire.answer(ask, self.position, reply, weight, (ended - began, began - self.since))
+        sent = self.wire.answer(ask, self.position, reply, (ended - began, began - self.since))
         self._over(lambda: self.wire.collect(ask, sent)[0].wait())  # noqa: PLW0108  # to begin may fail too
+        if sketched:
+            self._sketch(step, sketched, asked, reply)
         self.since = ended
         return True
+
+    def _take_points(self, n: int) -> None:
+        """Let messages have so many points; where it is one, the model's parameters lie in the message itself."""
+        if not 1 <= n <= MAX_POINTS:
+            raise PeerLost(f"asked at {n} points; it answers at {MAX_POINTS} at most")
+        self.wire.take_points(n)
+        points, parameters = self.wire.request.points, self.peer.passes.parameters
+        self.same = (points.dtype, points.device) == (parameters.dtype, parameters.device)
+        self.x = parameters.share(points[0] if self.same and n == 1 else None)
+
+    def _request(self, step: int, asked: Tensor) -> Request:
+        """Return what is asked of this peer."""
+        packed = self.wire.request
+        if len(asked) == 1:
+            if not self.same:
+                self.x.copy_(packed.points[0])
+            points, buffers = self.x[None], packed.buffers
+        else:
+            points = packed.points[asked].to(self.x)
+            buffers = {name: rows[asked] for name, rows in packed.buffers.items()}
+        return Request(points, step, self.run["seed"], self.run["batch_size"], buffers)
+
+    def _sketch(self, step: int, n: int, asked: Tensor, reply: Reply | None) -> None:
+        """Send sketches of the gradients at the first so many points; not numbers where there are none."""
+        k = self.sketch
+        sketches = torch.full((n, k), math.nan, dtype=self.x.dtype, device=self.x.device)
+        if reply is not None and reply.gradients is not None:
+            there = asked.nonzero().flatten() < n
+            made = Sketch(self.wire.size, k, sketch_key(self.run["seed"], step))(reply.gradients[there])
+            sketches[asked[:n].to(self.x.device)] = made
+        self._over(lambda: self.wire.collect_sketches(n, k, sketches)[0].wait())  # noqa: PLW0108  # as above
 
     def _introduced(self, model: nn.Module, loss: Loss, user: User) -> InProcess:
         """Introduce this user, and return its engine once the model fits and user 0 has agreed."""
@@ -131,8 +164,12 @@ class _Worker:
             self.group.leave_note(key, hello | {"refused": str(error)})
             raise
         self.group.leave_note(key, hello | {"refused": None})
-        if refused := self.group.read_note("go", "user 0")["refused"]:
-            raise PeerLost(f"user 0 began no run: {refused}")
+        go = self.group.read_note("go", "user 0")
+        if go["refused"]:
+            raise PeerLost(f"user 0 began no run: {go['refused']}")
+        self.sketch: int = go["sketch"] or 0
+        if self.sums_only and self.sketch > max(1, parameters.size // 2):
+            raise PeerLost(f"asked for sketches of {self.sketch} numbers, but gives sums only")
         return engine
 
     def _over(self, message: Any) -> None:

@@ -1,0 +1,57 @@
+"""Sketches: a few numbers of a gradient that keep norms and inner products, by a projection that all draw alike."""
+
+import torch
+from torch import Tensor
+
+from coterie.users.sampling import random_key
+
+SKETCH = 1024
+"""How many numbers a sketch has: twice as many made the weights hardly better."""
+
+
+def sketch_size(d: int, *, rows: bool) -> int | None:
+    """Return how many numbers a peer shows of a gradient of d; None where it shows it all.
+
+    Peers that give rows show a gradient that is no longer than a sketch. Those that give sums only show at most
+    half as many numbers as the gradient has, so that no sketch determines it.
+    """
+    if rows:
+        return SKETCH if d > SKETCH else None
+    return max(1, min(SKETCH, d // 2))
+
+
+def sketch_key(seed: int, step: int) -> int:
+    """Return what the projection of a step is drawn from."""
+    return random_key(seed, f"sketch/{step}")
+
+
+class Sketch:
+    """A count sketch: every coordinate, with a random sign, is added to a random one of k numbers.
+
+        s_b = Σ_{i in b} ±g_i,   E⟨s, s'⟩ = ⟨g, g'⟩,   relative error about √(2/k)
+
+    It is linear. Where the same key gives the same draw everywhere, sketches made in different places can be
+    compared.
+
+    Args:
+        d: how many numbers a gradient has.
+        k: how many a sketch has.
+        key: what the projection is drawn from.
+
+    Example:
+        >>> sketch, g = Sketch(d=10_000, k=1_000, key=3), torch.linspace(-1, 1, 10_000)
+        >>> sketch(g).shape, bool((sketch(g).norm() / g.norm() - 1).abs() < 0.1)
+        (torch.Size([1000]), True)
+    """
+
+    def __init__(self, d: int, k: int, key: int) -> None:
+        generator = torch.Generator().manual_seed(key % 2**63)
+        self.k = k
+        self.places = torch.randint(0, k, (d,), generator=generator)
+        self.signs = torch.randint(0, 2, (d,), generator=generator, dtype=torch.int8) * 2 - 1
+
+    def __call__(self, gradients: Tensor) -> Tensor:
+        """Return the sketch of a gradient (d,), or of each row."""
+        signed = gradients * self.signs.to(gradients.device)
+        empty = gradients.new_zeros(*gradients.shape[:-1], self.k)
+        return empty.index_add_(-1, self.places.to(gradients.device), signed)
