@@ -107,11 +107,11 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     )
     assert inside is not None
     found = torch.load(folder / "run" / "model.pt", weights_only=True)
-    for name, value in inside.run.model.state_dict().items():
+    for name, value in inside.model.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
     end = end_of(folder)
     assert end.left_out == {}
-    assert end.test == pytest.approx(inside.run.test, rel=1e-4)
+    assert end.test == pytest.approx(inside.test, rel=1e-4)
     for site in SITES:
         lines = (folder / "sites" / site / "requests.jsonl").read_text().splitlines()
         assert sorted({int(json.loads(line)["step"]) for line in lines}) == list(range(knobs.steps))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.support.records import configuration
 
-from coterie.recording import End, GuardCheck, GuardDecision, Point, Record, Traffic
-from coterie.reporting.summary import summary
+from coterie.recording import End, GuardDecision, Point, Record, Traffic
+from coterie.reporting.summary import beside_alone, summary
 
 
 def test_a_run_that_was_stopped_with_nothing_held_out() -> None:
@@ -13,25 +13,26 @@ def test_a_run_that_was_stopped_with_nothing_held_out() -> None:
     record.add(Point(step=10, own_loss=0.5))
     record.finish(End(step=12, best_step=12, stopped="Ctrl-C", left_out={"a": {"not finite": 2, "no answer": 1}}))
     assert summary(record, weight=0.25) == [
+        "The model for me was trained alone: no peer was asked.",
         "Alone(), 1 peers, 12 steps of Adam(lr=0.1)",
         "stopped by Ctrl-C at step 12 of 20",
         "nothing held out for validation: the model is the last one",
         "weight on peers in the last step: 0.25",
         "constants not measured: no gradient can be used",
-        "trained alone",
         "left out: a in 3 steps",
     ]
 
 
 def test_the_numbers_are_those_of_the_model_served() -> None:
-    check = GuardCheck(alone_loss=0.4, difference=0.1, error=0.01, restarts=0)
-    record = Record(configuration())
-    record.add(Point(step=20, validation={"loss": 0.5, "accuracy": 0.8}, guard=check))
-    for served, said in (("collaborative", "loss 0.5, accuracy 0.8"), ("alone", "loss 0.4")):
-        guard = GuardDecision(served=served, difference=0.1, error=0.01)  # type: ignore[arg-type]  # one of the two
-        record.finish(End(step=20, best_step=20, guard=guard, test={"loss": 0.6}))
-        lines = summary(record)
-        assert lines[1:3] == [f"best at step 20 by validation loss: {said}", "test: loss 0.6 (5 examples)"]
+    record = Record(configuration(rule="WeightedAveraging(alpha=0.5)"))
+    guard = GuardDecision(served="alone", difference=0.1, error=0.01)
+    found = {"validation": {"loss": 0.4, "accuracy": 0.8}, "test": {"loss": 0.6}}
+    record.finish(End(step=20, best_step=5, guard=guard, tau={"a": 1.0}, **found))  # type: ignore[arg-type]  # fits
+    alone, _, best, test = summary(record)
+    assert alone.startswith("The model trained alone is served to me")
+    assert best == "best at step 5 by validation loss: loss 0.4, accuracy 0.8"
+    assert test == "test: loss 0.6 (5 examples)"
+    assert beside_alone(record) == [{"": "test loss", "served": "0.6"}]
 
 
 def test_bytes_and_seconds_are_told_where_something_travelled() -> None:

@@ -4,69 +4,132 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 from tests.support.records import configuration
 
-from coterie.recording import End, GuardDecision, Record
-from coterie.reporting.verdict import verdict
+from coterie.recording import Comparison, Configuration, Difference, End, GuardDecision
+from coterie.reporting.verdict import Verdict, chance, listened_to, verdict
+
+ASKED = configuration(rule="WeightedAveraging(alpha=0.5)")
+ON = "40 test examples that chose neither"
 
 
-def record(end: dict[str, Any] | None = None, **asked: Any) -> Record:
-    made = Record(configuration(**{"rule": "WeightedAveraging(alpha=0.5)", **asked}))
-    made.finish(End(**{"step": 20, "best_step": 20, **(end or {})}))
-    return made
+def end(**changed: Any) -> End:
+    return End(**{"step": 20, "best_step": 20, **changed})
+
+
+def compared(accuracy: tuple[float, float], loss: tuple[float, float], examples: int = 40) -> End:
+    """Return the end of a run whose differences to Alone, with their standard errors, are these."""
+    measures = {
+        "accuracy": Difference(ours=0.5 + accuracy[0], alone=0.5, error=accuracy[1], less_is_better=False),
+        "other": Difference(ours=9.0, alone=0.0, error=0.1, less_is_better=True),  # reported, not judged by
+        "loss": Difference(ours=0.5 + loss[0], alone=0.5, error=loss[1], less_is_better=True),
+    }
+    return end(comparison=Comparison(on=ON, examples=examples, measures=measures))
 
 
 @pytest.mark.parametrize(
-    ("difference", "word"),
-    [(-0.5, "helped"), (0.5, "hurt"), (-0.19, "made no clear difference"), (0.19, "made no clear difference")],
+    ("accuracy", "loss", "finding"),
+    [
+        ((0.1, 0.02), (-0.1, 0.02), "better"),
+        ((0.1, 0.02), (-0.01, 0.02), "better"),
+        ((0.0, 0.0), (-0.07, 0.027), "better"),  # the loss tells what the accuracy does not
+        ((-0.01, 0.02), (0.1, 0.02), "worse"),
+        ((0.1, 0.02), (0.1, 0.02), "mixed"),
+        ((0.04, 0.02), (-0.04, 0.02), "unclear"),  # two standard errors, but two measures
+        ((0.0, 0.0), (0.0, 0.0), "unclear"),
+        ((float("nan"), float("nan")), (-0.1, float("inf")), "unclear"),
+    ],
 )
-def test_the_guard_decides_beyond_two_standard_errors(difference: float, word: str) -> None:
-    guard = GuardDecision(served="collaborative", difference=difference, error=0.1)
-    assert verdict(record({"guard": guard})) == (
-        f"collaboration {word}: validation loss {difference:+.3g} ± 0.1 against alone (6 examples, one standard "
-        "error, paired); the model trained with peers is served"
+def test_both_measures_count(accuracy: tuple[float, float], loss: tuple[float, float], finding: str) -> None:
+    assert verdict(ASKED, compared(accuracy, loss)).finding == finding
+
+
+def test_the_sentences() -> None:
+    assert verdict(ASKED, compared((0.1, 0.02), (-0.125, 0.05))).sentence == (
+        "The model for me is better than one trained alone: accuracy +0.1 ± 0.02, loss -0.125 ± 0.05 on 40 test "
+        "examples that chose neither (one standard error, paired); chance alone would show as much in less than "
+        "1 of 1000 such comparisons."
     )
+    assert verdict(ASKED, compared((0.0, 0.02), (0.01, 0.02))).sentence == (
+        "It is not clear whether the model for me is better or worse than one trained alone: accuracy +0 ± 0.02, "
+        "loss +0.01 ± 0.02 on 40 test examples that chose neither (one standard error, paired); clear would be "
+        "0.047 in accuracy, 0.047 in loss."
+    )
+    mixed = verdict(ASKED, compared((0.1, 0.02), (0.1, 0.02))).sentence
+    assert mixed.startswith("The model for me is better than one trained alone in accuracy and worse in loss: ")
+
+
+def test_verdicts_by_chance_are_as_rare_as_told() -> None:
+    """Where there is no difference, better or worse is said in at most one of twenty comparisons."""
+    rng = np.random.default_rng(0)
+    for n in (4, 12, 100):
+        drawn = rng.normal(size=(4000, 2, n))
+        drawn[:, 1] = drawn[:, 1] ** 3
+        means, errors = drawn.mean(2), drawn.std(2, ddof=1) / np.sqrt(n)
+        wrong = 0
+        for mean, error in zip(means, errors, strict=True):
+            found = verdict(ASKED, compared((mean[0], error[0]), (mean[1], error[1]), n))
+            wrong += found.finding != "unclear"
+        assert wrong / len(means) < 0.06
+
+
+def test_chance_against_another_formula() -> None:
+    changes = np.random.default_rng(1).normal(0.2, 1, 30)
+    one = Difference(ours=changes.mean(), alone=0.0, error=changes.std(ddof=1) / np.sqrt(30), less_is_better=False)
+    assert chance(one, 30) == pytest.approx(stats.ttest_1samp(changes, 0).pvalue)
+    alike = Difference(
+        ours=1.0, alone=0.0, error=0.0, less_is_better=False
+    )  # every example has the same difference
+    assert chance(alike, 6) == stats.binomtest(6, 6).pvalue
 
 
 def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
     guard = GuardDecision(served="alone", difference=0.5, error=0.1)
-    assert verdict(record({"guard": guard})).endswith("the model trained alone is served")
-
-
-def account(difference: float | None) -> dict[str, Any]:
-    known = {} if difference is None else {"difference": difference, "error": 0.1}
-    return {"path": "branch", "sentence": "what the account says", **known}
-
-
-def test_the_account_decides_where_there_is_no_guard_and_claims_only_what_it_knows() -> None:
-    assert verdict(record({"account": account(-0.5)})) == "collaboration helped: what the account says"
-    unclear = verdict(record({"account": account(-0.1)}))
-    assert unclear == "collaboration made no clear difference: what the account says"
-    assert verdict(record({"account": account(None)})) == "what the account says"
-
-
-def test_the_guard_goes_before_the_account() -> None:
-    guard = GuardDecision(served="alone", difference=0.5, error=0.1)
-    assert verdict(record({"guard": guard, "account": account(-0.5)})).startswith("collaboration hurt")
-
-
-def test_without_either_nothing_is_known() -> None:
-    assert verdict(record(guard="off: 6 validation examples, fewer than 100")) == (
-        "whether collaboration helped is not known: guard off: 6 validation examples, fewer than 100"
+    assert verdict(ASKED, end(guard=guard)) == Verdict(
+        "alone",
+        "The model trained alone is served to me: the one trained with peers was not better on 6 validation "
+        "examples (loss +0.5 ± 0.1).",
     )
-    assert verdict(record(alone=True)) == "trained alone"
+    assert verdict(ASKED, end(account={"path": "alone"})).finding == "alone"
+    assert (
+        verdict(configuration(alone=True), end()).sentence
+        == "The model for me was trained alone: no peer was asked."
+    )
+
+
+def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:
+    account = {"path": "branch", "validation_loss": 0.5, "difference": -0.5, "error": 0.1}
+    found = verdict(ASKED, end(account=account))
+    assert found.finding == "better"
+    assert "loss -0.5 ± 0.1 on 6 validation examples, each judged by choices made without it" in found.sentence
+    tested = compared((0.0, 0.1), (0.0, 0.1))
+    assert (
+        verdict(ASKED, End(step=1, best_step=1, account=account, comparison=tested.comparison)).finding == "unclear"
+    )
+
+
+def test_what_is_not_known() -> None:
+    off = configuration(rule="WeightedAveraging(alpha=0.5)", guard="off")
+    assert verdict(off, end()).sentence == (
+        "Whether the model for me is better than one trained alone is not known: no model was trained alone beside "
+        "it (guard off)."
+    )
+    assert verdict(off, end(stopped="Ctrl-C")).sentence.endswith("not known: the run was stopped by Ctrl-C.")
 
 
 def test_peers_with_most_weight_and_with_none_are_named() -> None:
     names = dict.fromkeys("abcdefghij", 9)
+    asked: Configuration = configuration(peers=names)
 
     def who(tau: dict[str, float]) -> str:
-        return verdict(record({"tau": tau}, alone=True, peers=names)).removeprefix("trained alone")
+        return listened_to(asked, end(tau=tau))
 
     assert who(dict.fromkeys(names, 0.1)) == ""
     assert who({"a": 0.6, "b": 0.3, **dict.fromkeys("cdefghij", 0.0125)}) == (
-        "; most weight among peers: a 0.6, b 0.3, c 0.013"
+        "most weight among peers: a 0.6, b 0.3, c 0.013"
     )
-    assert who({"a": 1.0}) == "; most weight among peers: a 1; left out: b, c, d, e, f and 4 more"
-    assert who(dict.fromkeys("abcd", 0.25)) == "; left out: e, f, g, h, i, j"
+    assert who({"a": 1.0}) == "most weight among peers: a 1; no weight: b, c, d, e, f and 4 more"
+    assert who(dict.fromkeys("abcd", 0.25)) == "no weight: e, f, g, h, i, j"

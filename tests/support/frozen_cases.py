@@ -267,7 +267,10 @@ def table_runs(
     """Return the runs on a table, the predictions for it, and the difference to training alone with its error."""
     fitted = fit(from_table(table, **task), rule, model, out, progress=False, **settings)
     assert fitted is not None
-    return {"run": fitted.run, "alone": fitted.alone}, predict(out, pd.read_csv(table)), fitted.difference()
+    comparison = fitted.record.end.comparison
+    one = None if comparison is None else next(iter(comparison.measures.values()))
+    difference = (0.0, 0.0) if one is None else (one.difference, one.error)
+    return {"run": fitted}, predict(out, pd.read_csv(table)), difference
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -36,20 +36,20 @@ def test_a_named_metric_is_in_the_units_of_the_target(tmp_path: Path, monkeypatc
     names = ["mean-output", "rmse"]
     fitted = fit(task, coterie.Alone(), "linear", tmp_path / "run", metrics=names, steps=5, lr=0.05)
     assert fitted is not None
-    assert list(fitted.run.test) == ["loss", "rmse", "mean-output"]
+    assert list(fitted.test) == ["loss", "rmse", "mean-output"]
     assert task.me.test is not None
     inputs, targets = task.me.test.take(torch.arange(len(task.me.test)))
     with torch.no_grad():
-        outputs = fitted.run.model(inputs)
+        outputs = fitted.model(inputs)
     scale, centre = task.preparation.scale, task.preparation.centre
-    assert fitted.run.test["mean-output"] == pytest.approx(centre + scale * float(outputs.mean()), rel=1e-5)
+    assert fitted.test["mean-output"] == pytest.approx(centre + scale * float(outputs.mean()), rel=1e-5)
     rmse = scale * float((outputs - targets).square().mean().sqrt())
-    assert fitted.run.test["rmse"] == pytest.approx(rmse, rel=1e-5)
+    assert fitted.test["rmse"] == pytest.approx(rmse, rel=1e-5)
 
     predictions = predict(tmp_path / "run", visits())
     assert len(predictions) == 90
     with torch.no_grad():
-        wanted = centre + scale * fitted.run.model(task.preparation.inputs(visits())).flatten().double()
+        wanted = centre + scale * fitted.model(task.preparation.inputs(visits())).flatten().double()
     np.testing.assert_allclose(predictions["prediction"], wanted, rtol=1e-6)
 
 

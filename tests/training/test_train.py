@@ -280,7 +280,8 @@ def test_summary_and_record(make_users: Users) -> None:
         steps=10,
         seed=4,
     )
-    first, best, test, weight, constants, plan, guard = run.summary().splitlines()
+    said, first, who, best, test, weight, constants = run.summary().splitlines()
+    assert said == run.verdict.sentence == run.record.end.verdict
     assert first == "WeightedAveraging(alpha=0.5, tau={'peer 1': 1.0}), 3 peers, 10 steps of SGD(lr=0.1)"
     at_best = next(point for point in run.record.points if point.step == run.best_step)
     assert best.startswith(f"best at step {run.best_step} by validation loss: ")
@@ -288,11 +289,7 @@ def test_summary_and_record(make_users: Users) -> None:
     assert test == f"test: loss {run.test['loss']:.4g}, accuracy {run.test['accuracy']:.4g} (6 examples)"
     assert weight == "weight on peers in the last step: 0.5"
     assert constants.startswith("measured at the start: noise ")
-    assert plan.startswith("the theory's plan for that: WGA alpha ")
-    assert guard == (
-        "whether collaboration helped is not known: guard off: 6 validation examples, fewer than 100; most weight "
-        "among peers: peer 1 1; left out: peer 2, peer 3"
-    )
+    assert who == "most weight among peers: peer 1 1; no weight: peer 2, peer 3"
     configuration = run.record.configuration
     assert (configuration.seed, configuration.steps, configuration.batch_size) == (4, 10, 32)
     assert configuration.me == UserSummary(name="me", examples=12, validation=6, test=6)

@@ -53,10 +53,9 @@ class Looks:
             return model, {}, None
         point = self.points.start()[None]  # the model is what is served
         ours = self.points.losses(point, self.spec.me.validation)[0].numpy()
-        path = self.paths["alone"]
-        table = path.table()[:, len(self.folds) :]
-        look = int(table.mean(1).argmin())
-        change, lower = ours - table[look], table[look].mean() < ours.mean()
+        path, look = self.paths["alone"], self._best_alone()
+        theirs = path.table()[look, len(self.folds) :]
+        change, lower = ours - theirs, theirs.mean() < ours.mean()
         decision = GuardDecision(
             served="alone" if lower else "collaborative",
             difference=float(change.mean()),
@@ -64,10 +63,29 @@ class Looks:
         )
         if not lower:
             return model, {}, decision
-        self.points.serve(path.points[look])
+        best = {"step": path.steps[look], "loss": float(theirs.mean())}
+        return self._with(path.points[look]), best, decision
+
+    def alone(self, *, guarded: bool) -> nn.Module | None:
+        """Return the model trained alone: under a guard at its best look, else as its looks say."""
+        if self.chosen is None:
+            return None
+        path = self.paths["alone"]
+        if guarded and self.spec.me.validation is not None:
+            return self._with(path.points[self._best_alone()])
+        return self._with(path.mean_point(self.chosen.frequencies["alone"]))
+
+    def _best_alone(self) -> int:
+        """Return the look of the model trained alone that has the least validation loss."""
+        return int(self.paths["alone"].table()[:, len(self.folds) :].mean(1).argmin())
+
+    def _with(self, point: Tensor) -> nn.Module:
+        """Return a copy of the model with the parameters and buffers of a point."""
+        served = self.points.start()
+        self.points.serve(point)
         model = copy.deepcopy(self.spec.model)
-        self.points.serve(point[0])
-        return model, {"step": path.steps[look], "loss": float(table[look].mean())}, decision
+        self.points.serve(served)
+        return model
 
     def load(self, paths: Mapping[str, Mapping[str, Any]]) -> None:
         """Take up saved paths, their losses on the host."""

@@ -192,6 +192,10 @@ class TrunkAndBranch(Learner):
         """Return the model to serve; under a guard Alone's best look where its validation loss is lower."""
         return self.looks.guarded() if self.guarded else (copy.deepcopy(self.model), {}, None)
 
+    def trained_alone(self) -> nn.Module | None:
+        """Return the model trained alone beside this one."""
+        return self.looks.alone(guarded=self.guarded)
+
     def _weights(self) -> list[Array]:
         """Return the peers' weights in the branch's copies, then in pooled."""
         taus = [fitted.tau() for fitted in self.fitted]

@@ -14,6 +14,8 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.engines.torch_distributed.engine import TorchDistributed, join
 from coterie.errors import KnobError
 from coterie.registry import RunFacts
+from coterie.reporting.summary import beside_alone
+from coterie.reporting.verdict import listened_to
 from coterie.rules import RULES
 from coterie.tables import cluster
 
@@ -97,7 +99,7 @@ def train(
     compress: Annotated[Literal["bf16", "fp16"] | None, Option(help="torch: round what is sent.")] = None,
     timeout: Annotated[float, Option(help="torch: seconds after which a silent process is lost.")] = 120.0,
 ) -> None:
-    """Train a personal model for one user of a table, and report it beside the model trained alone.
+    """Train a personal model for one user of a table, and say whether it is better than one trained alone.
 
     User 0's rows are split into training, validation (which chooses the best model) and test (used once,
     at the end). Ctrl-C saves and stops; --resume goes on.
@@ -140,15 +142,19 @@ def train(
     chosen = entry.build(knobs, RunFacts(len(task.me), peers, steps))
     settings |= {"metrics": metric or (), "seed": seed, "resume": resume, "engine": where}
     try:
-        fitted = fit(task, chosen, model, out, **settings)
-    except KeyboardInterrupt:  # between the two runs, or pressed twice
-        fitted = None
-    if fitted is None:
+        run = fit(task, chosen, model, out, **settings)
+    except KeyboardInterrupt:  # pressed twice
+        run = None
+    if run is None:
         console.print(f"stopped; everything is saved in {out}, and the same command with --resume goes on")
         raise typer.Exit(130)
-    console.print(rich_table(f"{target} for {me}, {task.preparation.kind}, {len(peers)} peers", fitted.table()))
-    console.print(fitted.sentence())
-    console.print(f"Model, preparation, records and a page (index.html): {out}")
+    console.print(run.verdict.sentence, highlight=False)
+    console.print(
+        rich_table(f"{target} for {me}, {task.preparation.kind}, {len(peers)} peers", beside_alone(run.record))
+    )
+    if who := listened_to(run.record.configuration, run.record.end):
+        console.print(who, highlight=False)
+    console.print(f"Model, preparation, record and a page (index.html): {out}")
     console.print(f"To apply it: coterie predict {out} FILE")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +43,23 @@ def evaluate(
         {'loss': 2.0, 'rmse': 1.4142135623730951}
     """
     metrics = metrics_for(loss) if metrics is None else metrics
+    with torch.no_grad(), evaluation_mode(model):
+        outputs, targets = outputs_on(model, examples, chunk)
+        if not isinstance(outputs[0], Tensor):  # outputs of an unknown form cannot be joined
+            sums = (float(loss(o, t)) * len(t) for o, t in zip(outputs, targets, strict=True))
+            return {"loss": sum(sums) / len(examples)}
+        return scores(torch.cat(outputs), torch.cat(targets), loss, metrics)
+
+
+def outputs_on(model: nn.Module, examples: Examples, chunk: int = 1024) -> tuple[list[Any], list[Tensor]]:
+    """Return the outputs of a model, in evaluation mode, on a set of examples, and the targets, in chunks."""
     device = next(model.parameters()).device
     outputs, targets = [], []
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
         for x, y in _chunks(examples, chunk, device):
             outputs.append(model(x))
             targets.append(y)
-        if not isinstance(outputs[0], Tensor):  # outputs of an unknown form cannot be joined
-            sums = (float(loss(o, t)) * len(t) for o, t in zip(outputs, targets, strict=True))
-            return {"loss": sum(sums) / len(examples)}
-        return scores(torch.cat(outputs), torch.cat(targets), loss, metrics)
+    return outputs, targets
 
 
 def scores(

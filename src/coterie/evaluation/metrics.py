@@ -16,6 +16,21 @@ METRICS: Registry[Metric] = Registry("metric", "coterie.metrics")
 
 register_metric = METRICS.register
 
+_LESS_IS_BETTER = "less_is_better"
+
+
+def less_is_better(name: str, metric: Metric | None = None) -> bool:
+    """Say whether a smaller value is better: of the loss, and of a metric whose attribute `less_is_better` is True.
+
+    The attribute is looked for at the function, and at the one that is registered by this name.
+
+    Example:
+        >>> [less_is_better(name) for name in ("loss", "rmse", "accuracy")]
+        [True, True, False]
+    """
+    known = [metric, METRICS[name]] if name in METRICS else [metric]
+    return name == "loss" or any(getattr(each, _LESS_IS_BETTER, False) for each in known)
+
 
 @register_metric("accuracy")
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -33,6 +48,9 @@ def binary_accuracy(outputs: Tensor, targets: Tensor) -> float:
 def rmse(outputs: Tensor, targets: Tensor) -> float:
     """Return the root of the mean squared error."""
     return math.sqrt(float((outputs.double() - targets.double()).square().mean()))
+
+
+setattr(rmse, _LESS_IS_BETTER, True)
 
 
 def is_over_classes(loss: Loss) -> bool:

@@ -43,7 +43,7 @@ def lead(folder: Path, sites: Sites) -> None:
         options |= {"engine": engine, "resume": True, "progress": False}
         if task is not None:
             fitted = fit(task, rule, settings.model.name, out, **options)
-            said = "stopped" if fitted is None else f"{fitted.run.summary()}\n{fitted.sentence()}"
+            said = "stopped" if fitted is None else fitted.summary()
         else:
             run = train(held.model, held.loss, held.user, (), rule, out=out, **options)
             torch.save(run.model.state_dict(), out / "model.pt")

@@ -123,6 +123,10 @@ class Learner:
             model.load_state_dict(self.best["model"])
         return model, self.best, None
 
+    def trained_alone(self) -> nn.Module | None:
+        """Return the model trained alone beside this one, where there is one."""
+        return None
+
     def account(self) -> Mapping[str, Any]:
         """Return what was found out on the way, as plain data; empty where nothing was."""
         return {}

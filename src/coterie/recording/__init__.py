@@ -3,13 +3,15 @@
 from coterie.recording.configuration import Configuration, UserSummary
 from coterie.recording.costs import Cost, Costs
 from coterie.recording.record import Record
-from coterie.recording.result import End, GuardCheck, GuardDecision, Point
+from coterie.recording.result import Comparison, Difference, End, GuardCheck, GuardDecision, Point
 from coterie.recording.traffic import Traffic
 
 __all__ = [
+    "Comparison",
     "Configuration",
     "Cost",
     "Costs",
+    "Difference",
     "End",
     "GuardCheck",
     "GuardDecision",

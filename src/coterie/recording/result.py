@@ -73,6 +73,42 @@ class GuardDecision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A number of the model served beside that of the model trained alone, on the same examples."""
+
+    ours: float
+    alone: float
+    error: float  # the standard error of ours less alone, paired by example
+    less_is_better: bool
+
+    @property
+    def difference(self) -> float:
+        """Ours less alone."""
+        return self.ours - self.alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The model served beside the model trained alone.
+
+    Example:
+        >>> loss = Difference(ours=0.5, alone=0.75, error=0.1, less_is_better=True)
+        >>> Comparison(on="40 test examples", examples=40, measures={"loss": loss}).measures["loss"].difference
+        -0.25
+    """
+
+    on: str  # the examples, and what they had to do with the choice of the two models, in words
+    examples: int  # how many
+    measures: Mapping[str, Difference]  # the metrics, the chosen one first, then the loss
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the comparison that `asdict` gave."""
+        measures = {name: Difference(**each) for name, each in plain["measures"].items()}
+        return cls(**{**plain, "measures": measures})
+
+
+@dataclass(frozen=True, kw_only=True)
 class End:
     """How a run ended."""
 
@@ -80,7 +116,8 @@ class End:
     best_step: int  # the step that the model is of
     seconds: float = 0.0  # how long it took, in this session
     stopped: str | None = None  # what ended it early
-    test: Mapping[str, float] = field(default_factory=dict)  # loss and metrics on user 0's test set
+    validation: Mapping[str, float] = field(default_factory=dict)  # loss and metrics on user 0's validation set
+    test: Mapping[str, float] = field(default_factory=dict)  # and on its test set
     guard: GuardDecision | None = None  # which model is served, where there was a guard
     tau: Mapping[str, float] = field(
         default_factory=dict
@@ -89,11 +126,13 @@ class End:
     costs: Mapping[str, Cost] = field(default_factory=dict)  # by user, what it computed and exchanged, in numbers
     traffic: Mapping[str, Traffic] = field(default_factory=dict)  # by user, in bytes and seconds, if it travelled
     account: Mapping[str, Any] = field(default_factory=dict)  # what adaptive averaging found out on the way
+    comparison: Comparison | None = None  # with the model trained alone, where there is one
+    verdict: str = ""  # whether the model served is better than one trained alone, in a sentence
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a line of JSON holds."""
         plain = asdict(self)
-        return plain if self.account else {name: value for name, value in plain.items() if name != "account"}
+        return {name: value for name, value in plain.items() if value or name not in _LEFT_OUT_IF_EMPTY}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
@@ -101,4 +140,9 @@ class End:
         guard = plain["guard"] and GuardDecision(**plain["guard"])
         costs = {name: Cost(**each) for name, each in plain["costs"].items()}
         traffic = {name: Traffic(**each) for name, each in plain["traffic"].items()}
-        return cls(**{**plain, "guard": guard, "costs": costs, "traffic": traffic})
+        comparison = Comparison.from_plain(plain["comparison"]) if "comparison" in plain else None
+        parts = {"guard": guard, "costs": costs, "traffic": traffic, "comparison": comparison}
+        return cls(**{**plain, **parts})
+
+
+_LEFT_OUT_IF_EMPTY = frozenset({"validation", "account", "comparison", "verdict"})

@@ -6,9 +6,9 @@ from pathlib import Path
 from coterie.recording.record import Record
 from coterie.reporting.figures import learning_curves, weights_over_steps
 from coterie.reporting.page import Section, write_page
-from coterie.theory import best_corrected_peers, plan_for_peers
+from coterie.theory import plan_for_peers
 from coterie.theory.estimates import Estimates, Measured
-from coterie.theory.phrases import cells, note, numbers, verdict
+from coterie.theory.phrases import cells, note, numbers
 
 
 def write_run_page(path: Path, record: Record, summary: Sequence[str]) -> Path:
@@ -67,7 +67,6 @@ def _candidates(record: Record) -> list[Section]:
     ]
     text = [
         "In how many resamples of the judging examples each look was the best of its path.",
-        account["sentence"],
     ]
     return [Section("When it stopped", text, [rows])]
 
@@ -82,7 +81,6 @@ def _constants(record: Record) -> list[Section]:
     peers = estimates.constants(steps)
     choices = plan_for_peers(peers, steps)
     rows = {name: numbers(choice) for name, choice in choices.items()}
-    corrected = peers.constants(best_corrected_peers(peers, steps).tau)
     own = {
         "noise σ_0": _shown(estimates.noise),
         "gradient ‖∇f_0‖": _shown(estimates.gradient),
@@ -106,9 +104,8 @@ def _constants(record: Record) -> list[Section]:
         "over batches. The least loss is taken to be 0; curvature is that on the way from one point to the other."
     ]
     plan = [
-        *verdict(corrected, choices, steps),
+        "What the theory's bounds give for these constants, each method at its best knobs.",
         note(rows),
-        "A bound that is not below Alone's does not say that the method is worse, only that this shows no gain.",
     ]
     return [
         Section("Constants, measured", text, [table, each]),

@@ -3,39 +3,31 @@
 from collections.abc import Mapping
 
 from coterie.recording.record import Record
+from coterie.recording.result import End
 from coterie.recording.traffic import Traffic
-from coterie.reporting.verdict import verdict
-from coterie.theory import plan_for_peers
+from coterie.reporting.verdict import difference, listened_to, verdict
 from coterie.theory.estimates import Estimates
-from coterie.theory.phrases import in_short
 
 
 def summary(record: Record, weight: float | None = None) -> list[str]:
     """Return the lines of an ended run's summary, with the peers' weight in the last step where there is one."""
     configuration, end = record.configuration, record.end
     peers, steps = len(configuration.peers), end.step
-    lines = [f"{configuration.rule}, {peers} peers, {steps} steps of {configuration.optimizer}"]
+    lines = [
+        verdict(configuration, end).sentence,
+        f"{configuration.rule}, {peers} peers, {steps} steps of {configuration.optimizer}",
+    ]
     if configuration.choice:
         lines.append(configuration.choice["sentence"])
-    if end.account and end.guard is not None:
-        lines.append(end.account["sentence"])
+    lines += [line for line in (followed(end), listened_to(configuration, end)) if line]
     if end.stopped:
         lines.append(f"stopped by {end.stopped} at step {steps} of {configuration.steps}")
-    validation = _validation(record)
-    if end.account and validation:
-        lines.append(f"validation: {_numbers(validation)}")
-    elif end.account:
-        lines.append("nothing held out for validation: the own examples judged, each where it was not seen")
-    elif validation:
-        lines.append(f"best at step {end.best_step} by validation loss: {_numbers(validation)}")
-    else:
-        lines.append("nothing held out for validation: the model is the last one")
+    lines.append(_validated(end))
     if end.test:
         lines.append(f"test: {_numbers(end.test)} ({configuration.me.test} examples)")
     if weight is not None:
         lines.append(f"weight on peers in the last step: {weight:.3g}")
     lines += _constants(record)
-    lines.append(verdict(record))
     lines += _traffic(configuration.me.name, end.traffic)
     if end.left_out:
         counts = (f"{name} in {sum(reasons.values())} steps" for name, reasons in end.left_out.items())
@@ -43,26 +35,46 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     return lines
 
 
+def beside_alone(record: Record) -> list[dict[str, str]]:
+    """Return a row for each number of the model served, with that of the model trained alone where there is one."""
+    comparison, end = record.end.comparison, record.end
+    if comparison is not None:
+        return [
+            {"": name, "served": f"{one.ours:.4g}", "alone": f"{one.alone:.4g}", "difference": difference(one)}
+            for name, one in comparison.measures.items()
+        ]
+    which, found = ("test", end.test) if end.test else ("validation", end.validation)
+    return [{"": f"{which} {name}", "served": f"{value:.4g}"} for name, value in found.items()]
+
+
+def followed(end: End) -> str:
+    """Say what adaptive averaging followed and when it stopped; "" for another rule."""
+    if not end.account:
+        return ""
+    first, last = (end.account["stop"][name] for name in ("first", "last"))
+    when = f"step {first}" if first == last else f"the mean of steps {first} to {last}"
+    return {
+        "alone": f"followed nobody: what is served is of {when} without peers",
+        "branch": f"followed the peers, then the own examples more and more: what is served is of {when}",
+        "pooled": f"followed the peers by their numbers of examples: what is served is of {when}",
+    }[end.account["path"]]
+
+
+def _validated(end: End) -> str:
+    """Say what was held out, and what the model served has there."""
+    if end.validation:
+        which = "validation" if end.account else f"best at step {end.best_step} by validation loss"
+        return f"{which}: {_numbers(end.validation)}"
+    judged = "the own examples judged, each where it was not seen" if end.account else "the model is the last one"
+    return f"nothing held out for validation: {judged}"
+
+
 def _constants(record: Record) -> list[str]:
-    """Say in two lines what was measured, and what the theory makes of it."""
+    """Say in a line what was measured."""
     configuration = record.configuration
     if configuration.not_measured:
         return [f"constants not measured: {configuration.not_measured}"]
-    if not configuration.estimates:
-        return []
-    estimates, steps = Estimates.from_plain(configuration.estimates), configuration.steps
-    advice = in_short(plan_for_peers(estimates.constants(steps), steps))
-    return [estimates.sentence(), f"the theory's plan for that: {advice}"]
-
-
-def _validation(record: Record) -> Mapping[str, float]:
-    """Return loss and metrics of the model that is served, on the validation set."""
-    best = next((point for point in record.points if point.step == record.end.best_step), None)
-    if best is None:
-        return {}
-    if record.end.guard is not None and record.end.guard.served == "alone" and best.guard is not None:
-        return {"loss": best.guard.alone_loss}
-    return best.validation
+    return [Estimates.from_plain(configuration.estimates).sentence()] if configuration.estimates else []
 
 
 def _traffic(me: str, traffic: Mapping[str, Traffic]) -> list[str]:

@@ -1,73 +1,169 @@
-"""The verdict: whether collaboration helped, by how much, and who had weight."""
+"""The verdict: whether the model served is better than one trained alone. Nothing else speaks of that."""
 
-from coterie.recording.record import Record
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from scipy import special
+
+from coterie.recording.configuration import Configuration
+from coterie.recording.result import Comparison, Difference, End
+
+LEVEL = 0.05
+"""How often a verdict of better or worse may be made by chance, both measures counted."""
 
 NAMED = 5
 """How many peers without weight are named; beyond one more, the rest is counted."""
 
 
-def verdict(record: Record) -> str:
-    """Say whether collaboration helped, and name the peers with most weight and with none.
+@dataclass(frozen=True)
+class Verdict:
+    """What may be said of the model served beside one trained alone."""
 
-    The guard's comparison on held-out examples decides, else the account of adaptive averaging, where there is one.
+    finding: Literal["better", "worse", "mixed", "unclear", "alone", "unknown"]
+    sentence: str
+    comparison: Comparison | None = None  # what it rests on, where there is such a thing
+
+    @property
+    def measures(self) -> Mapping[str, Difference]:
+        """The chosen metric, where there is one, and the loss."""
+        return {} if self.comparison is None else _judging(self.comparison)
+
+
+def verdict(configuration: Configuration, end: End) -> Verdict:
+    """Say whether the model served is better than one trained alone, and how sure that is.
+
+    It is judged by the chosen metric and by the loss: on the test examples, else on validation examples or on own
+    examples that the copies judged had not seen, and it says which.
     """
-    return _helped(record) + _who(record)
+    name = configuration.me.name
+    if configuration.alone:
+        return Verdict("alone", f"The model for {name} was trained alone: no peer was asked.")
+    if serves_alone(end):
+        return Verdict("alone", f"The model trained alone is served to {name}: {_why_alone(configuration, end)}.")
+    comparison = end.comparison or _from_account(configuration, end.account)
+    if comparison is None:
+        why = f"the run was stopped by {end.stopped}" if end.stopped else _why_unknown(configuration, end.account)
+        return Verdict(
+            "unknown", f"Whether the model for {name} is better than one trained alone is not known: {why}."
+        )
+    return _of_comparison(name, comparison)
 
 
-def verdict_on_test_set(metric: str, difference: float, error: float, examples: int) -> str:
-    """Say whether collaboration helped on the test set, where a model was also trained alone.
+def serves_alone(end: End) -> bool:
+    """Say whether what is served is the model trained alone beside the other."""
+    return (end.guard is not None and end.guard.served == "alone") or end.account.get("path") == "alone"
 
-    The difference is the metric (of accuracy more is better, of any other less) of the collaborative model, less
-    that of the one trained alone; its standard error is paired by example.
+
+def chance(one: Difference, examples: int) -> float:
+    """Return how often chance alone shows a difference as large, by Student's t, two-sided.
+
+    With n examples no difference is rarer by chance than 2^(1 − n): as often do n differences have one sign.
 
     Example:
-        >>> verdict_on_test_set("accuracy", 0.05, 0.01, 200)
-        'Collaboration helped: accuracy +0.05 ± 0.01 against Alone (one standard error, paired).'
+        >>> round(chance(Difference(ours=0.5, alone=0.4, error=0.05, less_is_better=False), 31), 3)
+        0.055
     """
-    gain = difference if metric == "accuracy" else -difference
-    word = "helped" if gain > 0 else "hurt"
-    if not abs(gain) > 2 * error:
-        word = f"made no difference that {examples} test examples could show"
-    numbers = f"{metric} {difference:+.4g} ± {error:.2g}"
-    return f"Collaboration {word}: {numbers} against Alone (one standard error, paired)."
+    if not one.difference or not math.isfinite(one.error) or examples < 2:
+        return 1.0
+    least = 2.0 ** (1 - examples)
+    return (
+        max(least, float(2 * special.stdtr(examples - 1, -abs(one.difference) / one.error))) if one.error else least
+    )
 
 
-def _helped(record: Record) -> str:
-    configuration, guard = record.configuration, record.end.guard
-    if guard is not None:
-        which = "trained with peers" if guard.served == "collaborative" else "trained alone"
-        return (
-            f"{_clear(guard.difference, guard.error)}: validation loss {guard.difference:+.3g} ± {guard.error:.2g} "
-            f"against alone ({configuration.me.validation} examples, one standard error, paired); "
-            f"the model {which} is served"
-        )
-    account = record.end.account
+def _of_comparison(name: str, comparison: Comparison) -> Verdict:
+    measures, n = _judging(comparison), comparison.examples
+    p = {key: min(1.0, len(measures) * chance(one, n)) for key, one in measures.items()}
+    clear = {key: _is_better(one) for key, one in measures.items() if p[key] < LEVEL}
+    numbers = ", ".join(f"{key} {difference(one)}" for key, one in measures.items())
+    told = f"{numbers} on {comparison.on} (one standard error, paired)"
+    if not clear:
+        could = ", ".join(f"{_least_clear(one, n, len(measures)):.2g} in {key}" for key, one in measures.items())
+        which = f"the model for {name} is better or worse than one trained alone"
+        return Verdict("unclear", f"It is not clear whether {which}: {told}; clear would be {could}.", comparison)
+    if len(set(clear.values())) > 1:
+        good, bad = (next(key for key, better in clear.items() if better is wanted) for wanted in (True, False))
+        sentence = f"The model for {name} is better than one trained alone in {good} and worse in {bad}: {told}."
+        return Verdict("mixed", sentence, comparison)
+    finding: Literal["better", "worse"] = "better" if all(clear.values()) else "worse"
+    sure = _by_chance(min(p[key] for key in clear))
+    return Verdict(
+        finding, f"The model for {name} is {finding} than one trained alone: {told}; {sure}.", comparison
+    )
+
+
+def difference(one: Difference) -> str:
+    """Return a difference with its standard error.
+
+    Example:
+        >>> difference(Difference(ours=0.75, alone=0.5, error=0.02, less_is_better=False))
+        '+0.25 ± 0.02'
+    """
+    return f"{one.difference:+.3g} ± {one.error:.2g}"
+
+
+def _judging(comparison: Comparison) -> dict[str, Difference]:
+    """Return the measures that a verdict is made by: the first metric and the loss."""
+    metrics = [name for name in comparison.measures if name != "loss"]
+    return {name: comparison.measures[name] for name in [*metrics[:1], "loss"] if name in comparison.measures}
+
+
+def _is_better(one: Difference) -> bool:
+    return (one.difference < 0) is one.less_is_better
+
+
+def _least_clear(one: Difference, examples: int, measures: int) -> float:
+    """Return from what difference on this many examples would be enough for a verdict."""
+    return float(special.stdtrit(max(1, examples - 1), 1 - LEVEL / 2 / measures)) * one.error
+
+
+def _by_chance(p: float) -> str:
+    often = "less than 1 of 1000" if p < 0.001 else f"1 of {1 / p:.0f}"
+    return f"chance alone would show as much in {often} such comparisons"
+
+
+def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> Comparison | None:
+    """Return the comparison that adaptive averaging made on the way, in loss."""
+    if "difference" not in account:
+        return None
+    n = configuration.me.validation
+    ours, difference = account["validation_loss"], account["difference"]
+    loss = Difference(ours=ours, alone=ours - difference, error=account["error"], less_is_better=True)
+    on = f"{n} validation examples, each judged by choices made without it"
+    return Comparison(on=on, examples=n, measures={"loss": loss})
+
+
+def _why_alone(configuration: Configuration, end: End) -> str:
+    validation = configuration.me.validation
+    where = f"{validation} validation examples" if validation else "own examples that were held out"
+    loss = ""
+    if end.guard is not None and end.guard.served == "alone":
+        loss = f" (loss {end.guard.difference:+.3g} ± {end.guard.error:.2g})"
+    return f"the one trained with peers was not better on {where}{loss}"
+
+
+def _why_unknown(configuration: Configuration, account: Mapping[str, Any]) -> str:
     if account:
-        clear = f"{_clear(account['difference'], account['error'])}: " if "difference" in account else ""
-        return f"{clear}{account['sentence']}"
-    if configuration.alone:
-        return "trained alone"
-    return f"whether collaboration helped is not known: guard {configuration.guard}"
+        return "no examples were held out; give user 0 a test set"
+    return f"no model was trained alone beside it (guard {configuration.guard})"
 
 
-def _clear(difference: float, error: float) -> str:
-    """Say in words what a difference in loss, collaborative less alone, shows beyond two standard errors."""
-    word = "helped" if difference < -2 * error else "hurt" if difference > 2 * error else "made no clear difference"
-    return f"collaboration {word}"
-
-
-def _who(record: Record) -> str:
-    """Name the peers with most weight, where weights differ, and those with none."""
-    tau, names = record.end.tau, list(record.configuration.peers)
-    if not tau:
+def listened_to(configuration: Configuration, end: End) -> str:
+    """Name the peers with most weight, where weights differ, and those with none; "" where all are alike."""
+    tau, names = end.tau, list(configuration.peers)
+    if not tau or serves_alone(end):
         return ""
     most = sorted(tau, key=lambda name: tau[name], reverse=True)[:3]
     without = [name for name in names if tau.get(name, 0.0) < 0.001]
     shares = [tau[name] for name in tau if name not in without]
-    text = ""
+    parts = []
     if max(shares) > 1.01 * min(shares) or len(shares) == 1 < len(names):
-        text = "; most weight among peers: " + ", ".join(f"{name} {tau[name]:.2g}" for name in most if tau[name])
+        parts.append(
+            "most weight among peers: " + ", ".join(f"{name} {tau[name]:.2g}" for name in most if tau[name])
+        )
     if without:
         more = f" and {len(without) - NAMED} more" if len(without) > NAMED + 1 else ""
-        text += f"; left out: {', '.join(without[: NAMED if more else None])}{more}"
-    return text
+        parts.append(f"no weight: {', '.join(without[: NAMED if more else None])}{more}")
+    return "; ".join(parts)

@@ -14,13 +14,9 @@ from coterie.data import Preparation, TableTask
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.metrics import METRICS, Metric, accuracy, rmse
-from coterie.reporting.figures import learning_curves
-from coterie.reporting.page import Section, write_page
-from coterie.reporting.run_page import sections
-from coterie.rules import Alone, Rule
+from coterie.rules import Rule
 from coterie.tables import models
-from coterie.tables.fitted import Fitted
-from coterie.training.run import Stopped
+from coterie.training.run import Run, Stopped
 from coterie.training.train import train
 
 
@@ -34,8 +30,10 @@ def fit(
     seed: int = 0,
     engine: Engine | MakeEngine = InProcess,
     **settings: Any,
-) -> Fitted | None:
-    """Train by a rule and alone, and write model, preparation, records and a page; None after Ctrl-C.
+) -> Run | None:
+    """Train by a rule, and write model, preparation, record and a page; None after Ctrl-C.
+
+    A model trained alone is kept beside it (the guard), so that the run can be compared with it on the test rows.
 
     Args:
         task: the users, from `coterie.data.from_table`.
@@ -44,40 +42,23 @@ def fit(
         out: the folder to write.
         metrics: names in `METRICS` to report beside accuracy, or the root mean squared error.
         seed: what the initial weights and the batches depend on.
-        engine: where the peers are; Alone is trained in this process.
+        engine: where the peers are.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, resume, …
     """
     reported = _metrics(task.preparation, metrics)
     torch.manual_seed(seed)
     made = models.build(model, task.n_inputs, task.n_outputs)
     loss = models.loss_of(task.preparation)
-    runs, settings = [], {**settings, "seed": seed, "metrics": reported}
-    for each, folder, where in ((rule, out, engine), (Alone(), out / "alone", InProcess)):  # peers need not wait
-        runs.append(train(made, loss, task.me, task.peers, each, out=folder, engine=where, **settings))
-        if runs[-1].stopped is Stopped.CTRL_C:
-            return None
-    fitted = Fitted(task, *runs)
-    _save(fitted, model, out)
-    return fitted
-
-
-def _save(fitted: Fitted, model: str, out: Path) -> None:
-    torch.save({k: v.clone().cpu() for k, v in fitted.run.model.state_dict().items()}, out / "model.pt")
-    task = fitted.task
+    settings = {"guard": "held-out", **settings, "seed": seed, "metrics": reported}
+    run = train(made, loss, task.me, task.peers, rule, out=out, engine=engine, **settings)
+    if run.stopped is Stopped.CTRL_C:
+        return None
+    torch.save({k: v.clone().cpu() for k, v in run.model.state_dict().items()}, out / "model.pt")
     about = {"model": model, "n_inputs": task.n_inputs, "n_outputs": task.n_outputs}
     (out / "model.json").write_text(json.dumps(about), encoding="utf-8")
     task.preparation.save(out)
-    curves = {
-        run.record.configuration.rule: [run.record.curve("validation_loss")] for run in (fitted.run, fitted.alone)
-    }
-    peers = fitted.run.record.configuration.peers
-    page = [
-        Section("Result", [fitted.sentence(), *fitted.run.summary().splitlines()], [fitted.table()]),
-        Section("Beside Alone", ["Loss on user 0's validation rows."], figures=[learning_curves(curves, "loss")]),
-        *sections(fitted.run.record),
-        Section("Peers", [], [[{"peer": name, "rows": rows} for name, rows in peers.items()]]),
-    ]
-    write_page(out / "index.html", f"A model for {task.me.name}", page)
+    run.report(out / "index.html")
+    return run
 
 
 def _metrics(preparation: Preparation, names: Sequence[str]) -> dict[str, Metric]:

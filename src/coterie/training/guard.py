@@ -53,14 +53,21 @@ class Guard:
         self, model: nn.Module, best: dict[str, Any]
     ) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
         """Return the better of a model and the best of the shadow, its `Learner.best`, and the decision."""
-        if not self.shadow.best:
+        alone = self.alone()
+        if alone is None:
             return model, best, None
-        alone = copy.deepcopy(self.shadow.model)
-        alone.load_state_dict(self.shadow.best["model"])
         difference, error, _ = self.compare(model, alone)
         if not best or self.shadow.best["loss"] < best["loss"]:
             return alone, self.shadow.best, GuardDecision(served="alone", difference=difference, error=error)
         return model, best, GuardDecision(served="collaborative", difference=difference, error=error)
+
+    def alone(self) -> nn.Module | None:
+        """Return the best of the shadow, the model trained alone; None before the first comparison."""
+        if not self.shadow.best:
+            return None
+        alone = copy.deepcopy(self.shadow.model)
+        alone.load_state_dict(self.shadow.best["model"])
+        return alone
 
     def restart(self, learner: Learner) -> None:
         """Let the learner go on from the shadow, listening to nobody for twice as long as the last time."""

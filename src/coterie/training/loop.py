@@ -18,6 +18,7 @@ from coterie.recording.costs import Cost
 from coterie.recording.record import Record
 from coterie.recording.result import End, Point
 from coterie.recording.traffic import Traffic, total
+from coterie.reporting.beside_alone import with_verdict
 from coterie.training.captured import Captured
 from coterie.training.choose import MAY_DIFFER, check_free
 from coterie.training.guard import Guard
@@ -168,14 +169,14 @@ class TrainingLoop:
         model, best, decision = learner.served()
         if self.guard is not None:
             model, best, decision = self.guard.decide(model, best)
-        test: dict[str, float] = {}
-        if spec.me.test is not None and stopped in (None, Stopped.HOOK):
-            test = evaluate(model, spec.loss, spec.me.test, spec.metrics)
+        held_out = spec.me.validation, spec.me.test if stopped in (None, Stopped.HOOK) else None
+        validation, test = (evaluate(model, spec.loss, e, spec.metrics) if e is not None else {} for e in held_out)
         end = End(
             step=learner.step,
             best_step=best.get("step", learner.step),
             seconds=round(seconds, 3),
             stopped=stopped,
+            validation=validation,
             test=test,
             guard=decision,
             tau=self.tau(),
@@ -184,8 +185,20 @@ class TrainingLoop:
             traffic=total(self.travelled, learner.engine.traffic()),
             account=learner.account(),
         )
+        alone = learner.trained_alone() if self.guard is None else self.guard.alone()
+        end = with_verdict(end, self.record.configuration, spec, model, alone)
         self.record.finish(end)
-        run = Run(model, self.record, learner.state, learner.step, end.best_step, test, stopped, learner.models())
+        run = Run(
+            model,
+            self.record,
+            learner.state,
+            learner.step,
+            end.best_step,
+            test,
+            stopped,
+            learner.models(),
+            alone,
+        )
         for hook in self.hooks:
             hook.on_end(run)
         return run

@@ -10,6 +10,7 @@ from torch import nn
 from coterie.recording.record import Record
 from coterie.recording.result import Point
 from coterie.reporting.summary import summary
+from coterie.reporting.verdict import Verdict, verdict
 from coterie.rules import State
 
 
@@ -48,9 +49,15 @@ class Run:
     test: Mapping[str, float]  # loss and metrics on the test set, evaluated once, when the run has ended
     stopped: Stopped | None = None  # what ended the run early
     models: Mapping[str, nn.Module] = field(default_factory=dict)  # of every user, where a method makes them
+    alone: nn.Module | None = None  # the one trained alone beside it, with which the verdict compares
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the model is better than the one trained alone, and how sure that is."""
+        return verdict(self.record.configuration, self.record.end)
 
     def summary(self) -> str:
-        """Return the run in a few lines of text."""
+        """Return the run in a few lines of text, the verdict first."""
         return "\n".join(summary(self.record, self.state.get("weight")))
 
     def report(self, path: Path | str) -> Path:

@@ -1,0 +1,94 @@
+"""A model beside the one trained alone, on the same examples: every number with its paired standard error."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from coterie.evaluation.evaluate import evaluate, example_losses, outputs_on
+from coterie.evaluation.metrics import Metric, less_is_better, metrics_for
+from coterie.recording.result import Comparison, Difference
+from coterie.users.examples import Examples
+from coterie.users.user import Loss
+
+GROUPS = 100
+"""Into how many groups at most examples are put for the jackknife: a metric is computed once without each."""
+
+
+def compare(
+    model: nn.Module,
+    alone: nn.Module,
+    loss: Loss,
+    examples: Examples,
+    metrics: Mapping[str, Metric] | None = None,
+    *,
+    on: str,
+) -> Comparison:
+    """Compare a model with one trained alone on examples, in all metrics and in loss.
+
+    A metric may be any function of the whole set, so its standard error is that of the jackknife over examples;
+    for a mean, such as the accuracy, that is the usual one. The error of the loss is over the examples' losses.
+
+    Args:
+        model: the model that is served.
+        alone: the one trained alone.
+        loss: the mean loss of a batch from (output, target).
+        examples: on which the two are compared.
+        metrics: by name; `metrics_for(loss)` when None.
+        on: what examples these are, in words.
+
+    Example:
+        >>> from coterie.users.examples import InMemory
+        >>> models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        >>> for each, slope in zip(models, (1.0, 3.0)):
+        ...     _ = nn.init.constant_(each.weight, slope)
+        >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]]))
+        >>> found = compare(*models, nn.functional.mse_loss, data, on="2 test examples")
+        >>> {name: round(each.difference, 2) for name, each in found.measures.items()}
+        {'rmse': -3.16, 'loss': -10.0}
+    """
+    metrics = metrics_for(loss) if metrics is None else metrics
+    ours, theirs = (evaluate(each, loss, examples, metrics) for each in (model, alone))
+    measured = {name: metric for name, metric in metrics.items() if name in ours}
+    errors = _metric_errors(model, alone, examples, measured)
+    change = example_losses(model, loss, examples) - example_losses(alone, loss, examples)
+    errors["loss"] = float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else math.inf
+    measures = {
+        name: Difference(
+            ours=ours[name],
+            alone=theirs[name],
+            error=error,
+            less_is_better=less_is_better(name, metrics.get(name)),
+        )
+        for name, error in errors.items()
+    }
+    return Comparison(on=on, examples=len(examples), measures=measures)
+
+
+def _metric_errors(
+    model: nn.Module, alone: nn.Module, examples: Examples, metrics: Mapping[str, Metric]
+) -> dict[str, float]:
+    """Return the standard error of the difference of each metric."""
+    if not metrics:
+        return {}
+    (ours, targets), (theirs, _) = (tuple(map(torch.cat, outputs_on(each, examples))) for each in (model, alone))
+
+    def difference(metric: Metric, kept: Tensor) -> float:
+        return float(metric(ours[kept], targets[kept])) - float(metric(theirs[kept], targets[kept]))
+
+    return {name: _jackknife(partial(difference, metric), len(targets)) for name, metric in metrics.items()}
+
+
+def _jackknife(value: Callable[[Tensor], float], n: int) -> float:
+    """Return the standard error of a function of a mask over examples, by leaving out one group after another."""
+    if n < 2:
+        return math.inf
+    groups = min(n, GROUPS)
+    group = torch.arange(n) % groups
+    try:
+        without = torch.tensor([value(group != g) for g in range(groups)], dtype=torch.float64)
+    except (ValueError, RuntimeError, ZeroDivisionError):  # a metric that some of the examples do not allow
+        return math.nan
+    return math.sqrt((groups - 1) / groups * float((without - without.mean()).square().sum()))
