@@ -1,8 +1,6 @@
 """What a peer has given and refused, in a file that processes share; and the secret that lies beside it."""
 
 import fcntl
-import hashlib
-import json
 import os
 import secrets
 import stat
@@ -10,23 +8,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from coterie.errors import CoterieError, KnobError
+from coterie.errors import KnobError
+from coterie.recording.chained_lines import ChainedLines
+from coterie.recording.files import writing
 
 MAX_LOGGED_CHARACTERS = 200
 """How much of a text that comes from elsewhere, or of an error, a line holds."""
-
-_CHAIN = b', "chain": "'
 
 
 class Ledger:
     """A log of requests, one JSON object a line, that says how many gradients were given.
 
     Processes that share the file count each other's: a line is added under a lock, after those of the others were
-    read. It is written before the gradient leaves, so that a process that is killed has counted what it gave. Each
-    line holds a digest of itself and of the one before, so that an altered or lost line is told. Without a path
-    nothing is written, and what this process gave is counted.
+    read. It is written before the gradient leaves, so that a process that is killed has counted what it gave. An
+    altered line is told. Without a path nothing is written, and what this process gave is counted.
 
     Example:
         >>> import tempfile
@@ -40,74 +37,49 @@ class Ledger:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path, self._given, self._read_to, self._chain = path, 0, 0, ""
+        self.path, self._given = path, 0
+        self._lines = (
+            None if path is None else ChainedLines(path, "it counts what was given: put it back as it was")
+        )
 
     @property
     def given(self) -> int:
         """How many gradients were given, over every run that the file knows of."""
         if self.path is not None and self.path.exists():
-            with self._locked():
+            with self._alone():
                 pass
         return self._given
 
     def give(self, gradients: int = 1, *, at_most: int | None = None, **line: Any) -> bool:
         """Write down that so many gradients are given, and say whether they may be: `at_most` in all."""
-        with self._locked() as file:
+        with self._alone():
             if at_most is not None and self._given + gradients > at_most:
                 return False
-            self._write(file, {"gradients": gradients, **line})
+            self._write({"gradients": gradients, **line})
             self._given += gradients
         return True
 
     def note(self, **line: Any) -> None:
         """Write down something else: a refusal, an error."""
-        with self._locked() as file:
-            self._write(file, line)
+        with self._alone():
+            self._write(line)
 
     @contextmanager
-    def _locked(self) -> Iterator[BinaryIO | None]:
+    def _alone(self) -> Iterator[None]:
         """Keep other processes out, and count what they have given."""
-        if self.path is None:
-            yield None
+        if self.path is None or self._lines is None:
+            yield
             return
-        with open(self.path, "a+b", opener=_owner_only) as file:
+        with writing(self.path), open(self.path, "ab", opener=_owner_only) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # closing the file lets it go
-            self._read(file)
-            yield file
+            self._given += sum(int(line.get("gradients", 0)) for line in self._lines.read_on())
+            yield
 
-    def _read(self, file: BinaryIO) -> None:
-        """Count what was added; a last line that was cut by a kill is cut off: nothing left after it."""
-        if file.seek(0, os.SEEK_END) < self._read_to:
-            raise self._damaged("it has become shorter")
-        file.seek(self._read_to)
-        whole, end, cut = file.read().rpartition(b"\n")
-        for text in whole.splitlines():
-            body, _, chain = text.rpartition(_CHAIN)
-            if chain != self._digest(body).encode() + b'"}':
-                raise self._damaged(f"{text[:60]!r} is not what was written there")
-            self._chain = self._digest(body)
-            self._given += int(json.loads(body + b"}").get("gradients", 0))
-        self._read_to += len(whole + end)
-        if cut:
-            file.truncate(self._read_to)
-
-    def _write(self, file: BinaryIO | None, line: dict[str, Any]) -> None:
-        if file is None:
-            return
-        shown = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **line}
-        short = {k: v[:MAX_LOGGED_CHARACTERS] if isinstance(v, str) else v for k, v in shown.items()}
-        body = json.dumps(short)[:-1].encode()  # line ends and control characters are escaped
-        chain = self._digest(body)
-        text = body + _CHAIN + chain.encode() + b'"}\n'
-        file.write(text)
-        file.flush()
-        self._chain, self._read_to = chain, self._read_to + len(text)
-
-    def _digest(self, body: bytes) -> str:
-        return hashlib.blake2b(self._chain.encode() + body, digest_size=8).hexdigest()
-
-    def _damaged(self, what: str) -> CoterieError:
-        return CoterieError(f"{self.path} is damaged: {what}. It counts what was given: put it back as it was")
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._lines is not None:
+            shown = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **line}
+            short = {k: v[:MAX_LOGGED_CHARACTERS] if isinstance(v, str) else v for k, v in shown.items()}
+            self._lines.append(short)  # JSON escapes line ends and control characters
 
 
 def kept_secret(path: Path) -> bytes:

@@ -23,7 +23,7 @@ class ChainedLines:
     end, as a kill leaves it, is left out when the file is read, and overwritten when a line is added. Whether whole
     lines are missing at the end cannot be seen here: what must be there has to be known from elsewhere.
 
-    One process writes at a time.
+    One process writes at a time; another may `read_on` and then write, where a lock keeps them apart.
 
     Args:
         path: the file.
@@ -45,6 +45,7 @@ class ChainedLines:
     def __init__(self, path: Path, remedy: str) -> None:
         self.path, self.remedy = path, remedy
         self._last, self._end = "", 0  # the chain at the last whole line, and where that ends in the file
+        self._count = 0  # of whole lines up to there
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write the file anew, whole or not at all."""
@@ -54,7 +55,7 @@ class ChainedLines:
             texts.append(text)
         whole = b"".join(texts)
         files.write(self.path, whole)
-        self._last, self._end = last, len(whole)
+        self._last, self._end, self._count = last, len(whole), len(texts)
 
     def append(self, line: Mapping[str, Any], *, sync: bool = False) -> None:
         """Add a line to the file, which must be as this object has read or written it; `sync`: to the disk."""
@@ -69,19 +70,26 @@ class ChainedLines:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        self._last, self._end = last, self._end + len(text)
+        self._last, self._end, self._count = last, self._end + len(text), self._count + 1
 
     def read(self) -> list[dict[str, Any]]:
         """Return all whole lines, without their chains."""
-        *whole, rest = files.read(self.path, self.remedy).split(b"\n")
-        last, end, lines = "", 0, []
-        for number, text in enumerate(whole, 1):
+        self._last, self._end, self._count = "", 0, 0
+        return self.read_on()
+
+    def read_on(self) -> list[dict[str, Any]]:
+        """Return the whole lines that others have added since this object last read or wrote."""
+        data = files.read(self.path, self.remedy)
+        if len(data) < self._end:
+            raise FileError(f"{self.path} is damaged: it has become shorter; {self.remedy}")
+        *whole, rest = data[self._end :].split(b"\n")
+        last, lines = self._last, []
+        for number, text in enumerate(whole, self._count + 1):
             line, last = self._checked(text, last, number)
             lines.append(line)
-            end += len(text) + 1
         if (more := _CHAIN.search(rest)) and more.end() < len(rest):  # a whole line whose end was altered
-            raise self._damaged(len(whole) + 1)
-        self._last, self._end = last, end
+            raise self._damaged(self._count + len(whole) + 1)
+        self._last, self._end, self._count = last, len(data) - len(rest), self._count + len(whole)
         return lines
 
     def sync(self) -> None:
