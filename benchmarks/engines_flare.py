@@ -14,7 +14,6 @@ import os
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,7 +33,9 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.federation.job import LEAD_CLASS, SITE_CLASS, write_job
 from coterie.federation.lead_job import CollabSites
+from coterie.federation.manifest import Kit
 from coterie.federation.provisioning import LEAD, Consortium, provision
+from coterie.federation.workspace import server_command, site_command, site_workspace, surroundings
 from coterie.gradients.parameters import Parameters
 from engines import PEERS, ROUNDS, Flat, timed, user
 
@@ -127,20 +128,19 @@ def flare(d: int, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         ports = _free_ports()
-        provision(Consortium("benchmark", "localhost", NAMES, *ports), folder, size=d)
-        for kit in (folder / "server", *(folder / "sites" / name for name in NAMES)):
-            _allow(kit / "local" / "resources.json")
+        consortium = Consortium("benchmark", "localhost", NAMES, *ports)
+        provision(consortium, folder, size=d)
+        _allow(folder / "server" / "local" / "resources.json")
+        commands = [server_command(folder / "server")]
+        for name in NAMES:
+            kit = Kit("benchmark", name, "user0", "localhost", ports[0], "y", (), "linear", d, 1, 1)
+            site = site_workspace(folder / "sites" / name, kit)
+            _allow(site / "local" / "resources.json")
+            commands.append(site_command(site, kit))
         job = _job(folder, d, seconds)
-        bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         here = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        surroundings = os.environ | {"PATH": bin_first, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
-        kits = [folder / "server", *(folder / "sites" / name for name in NAMES)]
-        processes = [
-            psutil.Popen(
-                [str(kit / "startup" / "sub_start.sh"), "--once"], env=surroundings, stdout=subprocess.DEVNULL
-            )
-            for kit in kits
-        ]
+        env = surroundings() | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+        processes = [psutil.Popen(command, env=env, stdout=subprocess.DEVNULL) for command in commands]
         try:
             return _result(folder, job, limit=120 + 20 * seconds)
         finally:

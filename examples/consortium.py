@@ -27,6 +27,8 @@ import pandas as pd
 import psutil
 
 from coterie.benchmark.sets import heart
+from coterie.federation.kits import accept
+from coterie.federation.manifest import fingerprint
 
 SIZES = {"cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200}
 COTERIE = [sys.executable, "-m", "coterie", "federate"]
@@ -66,7 +68,9 @@ def set_up(folder: Path, tables: dict[str, pd.DataFrame], me: str, options: Sequ
     command += [word for column in ("cp", "restecg", "slope", "thal") for word in ("--categorical", column)]
     subprocess.run([*command, *options], check=True)
     for site in sites:
-        tables[site].to_csv(folder / "sites" / site / "data.csv", index=False)
+        kit = folder / "sites" / site
+        accept(kit, fingerprint(kit))  # a real site runs `coterie federate accept`, and compares with user 0
+        tables[site].to_csv(kit / "data.csv", index=False)
     return sites
 
 

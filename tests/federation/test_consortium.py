@@ -120,14 +120,13 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
 
 
 def unfriendly(kit: Path) -> None:
-    """Give a site a loader that answers with nonsense, and let it send messages of any size."""
+    """Give a site a loader that answers with nonsense."""
     preparation = Preparation.load(kit)
     extra = f'name = "linear"\nloss = "torch.nn.functional:cross_entropy"\nn_inputs = {preparation.n_inputs}'
     text = (kit / "coterie.toml").read_text(encoding="utf-8")
     text = text.replace('name = "linear"', f"{extra}\nn_outputs = {preparation.n_outputs}")
     text = text.replace('table = "data.csv"', 'table = "data.csv"\nloader = "unfriendly:load"')
     (kit / "coterie.toml").write_text(text, encoding="utf-8")
-    (kit / "local" / "comm_config.json").unlink()
 
 
 def stranger(folder: Path, example: ModuleType, port: int) -> Path:
@@ -168,11 +167,14 @@ def test_a_run_outlives_whatever_befalls_a_site(
     def said(text: str) -> Callable[[], bool]:
         return lambda: news.exists() and text in news.read_text(encoding="utf-8")
 
-    with (
-        example.started(*example.commands(folder, sites), [*example.COTERIE, "site", str(intruder)]) as processes,
-        example.started([*example.COTERIE, "run", str(folder)]) as (run,),
-    ):
+    limits = folder / "sites" / "cleveland" / "nvflare" / "local" / "comm_config.json"
+    with contextlib.ExitStack() as life:
+        commands = (*example.commands(folder, sites), [*example.COTERIE, "site", str(intruder)])
+        processes = life.enter_context(example.started(*commands))
         _, _, hangs, dies, _ = processes
+        until(limits.exists, "the start of the site that lies")
+        limits.unlink()  # it sends messages of any size
+        (run,) = life.enter_context(example.started([*example.COTERIE, "run", str(folder)]))
         until(lambda: steps_done(folder) >= 50, "the run's start", 240)
         assert not answers_without_certificate(port)
         worker = hangs.children(recursive=True)[-1]

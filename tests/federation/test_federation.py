@@ -24,11 +24,13 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.errors import CoterieError, DataError, KnobError
 from coterie.federation.job import write_job
-from coterie.federation.kits import set_up
+from coterie.federation.kits import accept, set_up
 from coterie.federation.lead import RUN, SUMMARY, lead, rule_of
+from coterie.federation.manifest import Kit
 from coterie.federation.participants import lead_participant, peer_of, site_participant
 from coterie.federation.provisioning import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
+from coterie.federation.workspace import site_workspace
 from coterie.rules.streams import StreamAveraging
 from coterie.users.examples import InMemory
 
@@ -48,11 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A consortium of two sites, each with its table."""
     place = tmp_path_factory.mktemp("federation")
     patients().to_csv(place / "mine.csv", index=False)
-    training = Training(rule="bc", alpha=0.7, steps=20, batch_size=8)
+    training = Training(rule="bc", alpha=0.7, steps=20, batch_size=16)
     data = Data(table=str(place / "mine.csv"), target="ill", own_examples=20)
     settings = LeadSettings("me", ("basel", "bern"), data, Model("linear"), training)
-    set_up(place / "trial", Consortium("trial", "localhost", ("basel", "bern")), settings, examples=8)
-    for seed, site in enumerate(("basel", "bern"), 1):
+    fingerprints = set_up(place / "trial", Consortium("trial", "localhost", ("basel", "bern")), settings)
+    for seed, (site, fingerprint) in enumerate(fingerprints.items(), 1):
+        shutil.copytree(place / "trial" / "sites" / site, place / "kits" / site)  # as it came
+        accept(place / "trial" / "sites" / site, fingerprint)
         patients(40, seed).to_csv(place / "trial" / "sites" / site / "data.csv", index=False)
     return place / "trial"
 
@@ -60,27 +64,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_nvflare
 def test_what_is_written_can_be_read(folder: Path) -> None:
     settings = lead_settings(folder)
-    assert settings.training == Training(rule="bc", alpha=0.7, steps=20, batch_size=8)
+    assert settings.training == Training(rule="bc", alpha=0.7, steps=20, batch_size=16)
     assert (settings.me, settings.sites) == ("me", ("basel", "bern"))
     site = site_settings(folder / "sites" / "bern")
     assert (site.name, site.data.target, site.model, site.caps) == (
         "bern",
         "ill",
         Model("linear"),
-        Caps(examples=8),
+        Caps(gradients=10_000, norm=10.0, examples=16),
     )
 
 
 @needs_nvflare
 @pytest.mark.parametrize("who", ["server", "sites/basel", "sites/bern"])
-def test_kits_take_no_code_and_no_other_class(folder: Path, who: str) -> None:
-    local = folder / who / "local"
+def test_participants_take_no_code_and_no_other_class(folder: Path, who: str) -> None:
+    place = folder / who if who == "server" else site_workspace(folder / who, Kit.load(folder / who))
+    local = place / "local"
     rights = json.loads((local / "authorization.json").read_text())["permissions"]
     assert set(rights) == {"lead"}
     assert {rights["lead"][right] for right in ("byoc", "shell_commands", "operate")} == {"none"}
     resources = json.loads((local / "resources.json").read_text())
     assert resources["class_list_enforcement_mode"] == "enforce"
-    for name in resources["class_allow_list"]:
+    named = [*resources["class_allow_list"], *(component["path"] for component in resources["components"])]
+    for name in named:
         module, _, kind = name.rpartition(".")
         assert hasattr(importlib.import_module(module), kind)
     assert len(resources["class_allow_list"]) == 2
@@ -89,17 +95,20 @@ def test_kits_take_no_code_and_no_other_class(folder: Path, who: str) -> None:
 
 @needs_nvflare
 def test_private_keys_are_where_they_belong(folder: Path) -> None:
+    site_workspace(folder / "sites" / "bern", Kit.load(folder / "sites" / "bern"))
     keys = {path.relative_to(folder).as_posix() for path in folder.rglob("*.key")}
-    assert keys == {
+    assert keys - {f"sites/{site}/nvflare/startup/client.key" for site in ("basel", "bern")} == {
         "server/startup/server.key",
         "lead/startup/client.key",
-        "sites/basel/startup/client.key",
-        "sites/bern/startup/client.key",
+        "sites/basel/client.key",
+        "sites/bern/client.key",
     }
-    assert stat.S_IMODE((folder / "authority").stat().st_mode) == 0o700
+    owned = [folder, folder / "authority", *(folder / key for key in keys)]
+    owned += [folder / "sites" / site / name for site in ("basel", "bern") for name in ("", "coterie.toml")]
+    assert [path for path in owned if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
     for page in folder.rglob("README.md"):
         assert page.parent.name in page.read_text()
-    connection = json.loads((folder / "sites/bern/startup/fed_client.json").read_text())
+    connection = json.loads((folder / "sites/bern/nvflare/startup/fed_client.json").read_text())
     assert connection["client"]["connection_security"] == "mtls"
 
 
@@ -183,7 +192,8 @@ def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: py
         ("name = ", "cannot be read"),
         ('name = "a"\nhobby = 1', "'hobby', which is not a setting"),
         ('name = "a"\n[caps]\ngradient = 1', "'gradient', which is not a setting"),
-        ('name = "a"\n[caps]\nexamples = 0', "`examples` must be at least 1"),
+        ('name = "a"\n[caps]\nexamples = 0', "`examples` must be a whole number, at least 1"),
+        ('name = "a"\n[caps]\ngradients = "many"', "`gradients` must be a whole number"),
         ('name = "a"\n[data]\nloader = "nowhere"', "must be module.path:function"),
         ('name = "a"\n[data]\nloader = "nowhere.at:all"', "cannot be found"),
         ("threads = 1", "must have 'name'"),
@@ -292,5 +302,5 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
         assert site.gradients(request) == {"refused": "it answers user 0 only"}
         assert site.ready() == {"willing": False}
     monkeypatch.setattr(site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server")))
-    assert site.ready() == {"willing": True}
+    assert site.ready() == {"willing": True, "left": 1, "examples": 1}
     assert "gradients" in site.gradients(request)

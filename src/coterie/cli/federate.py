@@ -1,8 +1,5 @@
 """`coterie federate`: train with sites of other organisations, over NVFLARE."""
 
-import os
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from coterie.cli.registered import Command, knobs_of
-from coterie.errors import CoterieError, KnobError
+from coterie.errors import KnobError
 from coterie.rules import RULES
 
 federate = typer.Typer(
@@ -49,7 +46,6 @@ def init(
     misses: Annotated[int, Option(help="Steps without an answer until a site is not waited for.")] = 3,
     probe_every: Annotated[int, Option(help="Steps from one look whether it is back to the next.")] = 10,
     minimum: Annotated[int, Option(help="Answers without which a step is taken alone.")] = 1,
-    examples: Annotated[int, Option(help="Rows behind a gradient, unless a site sets otherwise.")] = 1,
 ) -> None:
     """Write certificates and settings: user 0's folder, and in sites/ one folder to hand to each site.
 
@@ -69,34 +65,76 @@ def init(
     settings = LeadSettings(me, tuple(site), own, Model(model), training)
     rule_of(settings)  # what cannot be built is told now
     consortium = Consortium(name, server, tuple(site), port, admin_port)
-    set_up(folder, consortium, settings, categorical=tuple(categorical or ()), kind=kind, examples=examples)
+    fingerprints = set_up(folder, consortium, settings, categorical=tuple(categorical or ()), kind=kind)
     typer.echo(f"{folder}/coterie.toml   what user 0 trains")
-    for each in site:
+    for each, fingerprint in fingerprints.items():
         typer.echo(f"{folder}/sites/{each}   for {each}, over a safe way: it holds a private key")
+        typer.echo(f"  its fingerprint, to tell {each} in another way: {fingerprint}")
     typer.echo(f"next: coterie federate server {folder}; when sites are connected: coterie federate run {folder}")
 
 
 @federate.command()
 def server(folder: Folder) -> None:
     """Start user 0's server, and stay with it until Ctrl-C."""
-    _start(folder / "server")
+    from coterie.federation.workspace import run_process, server_command
+
+    raise typer.Exit(run_process(server_command(folder / "server"), folder / "server"))
+
+
+SiteFolder = Annotated[Path, Argument(help="The site's folder.")]
 
 
 @federate.command()
-def site(folder: Annotated[Path, Argument(help="The site's folder.")] = Path()) -> None:
-    """Check a site's settings, connect to user 0, and answer until Ctrl-C."""
-    check(folder)
-    _start(folder)
+def accept(
+    folder: SiteFolder = Path(),
+    fingerprint: Annotated[
+        str | None, Option(help="What user 0 has told you; shown and asked for if left out.")
+    ] = None,
+) -> None:
+    """Check the folder that user 0 has made for a site, and write the site's own settings to it.
+
+    Example: coterie federate accept basel
+    """
+    from coterie.federation import kits, manifest
+    from coterie.federation.settings import FILE
+
+    shown = manifest.fingerprint(folder)
+    typer.echo(f"{folder} has the fingerprint {shown}")
+    if fingerprint is None and not typer.confirm("Has user 0 told you the same, not in this folder?"):
+        raise KnobError(f"{folder} is not accepted; ask user 0 for its fingerprint, by telephone for example")
+    kit = kits.accept(folder, fingerprint or shown)
+    typer.echo(f"{kit.lead} plans to ask for at most {kit.gradients} gradients, of {kit.batch_size} rows each")
+    typer.echo(f"{folder / FILE} says what you give: edit it, then `coterie federate check {folder}`")
 
 
 @federate.command()
-def check(folder: Annotated[Path, Argument(help="The site's folder.")] = Path()) -> None:
+def site(folder: SiteFolder = Path()) -> None:
+    """Check a site's settings, connect to user 0, and answer until Ctrl-C. Nothing in the folder is run."""
+    from coterie.federation import workspace
+
+    kit = check(folder)
+    place = workspace.site_workspace(folder, kit)
+    raise typer.Exit(workspace.run_process(workspace.site_command(place, kit), place))
+
+
+@federate.command()
+def check(folder: SiteFolder = Path()) -> Any:
     """Say what a site would give. Nothing is sent."""
+    from coterie.federation.kits import accepted
     from coterie.federation.participants import peer_of
+    from coterie.federation.settings import site_settings
 
+    settings = site_settings(folder)
+    kit = accepted(folder, settings.kit)
     peer = peer_of(folder)
-    size = peer.passes.parameters.size
+    size = sum(tensor.numel() for tensor in peer.passes.model.state_dict().values())
+    typer.echo(f"the kit is the one accepted, {settings.kit}; it connects to {kit.server}:{kit.port}")
     typer.echo(f"{peer.user}: gradients of {size} numbers, {peer.ledger.given} given before, {peer.caps}")
+    if size != kit.size:
+        raise KnobError(
+            f"your model has {size} numbers, user 0's ({kit.model}) {kit.size}; name the same in [model]"
+        )
+    return kit
 
 
 @federate.command()
@@ -111,25 +149,3 @@ def run(
     typer.echo(supervise(folder, resume=resume, wait=wait, show_line=typer.echo))
     typer.echo(f"Model, record and a page (index.html): {folder / 'run'}")
     typer.echo(f"To apply it: coterie predict {folder / 'run'} FILE")
-
-
-def _start(kit: Path) -> None:
-    """Start NVFLARE's process, with this Python for its `python3`, and end it and its children with this one."""
-    script = kit.absolute() / "startup" / "sub_start.sh"
-    if not script.exists():
-        raise KnobError(f"there is no {script}; `coterie federate init` writes it")
-    try:
-        import psutil  # NVFLARE needs it too
-    except ImportError as error:
-        raise CoterieError(f"NVFLARE is not installed ({error}); `pip install coterie[flare]`") from error
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # In a session of its own: NVFLARE takes no notice of Ctrl-C.
-    process = psutil.Popen([str(script), "--once"], env=os.environ | {"PATH": path}, start_new_session=True)
-    try:
-        code = process.wait()
-    finally:
-        if process.is_running():
-            for each in (*process.children(recursive=True), process):
-                each.kill()
-    raise typer.Exit(code)

@@ -54,12 +54,12 @@ class Caps:
     examples: int = 1
 
     def __post_init__(self) -> None:
-        if self.gradients is not None and self.gradients < 0:
-            raise KnobError(f"`gradients` must not be negative, got {self.gradients}")
-        if self.norm is not None and not self.norm > 0:
-            raise KnobError(f"`norm` must be positive, got {self.norm}")
-        if self.examples < 1:
-            raise KnobError(f"`examples` must be at least 1, got {self.examples}")
+        counts = {"gradients": 0 if self.gradients is None else self.gradients, "examples": self.examples}
+        for name, least in (("gradients", 0), ("examples", 1)):
+            if not isinstance(counts[name], int) or counts[name] < least:
+                raise KnobError(f"`{name}` must be a whole number, at least {least}, got {counts[name]!r}")
+        if self.norm is not None and not (isinstance(self.norm, int | float) and self.norm > 0):
+            raise KnobError(f"`norm` must be positive, got {self.norm!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +144,11 @@ class Peer:
     def left(self) -> int | None:
         """How many gradients are left to give; None where there is no limit."""
         return None if self.caps.gradients is None else max(0, self.caps.gradients - self.ledger.given)
+
+    def terms(self) -> dict[str, Any]:
+        """Return what user 0 may know of the caps before it asks: whether and how much there is to give."""
+        left = self.left
+        return {"willing": left is None or left > 0, "left": left, "examples": self.caps.examples}
 
     def answer(self, request: Request, caller: str = "user 0") -> Reply:
         """Return the gradients at the points on the batch of (seed, user, step), or why there are none.

@@ -1,45 +1,52 @@
-"""What user 0 hands out: a folder a site, with its settings and one page that says what to do and what is given."""
+"""Kits: the folder that user 0 makes for each site, and what a site makes of it."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from coterie.data import read_table
+from coterie.engines.peer import Caps
+from coterie.errors import KnobError
+from coterie.federation import manifest
+from coterie.federation.lead import planned_gradients
+from coterie.federation.manifest import KIT_FILES, Kit, quoted, seal, verify
 from coterie.federation.participants import lead_task
 from coterie.federation.provisioning import Consortium, provision
-from coterie.federation.settings import FILE, Data, LeadSettings, Model, Training
+from coterie.federation.settings import FILE, SITE_CAPS, Data, LeadSettings, Model, Training
 from coterie.tables import models
 
-README = """# {site} in the consortium {name}
+README = """# {site} in the consortium {consortium}
 
-You take part in training a model for {me}. At every step {me} sends the model's parameters; your machine computes
-the gradient of the loss on a batch of **your** rows, and sends that back. Your rows stay here. No code comes here:
-your machine runs the `coterie` that you installed, with the model named in `{file}`.
+You take part in training a model for {lead}. At every step {lead} sends the model's parameters; your machine
+computes the gradient of the loss on a batch of **your** rows, and sends that back. Your rows stay here. This folder
+is data: nothing in it is run. Your machine runs the `coterie` that you installed.
 
 1. `pip install "coterie[flare]"` in a Python environment of your own.
-2. Edit `{file}`: where your table is, how its columns are called, what you give at most (below).
-3. `coterie federate check .` says what would be given. Nothing is sent.
-4. `coterie federate site .` connects to {server}:{port} and answers until you stop it (Ctrl-C). Your machine dials
+2. `coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone for
+   example. It then writes `{file}`, which is yours: nobody else has a say in it.
+3. Edit `{file}`: where your table is, how its columns are called, what you give at most (below).
+4. `coterie federate check .` says what would be given. Nothing is sent.
+5. `coterie federate site .` connects to {server}:{port} and answers until you stop it (Ctrl-C). Your machine dials
    out; nothing needs to be opened in your firewall for incoming connections.
 
-What you give, and how to give less (`[caps]` in `{file}`):
+{lead} plans a run of at most {gradients} gradients, of {batch_size} rows each. What you give, and how to give less,
+is in `[caps]` of `{file}`:
 
-| setting | meaning |
-|---|---|
-| `gradients` | how many gradients you give in all, over every run |
-| `norm` | a gradient is clipped to this norm |
-| `examples` | no gradient of fewer rows than this is given |
+| setting | at first | meaning |
+|---|---|---|
+| `gradients` | {caps.gradients} | how many gradients you give in all, over every run |
+| `norm` | {caps.norm:g} | a gradient is clipped to this norm |
+| `examples` | {caps.examples} | no gradient of fewer rows than this is given |
 
-A gradient of few rows can give away what is in them. With `examples` at the size of a batch and `norm` set it
-tells less; it never tells nothing. Every request is logged in `requests.jsonl`: when, which step, how many rows,
-the norm.
+Your machine draws the batches, by a secret of its own (`requests.jsonl.secret`): {lead} cannot choose rows. A
+gradient can still give away what is in the rows, and many gradients give away more. Every request is logged in
+`requests.jsonl`: when, which step, how many rows, the norm.
 
-`preparation.json` and `preparation.skops` hold the medians, means, spreads and categories of {me}'s rows, with
-which your rows are made into numbers. `startup` holds your certificate and key: whoever has them is you. Keep them.
+`preparation.json` and `preparation.skops` hold the medians, means, spreads and categories of {lead}'s rows, with
+which your rows are made into numbers. `client.key` is your key: whoever has it is you. Keep it.
 """
 
-SITE = """name = {name}
+SITE = """# Yours: written by the `coterie` that is installed here, changed by nobody but you.
+name = {name}
+kit = {kit}   # the fingerprint that you have compared
 threads = 1
 
 [data]
@@ -52,10 +59,10 @@ target = {target}
 [model]                 # built from the code installed here
 {model}
 
-[caps]
-# gradients = 10000     # how many in all
-# norm = 10.0           # clipped to this norm
-examples = {examples}   # no gradient of fewer rows
+[caps]                  # what you give at most
+gradients = {gradients}   # in all, over every run; inf: no limit
+norm = {norm}             # a gradient is clipped to this norm; inf: not clipped
+examples = {examples}     # no gradient of fewer rows than this
 """
 
 
@@ -66,42 +73,86 @@ def set_up(
     *,
     categorical: tuple[str, ...] = (),
     kind: str = "auto",
-    examples: int = 1,
-) -> None:
-    """Write user 0's folder, which must hold no consortium yet, and one for each site.
+) -> dict[str, str]:
+    """Write user 0's folder, with a kit for each site, and return the kits' fingerprints.
 
-    User 0's table is read to learn how rows become inputs. At least so many examples must be behind a gradient,
-    unless a site sets otherwise.
+    The folder must hold no consortium yet. User 0's table is read to learn how rows become inputs.
     """
     rows = read_table(settings.data.table)
     task = lead_task(rows, settings, categorical=categorical, kind=kind)
     preparation = task.preparation
     model = models.build(settings.model.name, task.n_inputs, task.n_outputs)
-    provision(consortium, folder, sum(tensor.numel() for tensor in model.state_dict().values()))
+    size = sum(tensor.numel() for tensor in model.state_dict().values())
+    provision(consortium, folder, size)
     preparation.save(folder)
     (folder / FILE).write_text(_lead_file(settings), encoding="utf-8")
+    fingerprints = {}
     for site in consortium.sites:
-        kit = folder / "sites" / site
-        preparation.save(kit)
-        page = README.format(site=site, me=settings.me, file=FILE, **vars(consortium))
-        (kit / "README.md").write_text(page, encoding="utf-8")
-        columns = "\n".join(f"# {_toml(c)} = {_toml(c)}" for c in (*preparation.numeric, *preparation.categorical))
-        values = {"name": _toml(site), "target": _toml(settings.data.target), "model": _lines(settings.model)}
-        (kit / FILE).write_text(SITE.format(columns=columns, examples=examples, **values), encoding="utf-8")
+        place = folder / "sites" / site
+        kit = Kit(
+            consortium=consortium.name,
+            site=site,
+            lead=settings.me,
+            server=consortium.server,
+            port=consortium.port,
+            target=settings.data.target,
+            columns=(*preparation.numeric, *preparation.categorical),
+            model=settings.model.name,
+            size=size,
+            gradients=planned_gradients(settings),
+            batch_size=settings.training.batch_size,
+        )
+        kit.save(place)
+        preparation.save(place)
+        page = README.format(file=FILE, caps=SITE_CAPS, **vars(kit))
+        (place / "README.md").write_text(page, encoding="utf-8")
+        fingerprints[site] = seal(place)
+    return fingerprints
+
+
+def accept(folder: Path, fingerprint: str, caps: Caps = SITE_CAPS) -> Kit:
+    """Check a kit that has come against the fingerprint that user 0 has told, and write the site's own settings.
+
+    A file that belongs to no kit is refused. Code that user 0 proposes is not taken over: the site names its own.
+    """
+    verify(folder, fingerprint, alone=True)
+    kit = Kit.load(folder)
+    folder.chmod(0o700)
+    for name in KIT_FILES:
+        (folder / name).chmod(0o600)
+    model = f"name = {quoted(kit.model)}"
+    if ":" in kit.model:
+        model = (
+            f"# {model}   # user 0 proposes this code: take the # away if it is installed here, and yours to run"
+        )
+    columns = "\n".join(f"# {quoted(column)} = {quoted(column)}" for column in kit.columns)
+    limits = {"gradients": caps.gradients or "inf", "norm": caps.norm or "inf", "examples": caps.examples}
+    names = {"name": quoted(kit.site), "kit": quoted(manifest.fingerprint(folder)), "target": quoted(kit.target)}
+    text = SITE.format(columns=columns, model=model, **names, **limits)
+    path = folder / FILE
+    path.touch(mode=0o600)
+    path.write_text(text, encoding="utf-8")
+    return kit
+
+
+def accepted(folder: Path, fingerprint: str) -> Kit:
+    """Return the kit that a site has accepted, once it is still the same."""
+    if not fingerprint:
+        raise KnobError(f"the kit in {folder} is not accepted yet; `coterie federate accept {folder}`")
+    verify(folder, fingerprint)
+    return Kit.load(folder)
 
 
 def _lead_file(settings: LeadSettings) -> str:
-    top = [f"me = {_toml(settings.me)}", f"sites = {_toml(list(settings.sites))}", f"threads = {settings.threads}"]
+    top = [
+        f"me = {quoted(settings.me)}",
+        f"sites = {quoted(list(settings.sites))}",
+        f"threads = {settings.threads}",
+    ]
     parts = [f"[{name}]\n{_lines(getattr(settings, name))}" for name in ("data", "model", "training")]
     return "\n\n".join(["\n".join(top), *parts]) + "\n"
 
 
 def _lines(part: Data | Model | Training) -> str:
     shown = {name: value for name, value in vars(part).items() if value not in (None, "", {})}
-    return "\n".join(f"{name} = {_toml(value)}" for name, value in shown.items())
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml(str(k))} = {_toml(v)}" for k, v in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers, truth values and lists are JSON's
+    return "\n".join(f"{name} = {quoted(value)}" for name, value in shown.items())

@@ -15,7 +15,7 @@ from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import Sites
 from coterie.errors import KnobError
 from coterie.federation.participants import lead_participant
-from coterie.federation.settings import LeadSettings, lead_settings
+from coterie.federation.settings import FILE, LeadSettings, lead_settings
 from coterie.registry import RunFacts
 from coterie.rules import RULES, Rule
 from coterie.tables.fit import fit
@@ -26,6 +26,10 @@ NEWS = "news.log"
 """What happened on the way: sites that were dropped or taken back."""
 SUMMARY = "summary.txt"
 """The result in a few lines; written last, so that what has one has ended."""
+REFUSED = "refused.txt"
+"""Why no run was begun."""
+POINTS_A_STEP = 5
+"""At how many points a rule that finds its weights asks sites in one step, at most."""
 
 
 def lead(folder: Path, sites: Sites) -> None:
@@ -33,8 +37,11 @@ def lead(folder: Path, sites: Sites) -> None:
     settings, out = lead_settings(folder), folder / RUN
     torch.set_num_threads(settings.threads)
     out.mkdir(exist_ok=True)
-    (out / SUMMARY).unlink(missing_ok=True)
+    for name in (SUMMARY, REFUSED):
+        (out / name).unlink(missing_ok=True)
     with _only_one(out), _news(out / NEWS):
+        if not (out / "record.jsonl").exists():
+            check_plan(settings, sites, out)
         held, task = lead_participant(folder, settings)
         rule, knobs = rule_of(settings), settings.training
         patience = {name: getattr(knobs, name) for name in ("timeout", "misses", "probe_every", "minimum")}
@@ -49,6 +56,32 @@ def lead(folder: Path, sites: Sites) -> None:
             torch.save(run.model.state_dict(), out / "model.pt")
             said = run.summary()
         (out / SUMMARY).write_text(said + "\n", encoding="utf-8")
+
+
+def planned_gradients(settings: LeadSettings) -> int:
+    """Return how many gradients a run may ask of each site."""
+    return settings.training.steps * (POINTS_A_STEP if isinstance(rule_of(settings), MakesLearner) else 1)
+
+
+def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
+    """Refuse a run that a site would not answer to its end, before its first step; what is silent is not asked."""
+    wanted, size = planned_gradients(settings), settings.training.batch_size
+    replies = sites.ask(settings.sites, "ready", settings.training.timeout).wait()
+    problems = []
+    for name in settings.sites:
+        terms = replies.get(name)
+        left, least = (terms.get("left"), terms.get("examples")) if isinstance(terms, dict) else (None, None)
+        if isinstance(left, int) and left < wanted:
+            problems.append(f"{name} gives {left} more gradients, and this run may ask for {wanted}")
+        if isinstance(least, int) and least > size:
+            problems.append(f"{name} gives no gradient of fewer than {least} rows, and `batch_size` is {size}")
+    if problems:
+        remedy = (
+            f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other [caps]"
+        )
+        said = f"{'; '.join(problems)}. {remedy}"
+        (out / REFUSED).write_text(said, encoding="utf-8")
+        raise KnobError(said)
 
 
 def rule_of(settings: LeadSettings) -> Rule | MakesLearner:

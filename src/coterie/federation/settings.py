@@ -1,5 +1,6 @@
 """What a participant sets: a `coterie.toml` in user 0's folder, and one in each site's."""
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,6 +11,8 @@ from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 
 FILE = "coterie.toml"
+SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
+"""What a site gives at most unless it sets otherwise: two runs of 1000 steps with the default rule."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class SiteSettings:
     model: Model
     caps: Caps
     threads: int = 1
+    kit: str = ""  # the fingerprint of the kit that the site has accepted
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,13 @@ class LeadSettings:
 
 
 def site_settings(folder: Path) -> SiteSettings:
-    """Read a site's settings."""
-    settings = _read(folder / FILE, ("name",), {"threads", "data", "model", "caps"})
-    parts = _parts(settings, data=Data, model=Model, caps=Caps)
-    return SiteSettings(name=str(settings["name"]), threads=int(settings.get("threads", 1)), **parts)
+    """Read a site's settings; a cap that is left out is that of `SITE_CAPS`, and `inf` is no limit."""
+    settings = _read(folder / FILE, ("name",), {"threads", "kit", "data", "model", "caps"})
+    caps = vars(SITE_CAPS) | settings.get("caps", {})
+    caps |= {name: None for name in ("gradients", "norm") if caps[name] == math.inf}
+    parts = _parts(settings | {"caps": caps}, data=Data, model=Model, caps=Caps)
+    name, kit = str(settings["name"]), str(settings.get("kit", ""))
+    return SiteSettings(name=name, threads=int(settings.get("threads", 1)), kit=kit, **parts)
 
 
 def lead_settings(folder: Path) -> LeadSettings:

@@ -30,14 +30,14 @@ class Site:
     def start(self) -> None:
         """Read the site's settings and its data; where that fails the site refuses, and the others go on."""
         try:
-            self.peer = peer_of(Path(collab.workspace.get_root_dir()))
+            self.peer = peer_of(Path(collab.workspace.get_root_dir()).parent)
         except Exception:  # a loader of the site's own may raise anything
             logger.exception("this site gives no gradients, since its data or model cannot be read")
 
     @publish
-    def ready(self) -> dict[str, bool]:
-        """Say whether there is a gradient to give."""
-        return {"willing": _by_user_0() and self.peer is not None and self.peer.is_willing()}
+    def ready(self) -> dict[str, Any]:
+        """Say whether there is a gradient to give, and what is given at most."""
+        return self.peer.terms() if _by_user_0() and self.peer is not None else {"willing": False}
 
     @publish
     def gradients(self, request: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from coterie.engines.flare.sites import LocalSites
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import write_job
-from coterie.federation.lead import NEWS, RUN, SUMMARY, lead, rule_of
+from coterie.federation.lead import NEWS, REFUSED, RUN, SUMMARY, lead, rule_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
 from coterie.recording.progress import progress_bar
@@ -40,7 +40,8 @@ def supervise(
     out = folder / RUN
     if (out / "record.jsonl").exists() and not resume:
         raise KnobError(f"{out} already holds a run; go on with it (`--resume`), or move it away")
-    (out / SUMMARY).unlink(missing_ok=True)
+    for name in (SUMMARY, REFUSED):
+        (out / name).unlink(missing_ok=True)
     job = write_job(folder.absolute() / "job")
     show_news = _News(out / NEWS, show_line)
     with progress_bar(progress, type(rule_of(settings)).__name__, settings.training.steps) as show:
@@ -54,6 +55,8 @@ def supervise(
                     break
                 status = _watch(session, session.submit_job(str(job)), out, show, show_news)
             show_news()
+            if (out / REFUSED).exists():
+                raise KnobError((out / REFUSED).read_text(encoding="utf-8"))
             if (out / SUMMARY).exists():
                 return (out / SUMMARY).read_text(encoding="utf-8")
             show_line(f"job {attempt + 1} has ended early ({status}); going on from the last checkpoint")
@@ -122,6 +125,8 @@ def _watch(session: Any, job: str, out: Path, show: Callable[..., None], show_ne
             status = str(session.get_job_meta(job).get("status"))
         except Exception as error:  # NVFLARE raises several kinds
             return f"the server does not answer, {type(error).__name__}"
-        if status.startswith("FINISHED") or (out / SUMMARY).exists():  # NVFLARE takes some seconds more to clear up
+        if status.startswith("FINISHED") or any(
+            (out / name).exists() for name in (SUMMARY, REFUSED)
+        ):  # NVFLARE takes some seconds more to clear up
             return status
         time.sleep(SECONDS_BETWEEN_POLLS)

@@ -24,8 +24,8 @@ class Sites(Protocol):
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
         """Send a message to sites and return at once; a site has so many seconds to answer.
 
-        `method` is "gradients", with the argument `request` of plain data and arrays; or "ready", which asks
-        whether there is a gradient to give.
+        `method` is "gradients", with the argument `request` of plain data and arrays; or "ready", which asks for
+        `Peer.terms`: whether there is a gradient to give.
         """
 
 
@@ -54,5 +54,5 @@ class LocalSites:
         """Ask the sites that are here; see `Sites.ask`."""
         here = {name: self.peers[name] for name in names if name in self.peers}
         if method == "ready":
-            return LocalReplies({name: {"willing": peer.is_willing()} for name, peer in here.items()})
+            return LocalReplies({name: peer.terms() for name, peer in here.items()})
         return LocalReplies({name: answer_message(peer, "user 0", **arguments) for name, peer in here.items()})

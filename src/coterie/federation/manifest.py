@@ -1,0 +1,144 @@
+"""A kit is data: what may be in the folder that a site is handed, and the fingerprint by which it knows it."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from coterie.errors import FileError, KnobError
+from coterie.recording import files
+
+KIT, MANIFEST = "kit.json", "manifest.json"
+CERTIFICATES = ("client.crt", "client.key", "rootCA.pem")
+PREPARATION = ("preparation.json", "preparation.skops")
+KIT_FILES = (KIT, "README.md", *CERTIFICATES, *PREPARATION)
+MAX_BYTES = 2**26
+"""How large a file of a kit may be."""
+
+_REMEDY = "ask user 0 for a new kit, over a safe way"
+
+
+def check_name(name: object, what: str = "names") -> str:
+    """Return a name of letters, digits, - and _, such as can stand in a path, a certificate or a log.
+
+    Example:
+        >>> check_name("basel-2")
+        'basel-2'
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise KnobError(f"{what} must be letters, digits, - and _, at most 64, got {str(name)[:80]!r}")
+    return name
+
+
+def check_host(host: object) -> str:
+    """Return the name or address of a host, such as can stand in a configuration."""
+    if not isinstance(host, str) or not re.fullmatch(r"[A-Za-z0-9.:-]{1,253}", host):
+        raise KnobError(f"`server` must be the name of a host, got {str(host)[:80]!r}")
+    return host
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What user 0 tells a site, beside certificates and how rows become inputs."""
+
+    consortium: str
+    site: str
+    lead: str  # user 0's name
+    server: str  # the host that the site dials
+    port: int
+    target: str  # the column to predict
+    columns: tuple[str, ...]
+    model: str  # a proposal: code is only run where the site names it itself
+    size: int  # how many numbers the model has
+    gradients: int  # how many the planned run asks for, at most
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        check_name(self.consortium)
+        check_name(self.site)
+        check_host(self.server)
+        for name in (self.lead, self.target, self.model, *self.columns):
+            if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 1000:
+                raise KnobError(f"names must be printable text, at most 1000 characters, got {str(name)[:80]!r}")
+        for name in ("port", "size", "gradients", "batch_size"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**40:
+                raise KnobError(f"`{name}` must be a positive whole number, got {str(number)[:80]!r}")
+        if self.port >= 2**16:
+            raise KnobError(f"`port` must be below 65536, got {self.port}")
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read it from a kit."""
+        names = [each.name for each in fields(cls)]
+        content = files.read_json(folder / KIT, _REMEDY, names)
+        if stray := sorted(set(content) - set(names)):
+            raise FileError(f"{folder / KIT} has {stray[0]!r}, which is not known here; {_REMEDY}")
+        if not isinstance(content["columns"], list):
+            raise FileError(f"{folder / KIT} must have a list of `columns`; {_REMEDY}")
+        return cls(**content | {"columns": tuple(content["columns"])})
+
+    def save(self, folder: Path) -> None:
+        """Write it to a kit."""
+        files.write_json(folder / KIT, vars(self) | {"columns": list(self.columns)})
+
+
+def seal(folder: Path) -> str:
+    """Write the manifest of a kit that is complete, with a digest of every file, and return its fingerprint."""
+    digests = {name: files.sha256((folder / name).read_bytes()) for name in KIT_FILES}
+    files.write_json(folder / MANIFEST, {"files": digests})
+    return fingerprint(folder)
+
+
+def fingerprint(folder: Path) -> str:
+    """Return the fingerprint of a kit, for two people to compare: a digest of its manifest."""
+    digest = files.sha256(_content(folder, MANIFEST))[:32]
+    return "-".join(digest[start : start + 4] for start in range(0, 32, 4))
+
+
+def verify(folder: Path, expected: str, *, alone: bool = False) -> None:
+    """Refuse a kit of another fingerprint, and one of which a file is not as the manifest says.
+
+    Args:
+        folder: where the kit is.
+        expected: the fingerprint that user 0 has told.
+        alone: refuse any other file or folder too, as for a kit that has just come.
+    """
+    if (found := fingerprint(folder)) != expected.strip().lower():
+        raise FileError(f"the kit {folder} has the fingerprint {found}, not {expected[:80]!r}; {_REMEDY}")
+    listed = files.read_json(folder / MANIFEST, _REMEDY, ["files"])["files"]
+    if not isinstance(listed, dict) or set(listed) != set(KIT_FILES):
+        raise FileError(f"the manifest of {folder} must list {', '.join(KIT_FILES)} and nothing else; {_REMEDY}")
+    for name in KIT_FILES:
+        if files.sha256(_content(folder, name)) != listed[name]:
+            raise FileError(f"{folder / name} is not what the kit's manifest says; {_REMEDY}")
+    if alone and (
+        stray := sorted(path.name for path in folder.iterdir() if path.name not in (*KIT_FILES, MANIFEST))
+    ):
+        raise FileError(
+            f"{folder} holds {stray[0]!r}, which belongs to no kit; move it away if it is yours, else {_REMEDY}"
+        )
+
+
+def _content(folder: Path, name: str) -> bytes:
+    """Return what a file of a kit holds; a link may lead anywhere, and is refused."""
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        raise FileError(f"there is no file {path}; {_REMEDY}")
+    if path.stat().st_size > MAX_BYTES:
+        raise FileError(f"{path} is larger than {MAX_BYTES} bytes; {_REMEDY}")
+    return files.read(path, _REMEDY)
+
+
+def quoted(value: Any) -> str:
+    """Return a value as TOML: its strings, numbers, truth values and lists are JSON's.
+
+    Example:
+        >>> print(quoted({"a b": [1, "x"]}))
+        {"a b" = [1, "x"]}
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{quoted(str(k))} = {quoted(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,134 @@
+"""NVFLARE's processes: a site's folder for them, written by the code installed there, and how they are started."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coterie.engines.peer import MAX_POINTS
+from coterie.errors import CoterieError, KnobError
+from coterie.federation.job import EXECUTOR, SITE_CLASS
+from coterie.federation.manifest import CERTIFICATES, Kit
+
+WORKSPACE = "nvflare"
+"""Where NVFLARE works in a site's folder."""
+
+MAX_EXTRA_BYTES = 16 * 2**20
+"""How many bytes a message may have beside the numbers of the model."""
+
+RIGHTS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none") | {
+    "submit_job": "any",
+    "manage_job": "n:submitter",
+    "download_job": "n:submitter",
+    "view": "any",
+}
+"""What user 0 may do, at the server and at a site: no code of its own, no shell command."""
+
+_MANAGER = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
+_COMPONENTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("resource_manager", "resource_managers.gpu_resource_manager.GPUResourceManager", _MANAGER),
+    ("resource_consumer", "resource_consumers.gpu_resource_consumer.GPUResourceConsumer", {}),
+    ("process_launcher", "job_launcher.client_process_launcher.ClientProcessJobLauncher", {}),
+)
+_LOG = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"plain": {"format": "%(asctime)s - %(name)s - %(levelname)s - %(message)s"}},
+    "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
+    # Collab has several lines for every gradient.
+    "loggers": {"root": {"level": "INFO", "handlers": ["console"]}, "nvflare.collab": {"level": "WARNING"}},
+}
+
+
+def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] = (EXECUTOR, SITE_CLASS)) -> Path:
+    """Write a site's workspace anew, and return it.
+
+    The certificates are the kit's; all else is written here, so that nothing that user 0 made is configuration, let
+    alone code. A job may make the two classes; a message far larger than `MAX_POINTS` points is refused
+    before it is held in memory.
+    """
+    place = folder / WORKSPACE
+    for part in ("startup", "local"):
+        shutil.rmtree(place / part, ignore_errors=True)
+        (place / part).mkdir(parents=True, mode=0o700)
+    for name in CERTIFICATES:
+        shutil.copyfile(folder / name, place / "startup" / name)
+        (place / "startup" / name).chmod(0o600)
+    service = {"target": f"{kit.server}:{kit.port}", "scheme": "tcp"}  # TLS, with certificates on both sides
+    client = {"ssl_private_key": "client.key", "ssl_cert": "client.crt", "ssl_root_cert": "rootCA.pem"}
+    client |= {"fqsn": kit.site, "connection_security": "mtls"}
+    servers = [{"name": kit.consortium, "service": service, "identity": kit.server}]
+    connection = {"format_version": 2, "servers": servers, "client": client | {"is_leaf": True}}
+    write_configuration(place / "startup" / "fed_client.json", connection)
+    components = [
+        {"id": id_, "path": f"nvflare.app_common.{path}", "args": args} for id_, path, args in _COMPONENTS
+    ]
+    resources: dict[str, Any] = {"format_version": 2, "client": {"retry_timeout": 30, "compression": "Gzip"}}
+    resources |= {"components": components, "allow_log_streaming": False}
+    write_limits(place / "local", resources, classes, kit.size)
+    write_configuration(place / "local" / "log_config.json", _LOG)
+    return place
+
+
+def write_limits(local: Path, resources: Mapping[str, Any], classes: Sequence[str], size: int) -> None:
+    """Let a participant make these classes only, and take no code, no shell command and no huge message."""
+    pinned = {"class_allow_list": list(classes), "class_list_enforcement_mode": "enforce"}
+    write_configuration(local / "resources.json", {**resources, **pinned})
+    rights = {"format_version": "1.0", "permissions": {"lead": RIGHTS}}
+    write_configuration(local / "authorization.json", rights)
+    write_configuration(
+        local / "comm_config.json", {"streaming_max_blob_size": MAX_EXTRA_BYTES + 16 * MAX_POINTS * size}
+    )
+
+
+def write_configuration(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of NVFLARE's."""
+    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def site_command(place: Path, kit: Kit) -> list[str]:
+    """Return what starts a site's client."""
+    return _command("client.client_train", place, "fed_client.json", f"uid={kit.site}", kit.site)
+
+
+def server_command(place: Path) -> list[str]:
+    """Return what starts user 0's server."""
+    if not (place / "startup" / "fed_server.json").exists():
+        raise KnobError(f"there is no server in {place}; `coterie federate init` writes it")
+    return _command("server.server_train", place, "fed_server.json", "", "user0")
+
+
+def _command(module: str, place: Path, file: str, option: str, organisation: str) -> list[str]:
+    start = [sys.executable, "-u", "-m", f"nvflare.private.fed.app.{module}", "-m", str(place.absolute())]
+    options = ["secure_train=true", option, f"org={organisation.replace('-', '_')}", "config_folder=config"]
+    return [*start, "-s", file, "--set", *filter(None, options)]
+
+
+def surroundings() -> dict[str, str]:
+    """Return the environment of NVFLARE's processes, which import nothing from the folder that they run in."""
+    return os.environ | {"PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "4")}
+
+
+def run_process(command: Sequence[str], place: Path) -> int:
+    """Start NVFLARE's process, wait for its end, and end it and its children with this process; return its status.
+
+    What it writes is its owner's alone.
+    """
+    try:
+        import psutil  # NVFLARE needs it too
+    except ImportError as error:
+        raise CoterieError(f"NVFLARE is not installed ({error}); `pip install coterie[flare]`") from error
+    (place / "transfer").mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # In a session of its own: NVFLARE takes no notice of Ctrl-C.
+    process = psutil.Popen(list(command), env=surroundings(), start_new_session=True, umask=0o077)
+    try:
+        return int(process.wait())
+    finally:
+        if process.is_running():
+            for each in (*process.children(recursive=True), process):
+                each.kill()

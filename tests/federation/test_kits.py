@@ -1,0 +1,321 @@
+"""A kit is data: what a malicious user 0 puts into a site's folder is refused, and nothing in it is run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import coterie
+from coterie.cli import app
+from coterie.data import Preparation, from_table
+from coterie.engines.flare.sites import LocalSites
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Caps, Peer
+from coterie.errors import FileError, KnobError
+from coterie.federation import workspace
+from coterie.federation.kits import accept, accepted
+from coterie.federation.lead import REFUSED, RUN, check_plan
+from coterie.federation.manifest import CERTIFICATES, KIT, KIT_FILES, MANIFEST, Kit, fingerprint, seal
+from coterie.federation.settings import SITE_CAPS, Data, LeadSettings, Model, Training, site_settings
+from coterie.recording import files
+
+WHAT: dict[str, Any] = {"consortium": "trial", "site": "basel", "lead": "me", "server": "localhost", "port": 8002}
+WHAT |= {"target": "ill", "columns": ("age",), "model": "linear", "size": 4, "gradients": 100, "batch_size": 16}
+
+
+@pytest.fixture(scope="module")
+def preparation() -> Preparation:
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"age": rng.normal(50, 10, 60), "who": "me"}).assign(ill=rng.integers(0, 2, 60))
+    return from_table(table, user_column="who", target="ill", me="me").preparation
+
+
+@pytest.fixture
+def kit(tmp_path: Path, preparation: Preparation) -> Path:
+    """What user 0 hands out, without the cost of real certificates."""
+    folder = tmp_path / "basel"
+    folder.mkdir()
+    Kit(**WHAT).save(folder)
+    preparation.save(folder)
+    for name in (*CERTIFICATES, "README.md"):
+        (folder / name).write_text(name)
+    seal(folder)
+    return folder
+
+
+def add(name: str, text: str = "#!/bin/sh\ntouch /tmp/taken-over\n") -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    return change
+
+
+def listed_too(folder: Path) -> None:
+    """Add a script, and list it in the manifest."""
+    add("startup/sub_start.sh")(folder)
+    digests = {name: files.sha256((folder / name).read_bytes()) for name in (*KIT_FILES, "startup/sub_start.sh")}
+    files.write_json(folder / MANIFEST, {"files": digests})
+
+
+def linked(folder: Path) -> None:
+    (folder / "README.md").rename(folder.parent / "elsewhere")
+    (folder / "README.md").symlink_to(folder.parent / "elsewhere")
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "a start script": add("startup/sub_start.sh"),
+    "settings that name code": add("coterie.toml", 'name = "basel"\n[data]\nloader = "os:system"\n'),
+    "configuration of NVFLARE": add("nvflare/local/resources.json", "{}"),
+    "a module": add("sitecustomize.py"),
+    "a hidden file": add(".pth"),
+    "a secret": add("requests.jsonl.secret", "0" * 64),
+    "a log": add("requests.jsonl", ""),
+    "a script that the manifest lists": listed_too,
+    "a link": linked,
+    "another README": add("README.md", "do as I say"),
+    "another kit.json": lambda folder: Kit(**WHAT | {"server": "evil.example"}).save(folder),
+    "no manifest": lambda folder: (folder / MANIFEST).unlink(),
+    "an empty manifest": lambda folder: files.write_json(folder / MANIFEST, {"files": {}}),
+    "a manifest of nonsense": lambda folder: files.write_json(folder / MANIFEST, {"files": [1]}),
+    "a manifest that is no JSON": add(MANIFEST, "{"),
+    "a missing key": lambda folder: (folder / "client.key").unlink(),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_kit_with_anything_else_in_it_is_refused(what: str, kit: Path) -> None:
+    before = fingerprint(kit)
+    HOSTILE[what](kit)
+    told = fingerprint(kit) if (kit / MANIFEST).exists() else before  # user 0 tells what it has made
+    with pytest.raises(FileError, match="ask user 0 for a new kit"):
+        accept(kit, told)
+    assert not (kit / "coterie.toml").exists() or what == "settings that name code"
+
+
+def test_a_kit_that_was_changed_after_it_was_accepted_is_refused(kit: Path) -> None:
+    told = fingerprint(kit)
+    accept(kit, told.upper() + "\n")  # as somebody may type it
+    add("data.csv", "age,ill\n")(kit)  # the site's own files are its own
+    assert accepted(kit, site_settings(kit).kit) == Kit(**WHAT)
+    (kit / "rootCA.pem").write_text("another authority")
+    with pytest.raises(FileError, match=r"rootCA.pem is not what the kit's manifest says"):
+        accepted(kit, site_settings(kit).kit)
+    seal(kit)
+    with pytest.raises(FileError, match="has the fingerprint"):
+        accepted(kit, site_settings(kit).kit)
+    with pytest.raises(KnobError, match="not accepted yet"):
+        accepted(kit, "")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"site": "../../etc"},
+        {"site": "a\nb"},
+        {"site": ""},
+        {"site": 3},
+        {"consortium": "$(reboot)"},
+        {"server": "localhost; reboot"},
+        {"server": "a\nb"},
+        {"port": 10**6},
+        {"port": "8002"},
+        {"size": -1},
+        {"size": True},
+        {"target": "ill\x1b[2J"},
+        {"target": ["ill"]},
+        {"columns": ["age\n[caps]\nexamples = 1"]},
+        {"columns": [None]},
+        {"columns": "age"},
+        {"lead": "\u202eme"},
+        {"batch_size": 1.5},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_names_and_numbers_of_a_kit_are_checked(what: dict[str, Any], kit: Path) -> None:
+    """Whatever is signed and sealed: what cannot stand in a file, a path or on a terminal is refused."""
+    files.write_json(kit / KIT, WHAT | {"columns": ["age"]} | what)
+    with pytest.raises((KnobError, FileError)):
+        accept(kit, seal(kit))
+    assert not (kit / "coterie.toml").exists()
+
+
+def test_text_of_user_0_stays_text_in_the_settings(kit: Path) -> None:
+    odd = 'ill" \\ # [caps] 𝄞 ü'
+    Kit(**WHAT | {"target": odd, "columns": (odd, "[/blue]")}).save(kit)
+    accept(kit, seal(kit))
+    settings = site_settings(kit)
+    assert (settings.data.target, settings.caps, settings.data.columns) == (odd, SITE_CAPS, {})
+
+
+def test_code_that_user_0_proposes_is_not_taken_over(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Kit(**WHAT | {"model": "evil_models:factory"}).save(kit)
+    (kit.parent / "evil_models.py").write_text("raise SystemExit('taken over')")
+    monkeypatch.syspath_prepend(str(kit.parent))
+    accept(kit, seal(kit))
+    settings = site_settings(kit)
+    assert (settings.model, settings.data.loader) == (Model(), "")
+    pd.DataFrame({"age": range(40), "ill": [0, 1] * 20}).to_csv(kit / "data.csv")
+    answer = CliRunner().invoke(app, ["federate", "check", str(kit)])
+    assert "evil_models" not in sys.modules
+    assert answer.exit_code in (0, 2)
+    assert "taken over" not in answer.output
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Give what would be started."""
+    commands: list[list[str]] = []
+
+    def run_process(command: list[str], place: Path) -> int:
+        commands.append(command)
+        return 0
+
+    monkeypatch.setattr(workspace, "run_process", run_process)
+    return commands
+
+
+def test_a_site_starts_its_own_code_with_configuration_of_its_own(kit: Path, started: list[list[str]]) -> None:
+    """The exploit of old: `coterie federate site .` ran startup/sub_start.sh."""
+    accept(kit, fingerprint(kit))
+    pd.DataFrame({"age": range(40), "ill": [0, 1] * 20}).to_csv(kit / "data.csv")
+    for name in ("startup/sub_start.sh", "nvflare/startup/sub_start.sh", "nvflare/local/custom/evil.py"):
+        add(name)(kit)  # also where they got there later
+    answer = CliRunner().invoke(app, ["federate", "site", str(kit)])
+    assert answer.exit_code == 0, answer.output
+    place = kit / "nvflare"
+    (command,) = started
+    assert command[:4] == [sys.executable, "-u", "-m", "nvflare.private.fed.app.client.client_train"]
+    assert command[4:] == ["-m", str(place), "-s", "fed_client.json", "--set", *command[9:]]
+    assert command[9:] == ["secure_train=true", "uid=basel", "org=basel", "config_folder=config"]
+    names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+    local = [f"local/{name}.json" for name in ("authorization", "comm_config", "log_config", "resources")]
+    assert names == [
+        *local,
+        *(f"startup/{name}" for name in ("client.crt", "client.key", "fed_client.json", "rootCA.pem")),
+    ]
+    written = "".join((place / name).read_text() for name in names if name.endswith(".json"))
+    assert "evil" not in written
+    assert json.loads((place / "startup" / "fed_client.json").read_text())["servers"][0]["identity"] == "localhost"
+
+
+def test_nothing_is_imported_from_the_folder_that_a_process_runs_in(tmp_path: Path) -> None:
+    (tmp_path / "decoy.py").write_text("raise SystemExit(0)")
+    command = [sys.executable, "-c", "import decoy"]
+    plain = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
+    assert plain.returncode == 0, "it is what Python does by itself"
+    safe = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, env=workspace.surroundings())
+    assert b"No module named 'decoy'" in safe.stderr
+
+
+def test_a_site_compares_the_fingerprint(kit: Path) -> None:
+    told = fingerprint(kit)
+    for arguments, typed in ((["--fingerprint", "0000-" + told[5:]], ""), ([], "n\n")):
+        refused = CliRunner().invoke(app, ["federate", "accept", str(kit), *arguments], input=typed)
+        assert refused.exit_code == 2
+        assert told in refused.output
+        assert not (kit / "coterie.toml").exists()
+    answer = CliRunner().invoke(app, ["federate", "accept", str(kit)], input="y\n")
+    assert answer.exit_code == 0, answer.output
+    assert told in answer.output
+    assert "at most 100 gradients, of 16 rows" in answer.output
+
+
+def test_what_a_site_keeps_is_its_owners_alone_whatever_the_umask(kit: Path) -> None:
+    before = os.umask(0)
+    try:
+        accept(kit, fingerprint(kit))
+        workspace.site_workspace(kit, Kit.load(kit))
+    finally:
+        os.umask(before)
+    owned = [
+        kit,
+        kit / "coterie.toml",
+        kit / "client.key",
+        kit / "nvflare/startup",
+        kit / "nvflare/startup/client.key",
+    ]
+    assert [path for path in owned if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+
+
+def test_caps_that_are_left_out_are_safe_and_can_be_lifted(tmp_path: Path) -> None:
+    (tmp_path / "coterie.toml").write_text('name = "a"\n')
+    assert site_settings(tmp_path).caps == SITE_CAPS == Caps(gradients=10_000, norm=10.0, examples=16)
+    (tmp_path / "coterie.toml").write_text('name = "a"\n[caps]\ngradients = inf\nnorm = inf\nexamples = 1\n')
+    assert site_settings(tmp_path).caps == Caps()
+
+
+def lead_of(**training: Any) -> LeadSettings:
+    return LeadSettings("me", ("a", "b"), Data(), Model(), Training(**training))
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        ({"rule": "wga", "steps": 51}, "a gives 50 more gradients, and this run may ask for 51"),
+        ({"steps": 11}, "a gives 50 more gradients, and this run may ask for 55"),
+        ({"rule": "wga", "steps": 10, "batch_size": 8}, "a gives no gradient of fewer than 10 rows.* is 8"),
+        ({"rule": "wga", "steps": 50, "batch_size": 10}, None),
+        ({"steps": 10}, None),
+    ],
+    ids=str,
+)
+def test_a_run_beyond_a_sites_caps_is_refused_before_it_begins(
+    training: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    """`b` is not there, and is not asked; whoever lies about its terms is named, and can be left out."""
+    user = coterie.User("a", torch.ones(20, 2), torch.ones(20, 1))
+    passes = Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+    sites = LocalSites({"a": Peer(user, passes, Caps(gradients=50, examples=10))})
+    if said is None:
+        check_plan(lead_of(**training), sites, tmp_path)
+        assert not (tmp_path / REFUSED).exists()
+    else:
+        with pytest.raises(KnobError, match=said):
+            check_plan(lead_of(**training), sites, tmp_path)
+        assert "Take fewer steps" in (tmp_path / REFUSED).read_text()
+
+
+needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed")
+
+
+@needs_nvflare
+def test_a_refused_run_is_told_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job runs in another process, which leaves a note."""
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    from coterie.federation import supervision
+
+    def submit(job: str) -> str:
+        (tmp_path / RUN).mkdir()
+        (tmp_path / RUN / REFUSED).write_text("a gives 50 more gradients")
+        return "id"
+
+    @contextmanager
+    def session(kit: Path, wait: float) -> Iterator[Any]:
+        info = SimpleNamespace(client_info=["a", "b"])
+        yield SimpleNamespace(
+            get_system_info=lambda: info, submit_job=submit, get_job_meta=lambda job: {"status": "RUNNING"}
+        )
+
+    monkeypatch.setattr(supervision, "_session", session)
+    (tmp_path / "coterie.toml").write_text('me = "me"\nsites = ["a", "b"]\n')
+    with pytest.raises(KnobError, match="a gives 50 more gradients"):
+        supervision.supervise(tmp_path, progress=False)
