@@ -35,6 +35,7 @@ from coterie.learners.learner import Learner
 from coterie.recording.costs import Costs
 from coterie.rules.similarity import CosineSimilarity
 from coterie.training.captured import Captured
+from coterie.training.step_tables import StepTables
 from coterie.users.examples import InMemory
 
 
@@ -193,7 +194,9 @@ def ours(
     costs = Costs({user.name: setting.batch for user in setting.everyone})
     spec = coterie.RunSpec(model, cross_entropy, me, peers, rule, optimizer=sgd, batch_size=setting.batch)
     learner = Learner(spec, rule, engine, costs)
-    whole = Captured(learner) if capture or (capture is None and setting.device.type == "cuda") else None
+    whole = (
+        Captured(StepTables(learner)) if capture or (capture is None and setting.device.type == "cuda") else None
+    )
 
     def steps(count: int) -> None:
         end = learner.step + count

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie import AdaptiveAveraging, InProcess, User
-from coterie.choosing.folds import split
+from coterie.choosing.looks import split
 from coterie.choosing.when import Resampled
 from coterie.engines.attacks import Attacked
 from coterie.engines.engine import Capabilities

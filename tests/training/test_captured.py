@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -23,10 +23,12 @@ from coterie.recording.costs import Costs
 from coterie.rules import BiasCorrection, Rule, WeightedAveraging
 from coterie.training.captured import Captured
 from coterie.training.run import Run, Step
+from coterie.training.step_tables import StepTables
 from coterie.users.sampling import MAX_STEPS_AHEAD
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 STEPS = 2 * MAX_STEPS_AHEAD + 30
+AnyRule: TypeAlias = Rule | coterie.AdaptiveAveraging
 
 
 def users(n_validation: int = 0, examples: int = 40) -> list[coterie.User]:
@@ -47,7 +49,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def train(rule: Rule, everyone: list[coterie.User], *, capture: bool, **options: Any) -> Run:
+def train(
+    rule: Rule | coterie.AdaptiveAveraging, everyone: list[coterie.User], *, capture: bool, **options: Any
+) -> Run:
     options = dict[str, Any](optimizer=SGD, lr=0.05, steps=STEPS, guard="off", measure=False) | options
     return coterie.train(
         network(), cross_entropy, everyone[0], everyone[1:], rule, batch_size=16, capture=capture, **options
@@ -73,19 +77,21 @@ def assert_same(one_by_one: Run, captured: Run, device: str) -> None:
         assert ours.to_plain() == pytest.approx(theirs.to_plain(), rel=10 * error, abs=error)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, AnyRule] = {
     "alone": coterie.Alone(),
     "average": WeightedAveraging(0.4, {"a": 0.75, "c": 0.25}),
     "a function of the step": WeightedAveraging(lambda step: 1 / (1 + step)),
     "corrected": BiasCorrection(0.6, 0.02),
     "as in the paper": BiasCorrection(0.6, 0.02, start="zero", warm_up=False, correction=0.5),
     "both functions": BiasCorrection(lambda step: 1 / (2 + step), lambda step: 1 / (1 + step)),
+    "adaptive": coterie.AdaptiveAveraging(),
+    "adaptive, one trunk": coterie.AdaptiveAveraging(budget=3),
 }
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_every_rule_steps_as_one_by_one(rule: Rule, device: str) -> None:
+def test_every_rule_steps_as_one_by_one(rule: AnyRule, device: str) -> None:
     one_by_one, captured = (
         train(rule, users(), capture=flag, device=device, evaluate_every=50) for flag in (False, True)
     )
@@ -130,12 +136,23 @@ def test_a_guard_s_shadow_is_in_the_program_and_restarts_it(device: str) -> None
     assert_same(one_by_one, captured, device)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW, falling", "plain, falling", "momentum"])
+def test_adaptive_averaging_steps_as_one_by_one_with_every_schedule(optimizer: str) -> None:
+    made, scheduler = OPTIMIZERS[optimizer]
+    runs = [
+        train(RULES["adaptive"], users(), capture=flag, optimizer=made, scheduler=scheduler, device=DEVICES[-1])
+        for flag in (False, True)
+    ]
+    assert_same(*runs, DEVICES[-1])
+
+
+@pytest.mark.parametrize("rule", ["corrected", "adaptive"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_bad_peer_is_left_out_and_counted_as_one_by_one(device: str) -> None:
+def test_a_bad_peer_is_left_out_and_counted_as_one_by_one(device: str, rule: str) -> None:
     everyone = users()
     everyone[1].examples.inputs[5] = math.nan  # type: ignore[attr-defined]  # drawn now and then
     options = {"scheduler": partial(ExponentialLR, gamma=0.99), "optimizer": Adam, "device": device}
-    one_by_one, captured = (train(RULES["corrected"], everyone, capture=flag, **options) for flag in (False, True))
+    one_by_one, captured = (train(RULES[rule], everyone, capture=flag, **options) for flag in (False, True))
     assert 0 < one_by_one.record.end.left_out["a"]["not finite"] < STEPS
     assert_same(one_by_one, captured, device)
 
@@ -150,6 +167,18 @@ def test_an_own_gradient_that_is_not_finite_ends_the_run_at_the_same_step() -> N
         ends.append(raised.value.run)
     assert ends[0].step == ends[1].step > 1
     assert torch.equal(parameters(ends[0]), parameters(ends[1]))
+
+
+def test_adaptive_averaging_resumes_from_the_middle_of_a_block(tmp_path: Path) -> None:
+    def stop(step: Step) -> bool:
+        return step.step == 100
+
+    options = dict[str, Any](optimizer=Adam, checkpoint_every=33, capture=True)
+    whole = train(RULES["adaptive"], users(), out=tmp_path / "whole", **options)
+    train(RULES["adaptive"], users(), out=tmp_path / "parts", hooks=[stop], **options)
+    resumed = train(RULES["adaptive"], users(), out=tmp_path / "parts", resume=True, **options)
+    assert torch.equal(parameters(whole), parameters(resumed))
+    assert whole.record.end.costs == resumed.record.end.costs
 
 
 def test_a_run_resumes_from_the_middle_of_a_block(tmp_path: Path) -> None:
@@ -187,7 +216,7 @@ def test_the_host_looks_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs({user.name: 16 for user in (me, *peers)})
     learner = Learner(spec, WeightedAveraging(0.5), engine, costs)
     learner.next_step().take()
-    captured, looks = Captured(learner), list[str]()
+    captured, looks = Captured(StepTables(learner)), list[str]()
 
     def look(name: str) -> None:
         before = getattr(torch.Tensor, name)

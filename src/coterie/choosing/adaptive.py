@@ -5,13 +5,16 @@ from dataclasses import dataclass
 import torch
 
 from coterie.choosing.chooser import Choice
-from coterie.choosing.folds import split
-from coterie.choosing.looks import Looks
+from coterie.choosing.looks import Looks, split
+from coterie.choosing.repeated_steps import RepeatedSteps
 from coterie.choosing.trunk_and_branch import TrunkAndBranch
 from coterie.engines.capabilities import Stackable, require
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.errors import KnobError
+from coterie.learners.blocks import Block, StackBlock
+from coterie.learners.capturable import why_not_capturable
+from coterie.learners.learner import Learner
 from coterie.learners.points import Points
 from coterie.learners.points_together import PointsTogether
 from coterie.learners.spec import RunSpec
@@ -112,3 +115,11 @@ class AdaptiveAveraging:
             points = Points(spec, engine, parts, forward_options)
         looks = Looks(spec, points, folds, nested=self.plan.nested)
         return TrunkAndBranch(spec, engine, costs, looks, guarded=guarded)
+
+    def block(self, learner: Learner) -> Block | str:
+        """Return the steps of such a learner as a block, or why they cannot be taken so."""
+        if not isinstance(learner, TrunkAndBranch):
+            raise TypeError(f"a learner of `AdaptiveAveraging` is needed, got {type(learner).__name__}")
+        if not isinstance(learner.points, PointsTogether):
+            return "gradients at several points are computed one after the other"
+        return why_not_capturable(learner.optimizer) or StackBlock(RepeatedSteps(learner, learner.points))

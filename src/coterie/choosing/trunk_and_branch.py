@@ -56,11 +56,13 @@ class TrunkAndBranch(Learner):
         self.half = max(1, round(spec.steps / 2))
         self.fitted = [FittedWeights(len(engine.names)) for _ in range(self.n_trunks)]
         self.by_size = by_size(engine)
+        self._between_grams, self._between_looks = max(1, self.half // GRAMS), max(1, spec.steps // LOOKS)
         self.trunk = "fitted"
         start, d = self.points.start(), self.points.d
         self.alone = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
         self.peers = Stack.of(spec, start[:d].expand(self.n_trunks + 1, -1))
         self.buffers = [start[d:].expand(len(stack.x), -1).clone() for stack in (self.alone, self.peers)]
+        self.trunk_weights = self._tensor([*(fitted.weights for fitted in self.fitted), self.by_size])
         self.rows_asked = self.gradients_asked = 0
         self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
         self._kept: tuple[Tensor, list[Array], Tensor] | None = None
@@ -79,7 +81,7 @@ class TrunkAndBranch(Learner):
     def _trunk_step(self) -> NextStep:
         step, trunks, points = self.step, self.n_trunks, self._points(1)
         own, parts = self.points.own(self._points(0), step, range(self.n_folds + 1)), self._judging()
-        if step % max(1, self.half // GRAMS) == 0:
+        if step % self._between_grams == 0:
             everyone = torch.ones(trunks, len(self.by_size), dtype=torch.bool, device=points.device)
             rows, left_out = self.points.rows(points[:trunks], step, everyone)
             judged = self.points.on_all(points[:trunks], step, parts)
@@ -87,8 +89,7 @@ class TrunkAndBranch(Learner):
             take = partial(self._take_gram, own, rows, judged, pooled)
             left_out = {**left_out, **pooled.left_out}
         else:
-            weights = [fitted.weights for fitted in self.fitted]
-            asked = self.points.sums(points, step, self._tensor([*weights, self.by_size]))
+            asked = self.points.sums(points, step, self.trunk_weights)
             take, left_out = partial(self._take_trunk, own, asked), dict(asked.left_out)
         return NextStep(own.gradients[0], own.loss, left_out, take)
 
@@ -96,22 +97,30 @@ class TrunkAndBranch(Learner):
         """Fit the weights again, and step by them."""
         for fitted, theirs, ours in zip(self.fitted, rows, judged, strict=True):
             fitted.add(theirs, ours)
-        weights = self._tensor([fitted.weights for fitted in self.fitted])
+        self._weigh()
         there = rows.isfinite().all(2)
-        present = weights * there
+        present = self.trunk_weights[: len(rows)] * there
         sums = torch.einsum("rn,rnd->rd", present, rows.masked_fill(~there.unsqueeze(2), 0.0))
         self.rows_asked += 1
         self.costs.compute([self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=len(rows))
         together = Sums(torch.cat([sums, pooled.sums]), torch.cat([present.sum(1), pooled.answered]))
         self._take_trunk(own, together)
 
+    def _weigh(self) -> None:
+        """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
+        self.trunk_weights.copy_(self._tensor([*(fitted.weights for fitted in self.fitted), self.by_size]))
+
     def _take_trunk(self, own: Own, asked: Sums) -> None:
         """Let the trunks follow the peers, and Alone's copies their own gradients."""
-        self._count([np.ones(len(self.by_size))] * (self.n_trunks + 1), len(own.gradients))
-        self.peers.direction.copy_(asked.sums / asked.answered.clamp(min=1e-12).unsqueeze(1))
+        self.follow(own, asked)
         if self.buffers[1].shape[1]:  # a trunk's running statistics are those of the examples that judge it
             self.buffers[1] = self.points.own(self._points(1), self.step, [*self._judging(), 0]).buffers
-        self._finish(own, 1.0)
+        self._finish(own)
+
+    def follow(self, own: Own, asked: Sums) -> None:
+        """Write the directions of a step of the trunk."""
+        self.peers.direction.copy_(asked.sums / asked.answered.clamp(min=1e-12).unsqueeze(1))
+        self.alone.direction.copy_(own.gradients)
 
     def _branch_step(self) -> NextStep:
         step, copies = self.step, self.n_folds + 1
@@ -120,36 +129,54 @@ class TrunkAndBranch(Learner):
         if self.buffers[1].shape[1]:  # pooled needs no own gradient, but running statistics
             own_points, parts = points, [*parts, 0]
         own = self.points.own(torch.cat([self._points(0), own_points]), step, parts)
-        asked = self.points.sums(points, step, self._branch()[0])
+        asked = self.points.sums(points, step, self.second_half()[0])
         return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_branch, own, asked))
 
     def _take_branch(self, own: Own, asked: Sums) -> None:
         """Let the branch's copies follow the own gradients more and more, and pooled the peers."""
-        copies, alpha = self.n_folds + 1, self.alpha_at(self.step)
-        self._count(self._branch()[1], 2 * copies)
-        heard = asked.sums.norm(dim=1) <= self._branch()[2]  # else more came than the peers sent while judged
+        self.mix(own, asked, self.alpha_at(self.step))
+        if self.buffers[1].shape[1]:
+            self.buffers[1] = own.buffers[self.n_folds + 1 :]
+        self._finish(own)
+
+    def mix(self, own: Own, asked: Sums, alpha: float | Tensor) -> None:
+        """Write the directions of a step of the branch."""
+        copies = self.n_folds + 1
+        heard = asked.sums.norm(dim=1) <= self.second_half()[2]  # else more came than the peers sent while judged
         self.unheard += ~heard[:1]
         sums = asked.sums * heard.unsqueeze(1)
         share, ours = alpha * (asked.answered * heard)[:copies].unsqueeze(1), own.gradients[copies : 2 * copies]
         self.peers.direction[:copies] = (1 - share) * ours + alpha * sums[:copies]
         self.peers.direction[copies:] = sums[copies:] / asked.answered[copies:].clamp(min=1e-12).unsqueeze(1)
-        if self.buffers[1].shape[1]:
-            self.buffers[1] = own.buffers[copies:]
-        self._finish(own, alpha)
-
-    def _finish(self, own: Own, weight: float) -> None:
-        """Take the step of all copies; fork the trunk at its end, and look where it is time."""
-        copies = self.n_folds + 1
         self.alone.direction.copy_(own.gradients[:copies])
-        self.buffers[0] = own.buffers[:copies]
+
+    def _finish(self, own: Own) -> None:
+        """Take the step of all copies."""
+        self.buffers[0] = own.buffers[: self.n_folds + 1]
         self.alone.step()
         self.peers.step()
-        self.step += 1
-        self.state = {"step": self.step, "weight": weight}
+        self.advanced(1)
+
+    def advanced(self, n: int) -> None:
+        """Count steps of one kind that were taken; fork the trunk at its end, and look where it is time."""
+        branch = self.step >= self.half
+        self._count(n)
+        self.step += n
+        self.state = {"step": self.step, "weight": self.alpha_at(self.step - 1) if branch else 1.0}
         if self.step == self.half:
             self._fork()
-        if self.step % max(1, self.spec.steps // LOOKS) == 0 or self.step in (self.half, self.spec.steps):
+        if self.step % self._between_looks == 0 or self.step in (self.half, self.spec.steps):
             self._look()
+
+    def until_other_work(self) -> int:
+        """Return how many of the next steps are alike: to the next Gram matrix, look or fork."""
+        step, looks = self.step, self._between_looks
+        if not step or self.looks.chosen is None:
+            return 0
+        ends = [step - step % looks + looks, self.spec.steps]
+        if step < self.half:
+            ends += [step + -step % self._between_grams, self.half]
+        return min(ends) - step
 
     def alpha_at(self, step: int) -> float:
         """Return the peers' weight at a step of the branch."""
@@ -204,7 +231,7 @@ class TrunkAndBranch(Learner):
             return [self.by_size] * (self.n_folds + 2)
         return [tau, *(taus if self.nested else [tau] * self.n_folds), self.by_size]
 
-    def _branch(self) -> tuple[Tensor, list[Array], Tensor]:
+    def second_half(self) -> tuple[Tensor, list[Array], Tensor]:
         """Return the weights of the second half, also as arrays, and how long sums may be; fixed at the fork."""
         if self._kept is None:
             weights = self._weights()
@@ -238,7 +265,7 @@ class TrunkAndBranch(Learner):
                 for name, path in paths.items()
             },
             "stop": stop_of(paths[chosen.path], chosen.frequencies[chosen.path]),
-            "steps": list(range(0, min(self.step, self.half), max(1, self.half // GRAMS))),
+            "steps": list(range(0, min(self.step, self.half), self._between_grams)),
             "nobody": kappa[:, 0].tolist() if kappa.size else [],
             "weights": dict(zip(names, kappa[:, 1:].T.tolist(), strict=True)) if kappa.size else {},
             "unheard": int(self.unheard),
@@ -258,14 +285,18 @@ class TrunkAndBranch(Learner):
         stack, buffers = (self.alone, self.peers)[which], self.buffers[which]
         return torch.cat([stack.x, buffers], dim=1) if buffers.shape[1] else stack.x
 
-    def _count(self, weights: list[Array], own: int) -> None:
-        """Count a step: own gradients, and at every point a gradient of each peer that has weight there."""
-        self.costs.compute([self.costs.me], times=own)
-        self.gradients_asked += len(weights)
+    def _count(self, n: int) -> None:
+        """Count n steps: own gradients, and at every point a gradient of each peer that has weight there."""
+        if self.step < self.half:
+            own, weights = self.n_folds + 1, [np.ones(len(self.by_size))] * (self.n_trunks + 1)
+        else:
+            own, weights = 2 * (self.n_folds + 1), self.second_half()[1]
+        self.costs.compute([self.costs.me], times=own * n)
+        self.gradients_asked += len(weights) * n
         for row in weights:
             asked = [name for name, weight in zip(self.engine.names, row, strict=True) if weight]
-            self.costs.compute(asked)
-            self.costs.exchange(asked, down=self.points.d, up=self.points.d)
+            self.costs.compute(asked, times=n)
+            self.costs.exchange(asked, down=self.points.d, up=self.points.d, times=n)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
@@ -293,6 +324,7 @@ class TrunkAndBranch(Learner):
         self.buffers = list(state["buffers"])
         for fitted, saved in zip(self.fitted, state["fitted"], strict=True):
             fitted.load_state_dict(saved)
+        self._weigh()
         self.looks.load(state["paths"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])

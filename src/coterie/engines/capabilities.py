@@ -83,6 +83,12 @@ class Stackable(Local, Protocol):
     def draw(self, names: tuple[str, ...], step: int) -> Drawn:
         """Return user 0's batch at a step, and those of these peers, grouped by size."""
 
+    def indices(self, names: tuple[str, ...], step: int) -> Tensor:
+        """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
+
+    def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
+        """Return user 0's batch, and those of these peers, from a row of `indices`."""
+
 
 Capability = Literal["rows", "own_points", "local", "capture"]
 

@@ -1,5 +1,6 @@
 """Gradients and losses at several points in one pass: one model in many copies, over users in this process."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -28,12 +29,30 @@ class PointsTogether(Points):
         like = self.start()
         self._shares = (parts / parts.sum(1, keepdim=True)).to(like)
         self._draws = _Draws(parts, spec.batch_size, random_key(spec.seed, spec.me.name), like)
+        self._columns: dict[tuple[int, ...], Tensor] = {}
 
     def own(self, points: Tensor, step: int, parts: Sequence[int]) -> Own:
-        """Return user 0's gradient at each point; see `Points.own`."""
-        indices, shares = self._draws.at(step)
-        gradients, sums = self._gradients(points, shares[list(parts)], *self._me.examples.take(indices))
-        return Own(gradients, sums[0], points[:, self.d :])
+        """Return user 0's gradient at each point; see `Points.own`. Here `parts` are all parts, once or more."""
+        if list(parts) != [*range(len(self.parts))] * (len(points) // len(self.parts)):
+            raise AssertionError("points are those of copies that see all parts")
+        return self.own_of(points, self._draws.row(step))
+
+    def own_of(self, points: Tensor, drawn: Tensor) -> Own:
+        """Return user 0's gradients at points, whose parts are all parts once or more, on the examples drawn."""
+        inputs, targets = self._me.examples.take(drawn)
+        groups, size = self._draws.shares.shape
+        x = points[:, : self.d].view(-1, groups, self.d).transpose(0, 1)  # copies of one part share its batch
+        shares = self._draws.shares.unsqueeze(1).expand(groups, x.shape[1], size)
+        batches = (tensor.view(groups, size, *tensor.shape[1:]) for tensor in (inputs, targets))
+        most = max(1, self._copies.max_copies(inputs, size) // x.shape[1])
+        cut = zip(*(torch.split(tensor, most) for tensor in (x, shares, *batches)), strict=True)
+        gradients, losses = zip(*(self._copies.gradients(*some) for some in cut), strict=True)
+        by_point = torch.cat(gradients).transpose(0, 1).reshape(len(points), self.d)
+        return Own(by_point, losses[0][0, 0], points[:, self.d :])
+
+    def drawn(self, step: int) -> list[Tensor]:
+        """Return the examples that user 0's parts and the peers draw in the next steps, a row for each step."""
+        return [self._draws.block(step), self._stackable.indices(self.names, step)]
 
     def on_all(self, points: Tensor, step: int, parts: Sequence[int]) -> Tensor:
         """Return user 0's gradient at each point, on all examples of its part."""
@@ -42,17 +61,31 @@ class PointsTogether(Points):
 
     def sums(self, points: Tensor, step: int, weights: Tensor) -> Sums:
         """Return the peers' weighted sums; see `Points.sums`."""
-        batches = self._drawn(step)
+        sums = self._sums(points, self._drawn(step), weights)
+        if is_finite(sums.sums):
+            return sums
+        rows, left_out = self.rows(points, step, weights > 0)
+        return combined(rows, weights, left_out)
+
+    def sums_of(self, points: Tensor, drawn: Tensor, weights: Tensor) -> Sums:
+        """Return the peers' weighted sums on the examples drawn, finite or not."""
+        return self._sums(points, self._stackable.at(self.names, drawn)[1], weights)
+
+    def _sums(self, points: Tensor, batches: Sequence[Batches], weights: Tensor) -> Sums:
         shares = [
-            (weights[:, list(batch.positions)] / batch.size).repeat_interleave(batch.size, dim=1)
+            (self._of_some(weights, batch.positions) / batch.size).repeat_interleave(batch.size, dim=1)
             for batch in batches
         ]
         inputs, targets = torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches])
         sums = self._gradients(points, torch.cat(shares, dim=1), inputs, targets)[0]
-        if is_finite(sums):
-            return Sums(sums, weights.sum(1))
-        rows, left_out = self.rows(points, step, weights > 0)
-        return combined(rows, weights, left_out)
+        return Sums(sums, weights.sum(1))
+
+    def _of_some(self, weights: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return the columns of some peers."""
+        which = tuple(positions)
+        if which not in self._columns:
+            self._columns[which] = torch.tensor(which, device=weights.device)
+        return weights.index_select(1, self._columns[which])
 
     def rows(self, points: Tensor, step: int, asked: Tensor) -> tuple[Tensor, dict[str, str]]:
         """Return each peer's gradient at each point; see `Points.rows`."""
@@ -100,26 +133,27 @@ class PointsTogether(Points):
 
 
 class _Draws:
-    """User 0's batches from several parts of its examples: which examples are drawn for any, and what each weighs.
+    """User 0's batches from several parts of its examples, those of users with these examples alone.
 
-    A part's batch is that of a user with those examples alone.
+    Batches of parts that are smaller than others are filled up with examples that weigh nothing.
     """
 
     def __init__(self, parts: Tensor, batch_size: int, key: int, like: Tensor) -> None:
-        self.parts = [part.nonzero().flatten() for part in parts.cpu()]
-        self.n, self.like = parts.shape[1], like[:1]
-        self.streams = [BatchStream(key, len(part), min(batch_size, len(part))) for part in self.parts]
-        self.table = IndexTable(self.streams)
-        self.whole = all(stream.size == stream.n for stream in self.streams)
-        self.kept: tuple[int, tuple[Tensor, Tensor]] | None = None
+        kept = [part.nonzero().flatten() for part in parts.cpu()]
+        self.places, begins = torch.cat(kept), [0, *itertools.accumulate(map(len, kept))][:-1]
+        sizes = [min(batch_size, len(part)) for part in kept]
+        widest = max(sizes)
+        streams = [BatchStream(key, len(part), *at) for part, *at in zip(kept, sizes, begins, strict=True)]
+        filled = torch.tensor(begins).repeat_interleave(widest)
+        self._table = IndexTable(streams, range(0, len(filled), widest), filled)
+        columns = torch.arange(widest, device=like.device)
+        self.shares = torch.stack([(columns < size) / like.new_tensor(size) for size in sizes])
+        self._there = self.places.to(like.device)
 
-    def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the indices drawn for any part, and the weight of each in every part."""
-        if self.kept is None or (self.kept[0] != step and not self.whole):
-            shares = torch.zeros(len(self.parts), self.n, dtype=torch.float64)
-            drawn = torch.split(self.table.row(step), [stream.size for stream in self.streams])
-            for row, part, places in zip(shares, self.parts, drawn, strict=True):
-                row.index_put_((part[places],), row.new_tensor(1 / len(places)), accumulate=True)
-            used = shares.any(0).nonzero().flatten()
-            self.kept = step, (used.to(self.like.device), shares[:, used].to(self.like))
-        return self.kept[1]
+    def block(self, step: int) -> Tensor:
+        """Return the examples of the next steps, a row for each step with one part's batch after the other."""
+        return self.places[self._table.block(step)]
+
+    def row(self, step: int) -> Tensor:
+        """Return the examples of a step."""
+        return self._there[self._table.row(step, self._there.device)]

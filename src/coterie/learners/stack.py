@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from coterie.gradients.parameters import Parameters
+from coterie.learners.capturable import at_rates, make_capturable, settings_of, state_tensors
 from coterie.learners.spec import RunSpec
 
 ELEMENTWISE = frozenset(
@@ -59,11 +61,60 @@ class Stack:
         return cls(x.clone(), [(spec, 1)] * len(x) if apart else [(spec, len(x))])
 
     def step(self) -> None:
-        """Let every optimizer follow its rows of `direction`."""
+        """Let every optimizer follow its rows of `direction`, and the schedules of step sizes go on."""
+        self.optimize()
+        self.schedule()
+
+    def optimize(self, rates: Sequence[float] | Sequence[Tensor] = ()) -> None:
+        """Let every optimizer follow its rows of `direction`, by the step sizes of `rates()` where given."""
+        first = 0
         for optimizer, scheduler in self._steps:
-            optimizer.step()
+            last = first + (0 if scheduler is None else len(optimizer.param_groups))
+            with at_rates(optimizer, rates[first:last]) if rates else nullcontext():
+                optimizer.step()
+            first = last
+
+    def schedule(self) -> None:
+        """Let the schedules of step sizes go on."""
+        for _, scheduler in self._steps:
             if scheduler is not None:
                 scheduler.step()
+
+    def rates(self) -> list[float]:
+        """Return the step sizes that schedules change, as they are."""
+        scheduled = [optimizer for optimizer, scheduler in self._steps if scheduler is not None]
+        return [float(group["lr"]) for optimizer in scheduled for group in optimizer.param_groups]
+
+    def make_capturable(self) -> None:
+        """Let the optimizers count their steps on the device."""
+        for optimizer, _ in self._steps:
+            make_capturable(optimizer, self.x.device)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the rows, and what the optimizers remember."""
+        return [self.x, *(tensor for optimizer, _ in self._steps for tensor in state_tensors(optimizer))]
+
+    def settings(self) -> list[Any]:
+        """Return the numbers that a captured step has in it."""
+        return [settings_of(optimizer, scheduled=bool(scheduler)) for optimizer, scheduler in self._steps]
+
+    def schedules(self) -> list[dict[str, Any]]:
+        """Return where the schedules are: their states, and the step sizes."""
+        return [
+            {
+                "lr": [group["lr"] for group in optimizer.param_groups],
+                "scheduler": scheduler and scheduler.state_dict(),
+            }
+            for optimizer, scheduler in self._steps
+        ]
+
+    def load_schedules(self, schedules: Sequence[dict[str, Any]]) -> None:
+        """Go back to where the schedules were."""
+        for (optimizer, scheduler), saved in zip(self._steps, schedules, strict=True):
+            for group, rate in zip(optimizer.param_groups, saved["lr"], strict=True):
+                group["lr"] = rate
+            if scheduler is not None:
+                scheduler.load_state_dict(saved["scheduler"])
 
     def forked(self, origins: Sequence[Sequence[int]]) -> "Stack":
         """Return a stack made by `of` whose rows are means of rows of this, optimizer's state included."""

@@ -11,9 +11,10 @@ import math
 import warnings
 
 import torch
-from torch.optim import SGD
 
 from coterie.engines.in_process.side_stream import side_stream
+from coterie.learners.blocks import Block, TakesBlocks
+from coterie.learners.capturable import why_not_capturable
 from coterie.learners.learner import Learner
 from coterie.rules import Capturable
 from coterie.training.step_tables import StepTables
@@ -23,11 +24,11 @@ WARM_UP = 3
 
 
 class Captured:
-    """The steps of a learner, and of its guard's shadow, as one program; `why_not_captured` is None for each."""
+    """The steps of a learner, and of its guard's shadow, as one program."""
 
-    def __init__(self, *learners: Learner) -> None:
-        self.tables = [StepTables(learner) for learner in learners]
-        self.device = learners[0].x.device
+    def __init__(self, *tables: Block) -> None:
+        self.tables = tables
+        self.device = tables[0].device
         self.failed: str | None = None  # why a graph could not be captured
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured_with: object = None
@@ -35,7 +36,7 @@ class Captured:
 
     def advance(self, most: int) -> list[float] | None:
         """Take at most so many steps and return user 0's loss in each; None where the next is no such step."""
-        step = self.tables[0].learner.step
+        step = self.tables[0].at
         wanted = 0 if self.failed or step < self._careful_until else most
         n = min(table.known(wanted) for table in self.tables) if wanted else 0
         if not n:
@@ -98,20 +99,20 @@ class Captured:
             join()
 
 
-def why_not_captured(learner: Learner) -> str | None:
-    """Say why the steps of a learner cannot be captured, or None where they can."""
+def block_of(learner: Learner) -> Block | str:
+    """Return the steps of a learner as a block, or why they cannot be taken so."""
+    if isinstance(learner.followed, TakesBlocks):
+        return learner.followed.block(learner)
     if type(learner) is not Learner:
         return f"`{type(learner.followed).__name__}` takes steps of its own kind"
-    engine, rule, optimizer = learner.engine, learner.rule, learner.optimizer
+    engine, rule = learner.engine, learner.rule
     if not isinstance(rule, Capturable):
         return f"`{type(rule).__name__}` does not say beforehand what a step needs"
     if getattr(rule, "aggregator", None) is not None:
         return "an aggregator looks into its rows"
     can = engine.capabilities
-    official = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
-    if not official or not (isinstance(optimizer, SGD) or "capturable" in optimizer.defaults):
-        return f"{type(optimizer).__name__} is not known to be capturable"
-    return can.rows_not_captured if rule.needs_rows else can.not_captured
+    why = can.rows_not_captured if rule.needs_rows else can.not_captured
+    return why_not_capturable(learner.optimizer) or why or StepTables(learner)
 
 
 def warn_not_captured(why: str) -> None:

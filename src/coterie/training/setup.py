@@ -25,7 +25,7 @@ from coterie.recording.configuration import Configuration, UserSummary
 from coterie.recording.costs import Costs
 from coterie.recording.describe import describe
 from coterie.rules import Alone, Rule
-from coterie.training.captured import Captured, warn_not_captured, why_not_captured
+from coterie.training.captured import Captured, block_of, warn_not_captured
 from coterie.training.choose import Followed
 from coterie.training.guard import MIN_HELD_OUT, Guard
 from coterie.training.hooks import as_hook
@@ -184,13 +184,15 @@ def captured(capture: bool | None, learner: Learner, guard: Guard | None) -> tup
     """Return the steps as one program where that is wanted and possible, and what a record should say of it."""
     if capture is False or (capture is None and not learner.x.is_cuda):
         return None, "off"
-    learners = [learner] if guard is None else [learner, guard.shadow]
-    why = next(filter(None, map(why_not_captured, learners)), None)
-    if why is not None:
-        if capture or type(learner) is Learner:  # nobody asked to capture what never is: the default rule, methods
-            warn_not_captured(why)
-        return None, f"off: {why}"
-    return Captured(*learners), "a CUDA graph" if learner.x.is_cuda else "one program"
+    blocks = []
+    for each in [learner] if guard is None else [learner, guard.shadow]:
+        block = block_of(each)
+        if isinstance(block, str):
+            if capture or not isinstance(learner, Rounds):  # nobody asked to capture what never is: methods
+                warn_not_captured(block)
+            return None, f"off: {block}"
+        blocks.append(block)
+    return Captured(*blocks), "a CUDA graph" if learner.x.is_cuda else "one program"
 
 
 def _count(user: User) -> int | str:

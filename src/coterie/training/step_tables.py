@@ -1,16 +1,15 @@
 """The steps of one learner: what is known beforehand lies in tables, the rest is the same work every time."""
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.capabilities import require
+from coterie.learners.capturable import at_rates, make_capturable, settings_of, state_tensors
 from coterie.learners.learner import Learner
 from coterie.rules import Alone, Capturable, State
 
@@ -34,6 +33,11 @@ class StepTables:
         self.rates: list[list[float]] = []
         self.memory: dict[str, Tensor] = {}  # the rule's tensors, which stay where they are
         self.after: State = {}
+
+    @property
+    def at(self) -> int:
+        """The step that comes next."""
+        return self.learner.step
 
     @property
     def listens(self) -> bool:
@@ -74,7 +78,7 @@ class StepTables:
         self.numbers[row : row + n].copy_(numbers)
         self.counter.fill_(row)
         self.total.zero_()
-        _make_capturable(learner)
+        make_capturable(learner.optimizer, self.device)
 
     def step(self, taken: int) -> None:
         """Take one step by its row of the tables; `taken` steps of the block were taken before."""
@@ -87,7 +91,8 @@ class StepTables:
             if key in state:
                 tensor.copy_(state[key])
         self.total.add_(direction.sum())
-        with self._step_sizes(self.rates[taken], numbers[len(self.knobs) :]):
+        rates = numbers[len(self.knobs) :] if self.device.type == "cuda" else self.rates[taken]
+        with at_rates(learner.optimizer, rates):
             learner.optimize(direction)
         self.losses.index_copy_(0, self.counter, cast("Tensor", g.own_loss).reshape(1))
         self.counter.add_(1)
@@ -128,10 +133,7 @@ class StepTables:
     def signature(self) -> object:
         """Return what must stay the same for a graph to be used again: where tensors are, and numbers in it."""
         tensors = (*self._changed(), *self.memory.values(), self.indices, self.numbers, self.losses)
-        settings = [
-            {key: value for key, value in group.items() if key != "params" and not (key == "lr" and self.scheduler)}
-            for group in self.learner.optimizer.param_groups
-        ]
+        settings = settings_of(self.learner.optimizer, scheduled=bool(self.scheduler))
         return [t.data_ptr() for t in tensors], self.weights, self.listens, self.knobs, str(settings)
 
     def _draw(self) -> None:
@@ -160,28 +162,4 @@ class StepTables:
 
     def _changed(self) -> list[Tensor]:
         """Return the parameters and what the optimizer remembers."""
-        states = self.learner.optimizer.state.values()
-        return [self.learner.x, *(v for state in states for v in state.values() if isinstance(v, Tensor))]
-
-    @contextlib.contextmanager
-    def _step_sizes(self, numbers: Sequence[float], tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the optimizer use the step sizes of this step; the schedule has run ahead."""
-        groups = self.learner.optimizer.param_groups
-        before = [dict(group) for group in groups]
-        for group, rate in zip(groups, tensors if self.device.type == "cuda" else numbers, strict=False):
-            group["lr"] = rate
-            if isinstance(rate, Tensor) and isinstance(self.learner.optimizer, SGD):
-                group["fused"], group["foreach"] = True, False  # which alone reads a step size on the device
-        yield
-        for group, was in zip(groups, before, strict=True):
-            group.update(was)
-
-
-def _make_capturable(learner: Learner) -> None:
-    """Let an optimizer count its steps on the device."""
-    if learner.x.is_cuda and not isinstance(learner.optimizer, SGD):
-        learner.optimizer._warned_capturable_if_run_uncaptured = True  # single steps beside captured ones are meant
-        for group in learner.optimizer.param_groups:
-            group["capturable"] = True
-        for parameter, state in learner.optimizer.state.items():
-            state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, Tensor)})
+        return [self.learner.x, *state_tensors(self.learner.optimizer)]

@@ -132,12 +132,16 @@ class InProcess:
         """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
         return self.sampler.indices(names, step)
 
+    def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
+        """Return user 0's batch, and those of these peers, from a row of `indices`."""
+        return self.sampler.at(names, indices)
+
     def gradients_of(self, x: Tensor, indices: Tensor, weights: Mapping[str, float], *, rows: bool) -> Gradients:
         """Return all users' gradients on the examples of one row of `indices`, unchecked: no wait for the device.
 
         User 0's pass has a stream of its own on a GPU, so that a captured step takes it while the peers' goes on.
         """
-        own_batch, others = self.sampler.at(tuple(weights), indices)
+        own_batch, others = self.at(tuple(weights), indices)
         with side_stream(x.device) as join:
             own, loss, _ = self._single(x, 0, self.me, own_batch)
         matrix = self.passes.rows(x, others) if weights and rows else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from coterie import User
-from coterie.choosing.folds import split
+from coterie.choosing.looks import split
 
 
 def test_folds_are_even_in_size_and_in_targets() -> None:
