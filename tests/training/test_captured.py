@@ -139,11 +139,11 @@ def test_a_guard_s_shadow_is_in_the_program_and_restarts_it(device: str) -> None
 @pytest.mark.parametrize("optimizer", ["AdamW, falling", "plain, falling", "momentum"])
 def test_adaptive_averaging_steps_as_one_by_one_with_every_schedule(optimizer: str) -> None:
     made, scheduler = OPTIMIZERS[optimizer]
-    runs = [
+    one_by_one, captured = (
         train(RULES["adaptive"], users(), capture=flag, optimizer=made, scheduler=scheduler, device=DEVICES[-1])
         for flag in (False, True)
-    ]
-    assert_same(*runs, DEVICES[-1])
+    )
+    assert_same(one_by_one, captured, DEVICES[-1])
 
 
 @pytest.mark.parametrize("rule", ["corrected", "adaptive"])
