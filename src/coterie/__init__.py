@@ -5,7 +5,7 @@ from coterie.aggregators import register_aggregator
 from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.engines import Engine, InProcess, attacks
 from coterie.engines.in_process.forward_options import ForwardOptions
-from coterie.evaluation import evaluate, register_metric
+from coterie.evaluation import evaluate, model_loss, per_example, register_metric
 from coterie.gradients import Gradients
 from coterie.learners.spec import RunSpec
 from coterie.methods import register_method
@@ -55,6 +55,8 @@ __all__ = [
     "data",
     "errors",
     "evaluate",
+    "model_loss",
+    "per_example",
     "register_aggregator",
     "register_method",
     "register_metric",

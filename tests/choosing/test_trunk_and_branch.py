@@ -77,7 +77,7 @@ def test_it_is_the_twin_in_numpy(kind: str, held_out: int) -> None:
         x, y = me.validation.take(torch.arange(held_out))
         validation = x.numpy(), y[:, 0].numpy()
     start = Parameters(nn.Linear(D, 1).double()).vector().numpy()
-    twin = trunk_and_branch(plain[0], plain[1:], validation, start, folds, counts=counts, steps=40, lr=0.05)  # type: ignore[arg-type]
+    twin = trunk_and_branch(plain[0], plain[1:], validation, start, folds, counts=counts, steps=40, lr=0.05)
     account = run.record.end.account
     assert account["path"] == twin["path"]
     np.testing.assert_allclose(vector(run), twin["point"], atol=1e-6)

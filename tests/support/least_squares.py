@@ -50,12 +50,14 @@ class LeastSquares:
     def gradient(self, k: int, x: Tensor, step: int = 0, batch_size: int = 10**6) -> Tensor:
         """Return user k's gradient at x, written out: on its batch of a step, or on all its examples."""
         inputs, targets = self.users[k].batch(batch_size, seed=0, step=step)
-        return 2 * inputs.T @ (inputs @ x - targets.flatten()) / len(inputs)
+        gradient: Tensor = 2 * inputs.T @ (inputs @ x - targets.flatten()) / len(inputs)
+        return gradient
 
     def loss(self, k: int, x: Tensor) -> Tensor:
         """Return user k's loss at x on all its examples."""
         inputs, targets = self.users[k].batch(10**6, seed=0, step=0)
-        return ((inputs @ x - targets.flatten()) ** 2).mean()
+        loss: Tensor = ((inputs @ x - targets.flatten()) ** 2).mean()
+        return loss
 
     def walk(self, k: int, x: Tensor, count: int, lr: float, add: Tensor | float = 0.0) -> Tensor:
         """Return where user k is after so many local steps, x ← x − η (∇f_k(x) + add), in a plain loop."""

@@ -13,6 +13,7 @@ from torch.nn import functional as f
 
 import coterie
 from coterie.users.sampling import seeded
+from coterie.users.trees import called
 
 SEED, BATCH = 11, 8
 SIZES = (20, 16, 7, 33, 5)  # two peers with fewer examples than a batch: three sizes of batches
@@ -128,6 +129,32 @@ class Branching(nn.Module):
         return out * 2 if bool(self.layer.weight.sum() > 1e6) or bool(inputs.isnan().all()) else out
 
 
+class TwoInputs(nn.Module):
+    """A model of two arguments, whose output is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 3), nn.Linear(4, 3)
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        return {"logits": torch.tanh(self.left(left)) + self.right(right), "left": left}
+
+
+class Listed(TwoInputs):
+    """A model of one argument, a list of two tensors."""
+
+    def forward(self, both: list[Tensor]) -> dict[str, Tensor]:  # type: ignore[override]  # on purpose
+        return super().forward(*both)
+
+
+class WithOwnLoss(TwoInputs):
+    """A model that computes its loss itself, as those of `transformers` do."""
+
+    def forward(self, left: Tensor, right: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(left, right)["logits"]
+        return {"loss": f.cross_entropy(logits, labels), "logits": logits}
+
+
 def mlp(*between: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 3))
 
@@ -152,6 +179,22 @@ def batch_norm_off() -> nn.Module:
 
 
 # Losses.
+
+
+@coterie.per_example  # type: ignore[operator, untyped-decorator]  # it decorates
+def by_example(output: Mapping[str, Tensor], targets: Mapping[str, Any]) -> Tensor:
+    """A loss of nested outputs and targets, declared to be one for each example."""
+    return f.cross_entropy(output["logits"], targets["class"], reduction="none") * targets["more"][0]
+
+
+def nested_mean(output: Mapping[str, Tensor], targets: Mapping[str, Any]) -> Tensor:
+    """The same, with nothing declared."""
+    losses: Tensor = f.cross_entropy(output["logits"], targets["class"], reduction="none") * targets["more"][0]
+    return losses.mean()
+
+
+def nested(targets: Tensor) -> dict[str, Any]:
+    return {"class": targets, "more": [0.5 + targets.double()]}
 
 
 def of_logits(output: Mapping[str, Tensor], targets: Tensor) -> Tensor:
@@ -196,7 +239,8 @@ def one_hot(targets: Tensor) -> Tensor:
 class Case:
     model: Callable[[], nn.Module]
     loss: Any = f.cross_entropy
-    targets: Callable[[Tensor], Tensor] = lambda targets: targets
+    targets: Callable[[Tensor], Any] = lambda targets: targets
+    inputs: Callable[[Tensor], Any] = lambda inputs: inputs
     average: str = "one pass"
     rows: str = "by layer"
 
@@ -243,6 +287,15 @@ CASES = {
     ),
     "soft margin": Case(mlp, f.soft_margin_loss, lambda t: 2 * one_hot(t) - 1),
     "kl": Case(lambda: nn.Sequential(mlp(), nn.LogSoftmax(1)), nn.KLDivLoss(reduction="batchmean"), one_hot),
+    "class weights, some ignored": Case(
+        mlp,
+        nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64), label_smoothing=0.1),
+        lambda t: t.masked_fill(torch.arange(len(t)) % 3 == 1, -100),
+    ),
+    "reduction none": Case(mlp, nn.MSELoss(reduction="none"), one_hot),
+    "a dict": Case(TwoInputs, nested_mean, nested, inputs=lambda i: {"right": i[:, 2:], "left": i[:, :2]}),
+    "a tuple, by example": Case(TwoInputs, by_example, nested, inputs=lambda i: (i[:, :2], i[:, 2:])),
+    "a list": Case(Listed, by_example, nested, inputs=lambda i: [i[:, :2], i[:, 2:]]),
     "nll": Case(lambda: nn.Sequential(mlp(), nn.LogSoftmax(1)), f.nll_loss),
 }
 
@@ -253,7 +306,7 @@ def make_users(case: Case, sizes: Sequence[int] = SIZES) -> list[coterie.User]:
     for k, size in enumerate(sizes):
         inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64) + 0.2 * k
         targets = case.targets(torch.randint(3, (size,), generator=generator))
-        users.append(coterie.User("me" if not k else f"peer {k}", inputs, targets))
+        users.append(coterie.User("me" if not k else f"peer {k}", case.inputs(inputs), targets))
     return users
 
 
@@ -268,6 +321,13 @@ def some_point(model: nn.Module) -> Tensor:
     return own + 0.1 * torch.randn(len(own), generator=torch.Generator().manual_seed(7), dtype=own.dtype)
 
 
+def mean_loss(loss: Any) -> Any:
+    """Return a loss of one number a batch; the mean of one that is by example."""
+    if getattr(loss, "reduction", None) != "none":
+        return loss
+    return lambda output, targets: loss(output, targets).mean()
+
+
 def plain_gradient(
     model: nn.Module, loss: Any, user: coterie.User, x: Tensor, step: int
 ) -> tuple[Tensor, float, nn.Module]:
@@ -279,7 +339,7 @@ def plain_gradient(
         done += p.numel()
     inputs, targets = user.batch(BATCH, seed=SEED, step=step)
     with seeded(SEED, user.name, step):
-        found = loss(model(inputs), targets)
+        found = mean_loss(loss)(called(model, inputs), targets)
     gradients = torch.autograd.grad(found, trainable, materialize_grads=True)
     return torch.cat([gradient.flatten() for gradient in gradients]), float(found.detach()), model
 

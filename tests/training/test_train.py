@@ -28,7 +28,7 @@ Users = Callable[..., list[coterie.User]]
 
 def line(targets: list[float], **held_out: float) -> coterie.User:
     """Return a user whose loss is the mean squared distance to numbers, for a model of one number."""
-    parts = {name: ([[1.0]], [[value]]) for name, value in held_out.items()}
+    parts: dict[str, Any] = {name: ([[1.0]], [[value]]) for name, value in held_out.items()}
     return coterie.User("me", [[1.0]] * len(targets), [[value] for value in targets], **parts)
 
 

@@ -33,8 +33,14 @@ def test_arrays_lists_and_tensors_are_the_same() -> None:
 
 
 def test_a_tensor_keeps_its_dtype() -> None:
-    user = coterie.User("a", torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, dtype=torch.int32))
-    assert [tensor.dtype for tensor in user.batch(2, seed=0, step=0)] == [torch.float64, torch.int32]
+    user = coterie.User("a", torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, dtype=torch.float16))
+    assert [tensor.dtype for tensor in user.batch(2, seed=0, step=0)] == [torch.float64, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_classes_become_what_losses_take(dtype: torch.dtype) -> None:
+    user = coterie.User("a", torch.zeros(2, 1), torch.tensor([0, 1], dtype=dtype))
+    assert torch.equal(user.batch(2, seed=0, step=0)[1], torch.tensor([0, 1]))
 
 
 def test_arrays_that_torch_does_not_take_as_they_are() -> None:
@@ -130,7 +136,7 @@ def test_datasets_that_cannot_be_learned_from(data: Dataset[Any]) -> None:
         coterie.User.from_dataset("a", data)
 
 
-@pytest.mark.parametrize("data", [Triples(4), TensorDataset(torch.zeros(4, 1))])
-def test_items_that_are_not_pairs(data: Dataset[Any]) -> None:
-    with pytest.raises(DataError, match=r"pair \(input, target\), got tuple"):
-        coterie.User.from_dataset("a", data).batch(2, seed=0, step=0)
+def test_items_that_are_not_pairs() -> None:
+    inputs, targets = coterie.User.from_dataset("a", Triples(4)).batch(2, seed=0, step=0)
+    assert [len(part) for part in (*inputs, targets)] == [2, 2, 2]
+    assert coterie.User.from_dataset("a", TensorDataset(torch.zeros(4, 1))).batch(2, seed=0, step=0)[1] == ()

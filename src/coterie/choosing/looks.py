@@ -14,6 +14,7 @@ from coterie.learners.spec import RunSpec
 from coterie.recording.result import GuardDecision
 from coterie.users.examples import InMemory
 from coterie.users.sampling import random_key
+from coterie.users.trees import leaves
 from coterie.users.user import User
 
 
@@ -103,8 +104,9 @@ def split(me: User, folds: int, seed: int) -> Tensor:
     """Return the fold of each of a user's examples, equal in size and, as far as they go, in targets."""
     random = np.random.default_rng(random_key(seed, f"{me.name}/folds"))
     targets = np.zeros(len(me))
-    if isinstance(me.examples, InMemory):  # of a target of several numbers, the first
-        targets = me.examples.targets.cpu().reshape(len(me), -1)[:, 0].numpy()
+    held = leaves(me.examples.targets) if isinstance(me.examples, InMemory) else []
+    if held:  # of a target of several numbers, the first
+        targets = held[0].cpu().reshape(len(me), -1)[:, 0].numpy()
     dealt = np.arange(len(me)) % folds
     if np.issubdtype(targets.dtype, np.floating):  # numbers have one order only: shuffle each round
         dealt = np.concatenate([random.permutation(folds) for _ in range(-(-len(me) // folds))])[: len(me)]

@@ -17,7 +17,7 @@ from coterie.errors import DataError, KnobError
 from coterie.gradients.gradients import Gradients, keep_finite
 from coterie.recording.describe import describe
 from coterie.recording.traffic import Traffic
-from coterie.users.examples import InMemory
+from coterie.users.examples import InMemory, plain_targets
 from coterie.users.user import User
 
 
@@ -157,12 +157,13 @@ def flip_labels(user: User, n_classes: int) -> User:
         tensor([9, 8, 0])
     """
     examples = user.examples
-    if not isinstance(examples, InMemory) or examples.targets.is_floating_point():
+    targets = plain_targets(examples)
+    if not isinstance(examples, InMemory) or targets is None or targets.is_floating_point():
         raise DataError(f"user {user.name!r} has no labels in memory to flip; give it a tensor of classes")
-    if not 0 <= int(examples.targets.min()) <= int(examples.targets.max()) < n_classes:
+    if not 0 <= int(targets.min()) <= int(targets.max()) < n_classes:
         raise KnobError(f"`n_classes` must exceed every label of user {user.name!r}, got {n_classes}")
     flipped = copy.copy(user)
-    flipped.examples = InMemory(examples.inputs, n_classes - 1 - examples.targets)
+    flipped.examples = InMemory(examples.inputs, n_classes - 1 - targets)
     return flipped
 
 

@@ -26,6 +26,7 @@ from coterie.engines.own_draws import OwnDraws, secret_number
 from coterie.errors import KnobError
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
+from coterie.users.trees import Tree
 from coterie.users.user import User
 
 MAX_STEP = 2**62
@@ -219,12 +220,13 @@ class Peer:
             return f"it has {left} gradients left to give, and was asked for {asked}"
         return None
 
-    def _gradient(self, request: Request, place: int, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _gradient(self, request: Request, place: int, batch: tuple[Tree, Tree]) -> Tensor:
         """Return the gradient at the point in this place."""
         buffers = self.passes.buffers() if self.support.moves_buffers or request.buffers else {}
         for name, rows in request.buffers.items():
             buffers[name].copy_(rows[place if len(rows) > 1 else 0])
         x, seed, name = request.points[place], self._seed(request), self.user.name
+        self.passes.tell_of_nothing(name, batch[1])
         with seeded(seed, name, request.step, x.device) if self.support.random else nullcontext():
             return self.passes.single(x, *batch, buffers)[0]
 
@@ -232,7 +234,7 @@ class Peer:
         """Return what transforms, dropout and streams draw from: with caps it is not for user 0 to choose."""
         return request.seed if self._secret is None else secret_number(self._secret, f"seed {request.seed}")
 
-    def _batch(self, request: Request) -> tuple[Tensor, Tensor]:
+    def _batch(self, request: Request) -> tuple[Tree, Tree]:
         """Return this peer's own draw, or where it has no caps what `User.batch` gives."""
         seed, step, size = self._seed(request), request.step, min(request.batch_size, len(self.user))
         if self._draws is not None:

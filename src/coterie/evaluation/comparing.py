@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from coterie.evaluation.evaluate import evaluate, example_losses, outputs_on
-from coterie.evaluation.metrics import Metric, less_is_better, metrics_for
+from coterie.evaluation.evaluate import evaluate, example_losses, outputs_on, whole_of
+from coterie.evaluation.metrics import Metric, less_is_better, metrics_of
 from coterie.recording.result import Comparison, Difference
 from coterie.users.examples import Examples
+from coterie.users.trees import has_rows, mapped
 from coterie.users.user import Loss
 
 GROUPS = 100
@@ -36,7 +37,7 @@ def compare(
         alone: the one trained alone.
         loss: the mean loss of a batch from (output, target).
         examples: on which the two are compared.
-        metrics: by name; `metrics_for(loss)` when None.
+        metrics: by name; the usual one for the loss when None.
         on: what examples these are, in words.
 
     Example:
@@ -49,7 +50,9 @@ def compare(
         >>> {name: round(each.difference, 2) for name, each in found.measures.items()}
         {'rmse': -3.16, 'loss': -10.0}
     """
-    metrics = metrics_for(loss) if metrics is None else metrics
+    if metrics is None:
+        output, targets, _ = outputs_on(model, examples)[0]
+        metrics = metrics_of(loss, output, targets)
     ours, theirs = (evaluate(each, loss, examples, metrics) for each in (model, alone))
     measured = {name: metric for name, metric in metrics.items() if name in ours}
     errors = _metric_errors(model, alone, examples, measured)
@@ -73,12 +76,16 @@ def _metric_errors(
     """Return the standard error of the difference of each metric."""
     if not metrics:
         return {}
-    (ours, targets), (theirs, _) = (tuple(map(torch.cat, outputs_on(each, examples))) for each in (model, alone))
+    wholes = [whole_of(outputs_on(each, examples)) for each in (model, alone)]
+    if None in wholes or not all(has_rows(output, len(examples)) for output, _ in filter(None, wholes)):
+        return dict.fromkeys(metrics, math.nan)  # outputs of which no example can be left out
 
     def difference(metric: Metric, kept: Tensor) -> float:
-        return float(metric(ours[kept], targets[kept])) - float(metric(theirs[kept], targets[kept]))
+        parts = [mapped(lambda leaf: leaf[kept], whole) for whole in wholes]
+        ours, theirs = (float(metric(*part)) for part in parts)
+        return ours - theirs
 
-    return {name: _jackknife(partial(difference, metric), len(targets)) for name, metric in metrics.items()}
+    return {name: _jackknife(partial(difference, metric), len(examples)) for name, metric in metrics.items()}
 
 
 def _jackknife(value: Callable[[Tensor], float], n: int) -> float:

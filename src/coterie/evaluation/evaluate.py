@@ -1,6 +1,6 @@
 """The loss, the metrics and the errors of a model on a set of examples."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from coterie.evaluation.metrics import Metric, metrics_for
+from coterie.evaluation.losses import as_loss, known_per_example
+from coterie.evaluation.metrics import Metric, metrics_of
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
+from coterie.users.trees import Tree, called, each_row, form, has_rows, joined, mapped, n_rows, split
 from coterie.users.user import Loss
 
 
@@ -24,14 +26,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and the metrics of a model, in evaluation mode, on a set of examples.
 
-    Transforms and models that draw random numbers draw the same ones every time. Where an output is not a tensor,
-    the loss is the mean over chunks, and there are no metrics.
+    Transforms and models that draw random numbers draw the same ones every time. Metrics get what the model gives.
+    Where that has not one row an example, loss and metrics are means over chunks, by their numbers of examples.
 
     Args:
         model: the model; its mode is restored afterwards.
         loss: the mean loss of a batch from (output, target).
         examples: the set.
-        metrics: by name, computed over the whole set; `metrics_for(loss)` when None.
+        metrics: by name, computed over the whole set; when None the usual one for the loss, such as accuracy.
         chunk: how many examples go through the model at a time.
 
     Example:
@@ -42,65 +44,85 @@ def evaluate(
         >>> evaluate(model, nn.functional.mse_loss, data)
         {'loss': 2.0, 'rmse': 1.4142135623730951}
     """
-    metrics = metrics_for(loss) if metrics is None else metrics
+    loss = as_loss(loss)
     with torch.no_grad(), evaluation_mode(model):
-        outputs, targets = outputs_on(model, examples, chunk)
-        if not isinstance(outputs[0], Tensor):  # outputs of an unknown form cannot be joined
-            sums = (float(loss(o, t)) * len(t) for o, t in zip(outputs, targets, strict=True))
-            return {"loss": sum(sums) / len(examples)}
-        return scores(torch.cat(outputs), torch.cat(targets), loss, metrics)
+        parts = outputs_on(model, examples, chunk)
+        if (whole := whole_of(parts)) is not None:
+            return scores(*whole, loss, metrics)
+        by_chunk = [(scores(output, targets, loss, metrics), n / len(examples)) for output, targets, n in parts]
+        return {name: sum(each[name] * share for each, share in by_chunk) for name in by_chunk[0][0]}
 
 
-def outputs_on(model: nn.Module, examples: Examples, chunk: int = 1024) -> tuple[list[Any], list[Tensor]]:
-    """Return the outputs of a model, in evaluation mode, on a set of examples, and the targets, in chunks."""
+def outputs_on(model: nn.Module, examples: Examples, chunk: int = 1024) -> list[tuple[Any, Tree, int]]:
+    """Return the outputs of a model, in evaluation mode, on a set of examples in chunks, the targets, and counts."""
     device = next(model.parameters()).device
-    outputs, targets = [], []
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
-        for x, y in _chunks(examples, chunk, device):
-            outputs.append(model(x))
-            targets.append(y)
-    return outputs, targets
+        return [(called(model, x), y, n_rows(x)) for x, y in _chunks(examples, chunk, device)]
+
+
+def whole_of(parts: Sequence[tuple[Any, Tree, int]]) -> tuple[Any, Tree] | None:
+    """Return the outputs and targets of all chunks, where they are of one form with one row an example; else None."""
+    if len(parts) > 1:
+        if not all(has_rows(output, n) and has_rows(targets, n) for output, targets, n in parts):
+            return None
+        if len({(form(output), form(targets)) for output, targets, _ in parts}) > 1:
+            return None
+    outputs, targets, _ = zip(*parts, strict=True)
+    return joined(outputs), joined(targets)
 
 
 def scores(
-    outputs: Tensor, targets: Tensor, loss: Loss, metrics: Mapping[str, Metric] | None = None
+    outputs: Any, targets: Tree, loss: Loss, metrics: Mapping[str, Metric] | None = None
 ) -> dict[str, float]:
     """Return the mean loss and the metrics of the outputs on a whole set."""
-    metrics = metrics_for(loss) if metrics is None else metrics
+    metrics = metrics_of(loss, outputs, targets) if metrics is None else metrics
     return {"loss": float(loss(outputs, targets))} | {
         name: float(metric(outputs, targets)) for name, metric in metrics.items()
     }
 
 
 def example_losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024) -> Tensor:
-    """Return the loss of each example, as if it were a batch of its own, with the model in evaluation mode."""
+    """Return the loss of each example, as if it were a batch of its own, with the model in evaluation mode.
+
+    It is 0 where there is nothing to learn from, all targets of an example being ignored.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    loss = as_loss(loss)
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
         chunks = _chunks(examples, chunk, device)
         return torch.cat([_losses(model, loss, x, y).double().cpu() for x, y in chunks])
 
 
-def _losses(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
+def _losses(model: nn.Module, loss: Loss, inputs: Tree, targets: Tree) -> Tensor:
     """Return the loss of each of these examples: mapped over the outputs where possible, else one by one."""
+    n = n_rows(inputs)
+    known = known_per_example(loss)
 
-    def single(output: Tensor, target: Tensor) -> Tensor:
-        return loss(output[None], target[None])
+    def single(output: Any, target: Tree) -> Tensor:
+        return loss(mapped(_as_batch, output), mapped(_as_batch, target))
 
-    outputs = model(inputs)
-    if not isinstance(outputs, Tensor) or len(outputs) != len(targets):  # cannot be split by example
-        pairs = zip(torch.split(inputs, 1), torch.split(targets, 1), strict=True)
-        return torch.stack([loss(model(x), y) for x, y in pairs])
-    try:
-        each: Tensor = vmap(single)(outputs, targets)
-    except (RuntimeError, ValueError):  # `vmap` cannot map this loss
-        each = torch.stack([single(output, target) for output, target in zip(outputs, targets, strict=True)])
-    return each
+    outputs = called(model, inputs)
+    if not has_rows(outputs, n):  # cannot be split by example
+        pairs = zip(split(inputs, [1] * n), split(targets, [1] * n), strict=True)
+        each = torch.stack([loss(called(model, x), y) for x, y in pairs])
+    else:
+        try:
+            each = vmap(single)(outputs, targets)
+        except (RuntimeError, ValueError):  # `vmap` cannot map this loss
+            pairs = zip(each_row(outputs, n), each_row(targets, n), strict=True)
+            each = torch.stack([single(output, target) for output, target in pairs])
+    counts = None if known is None else known.counts(targets)
+    return each if counts is None else torch.where(counts == 0, 0.0, each)
 
 
-def _chunks(examples: Examples, size: int, device: torch.device) -> Iterator[list[Tensor]]:
+def _as_batch(row: Tensor) -> Tensor:
+    return row[None]
+
+
+def _chunks(examples: Examples, size: int, device: torch.device) -> Iterator[list[Tree]]:
     """Yield the inputs and targets of all examples on a device, at most `size` at a time."""
     for indices in torch.split(torch.arange(len(examples)), size):
-        yield [tensor.to(device) for tensor in examples.take(indices)]
+        yield [mapped(lambda leaf: leaf.to(device), tree) for tree in examples.take(indices)]
 
 
 def example_errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> Tensor:
@@ -113,8 +135,9 @@ def example_errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> 
     with torch.no_grad(), evaluation_mode(model):
         outputs: Tensor = model(inputs.to(device)).to(targets.device)
     if targets.is_floating_point():
-        return (scale * (outputs.double() - targets.double())).square().flatten(1).mean(1)
-    wrong = (outputs.argmax(1) != targets).double()
+        difference: Tensor = scale * (outputs.double() - targets.double())
+        return difference.square().flatten(1).mean(1)
+    wrong: Tensor = (outputs.argmax(1) != targets).double()
     return wrong.flatten(1).mean(1) if wrong.ndim > 1 else wrong
 
 

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
+from coterie.evaluation.losses import IGNORED, PerExample, ignored_class, is_over_classes
 from coterie.registry import Registry
 from coterie.users.user import Loss
 
-Metric: TypeAlias = Callable[[Any, Tensor], float]
+Metric: TypeAlias = Callable[[Any, Any], float]
 """What computes one number from a model's outputs on a whole set and the targets."""
 
 METRICS: Registry[Metric] = Registry("metric", "coterie.metrics")
@@ -33,9 +36,23 @@ def less_is_better(name: str, metric: Metric | None = None) -> bool:
 
 
 @register_metric("accuracy")
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the share of examples whose largest output is the target's class."""
-    return float((outputs.argmax(1) == targets).double().mean())
+def accuracy(outputs: Any, targets: Tensor) -> float:
+    """Return the share of examples whose largest output is the target's class, of those that are not ignored.
+
+    The outputs of the classes are in the second dimension or in the last. Of an output that is not a tensor, its
+    `logits` count.
+    """
+    return _accuracy(outputs, targets, IGNORED)
+
+
+def _accuracy(outputs: Any, targets: Tensor, ignored: int) -> float:
+    outputs = outputs if isinstance(outputs, Tensor) else outputs.logits
+    if targets.is_floating_point() and targets.shape == outputs.shape:  # probabilities of the classes
+        targets = targets.argmax(1)
+    largest = outputs.argmax(1 if outputs.shape[:1] + outputs.shape[2:] == targets.shape else -1)
+    right = (largest == targets).double()
+    kept = targets != ignored
+    return float(right.mean() if bool(kept.all()) else right[kept].mean())
 
 
 @register_metric("binary-accuracy")
@@ -53,20 +70,27 @@ def rmse(outputs: Tensor, targets: Tensor) -> float:
 setattr(rmse, _LESS_IS_BETTER, True)
 
 
-def is_over_classes(loss: Loss) -> bool:
-    """Say whether a loss of torch takes an output for each class."""
-    functions = (nn.functional.cross_entropy, nn.functional.nll_loss)
-    return loss in functions or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
-
-
 def metrics_for(loss: Loss) -> dict[str, Metric]:
     """Return the usual metric for this loss, by name; none for a loss that torch does not have."""
     f = nn.functional
+    loss = loss.each if isinstance(loss, PerExample) else loss
     if is_over_classes(loss):
-        return {"accuracy": accuracy}
+        ignored = ignored_class(loss)
+        return {"accuracy": accuracy if ignored == IGNORED else partial(_accuracy, ignored=ignored)}
     if loss is f.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss):
         return {"accuracy": binary_accuracy}
     squared = nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss
     if loss in (f.mse_loss, f.l1_loss, f.smooth_l1_loss, f.huber_loss) or isinstance(loss, squared):
         return {"rmse": rmse}
     return {}
+
+
+def metrics_of(loss: Loss, outputs: Any, targets: Any) -> dict[str, Metric]:
+    """Return the usual metrics; for a loss that torch does not have, accuracy where the targets are classes."""
+    usual = metrics_for(loss)
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if usual or not isinstance(logits, Tensor) or not isinstance(targets, Tensor):
+        return usual
+    whole = not targets.is_floating_point() and targets.dtype != torch.bool and logits.ndim == targets.ndim + 1
+    fits = targets.shape in (logits.shape[:1] + logits.shape[2:], logits.shape[:-1])
+    return {"accuracy": accuracy} if whole and fits else {}

@@ -169,7 +169,7 @@ def _part(user: User, kept: Tensor) -> User:
     """Return a user with some of its examples only, and the same name."""
     indices, part = kept.cpu().nonzero().flatten(), copy.copy(user)
     if isinstance(user.examples, FromDataset):
-        part.examples = FromDataset(Subset(user.examples.dataset, indices.tolist()), user.examples.device)
+        part.examples = replace(user.examples, dataset=Subset(user.examples.dataset, indices.tolist()))
     elif isinstance(user.examples, InMemory):
         part.examples = InMemory(*user.examples.take(indices))
     return part

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from coterie.learners.points import Own, Points, Sums, combined
 from coterie.learners.spec import RunSpec
 from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key
+from coterie.users.trees import Tree, mapped, n_rows, split, together
 
 MAX_ROW_BYTES = {"cpu": 2**25, "cuda": 2**30}
 """About how many bytes of peers' gradients are held at once where each is wanted by itself."""
@@ -39,16 +41,23 @@ class PointsTogether(Points):
 
     def own_of(self, points: Tensor, drawn: Tensor) -> Own:
         """Return user 0's gradients at points, whose parts are all parts once or more, on the examples drawn."""
-        inputs, targets = self._me.examples.take(drawn)
         groups, size = self._draws.shares.shape
+        inputs, targets = (
+            mapped(lambda leaf: leaf.view(groups, size, *leaf.shape[1:]), tree)
+            for tree in self._me.examples.take(drawn)
+        )
         x = points[:, : self.d].view(-1, groups, self.d).transpose(0, 1)  # copies of one part share its batch
-        shares = self._draws.shares.unsqueeze(1).expand(groups, x.shape[1], size)
-        batches = (tensor.view(groups, size, *tensor.shape[1:]) for tensor in (inputs, targets))
-        most = max(1, self._copies.max_copies(inputs, size) // x.shape[1])
-        cut = zip(*(torch.split(tensor, most) for tensor in (x, shares, *batches)), strict=True)
+        counted = self._counted(self._draws.shares, targets)
+        shares = counted.unsqueeze(1).expand(groups, x.shape[1], size)
+        most = max(1, self._copies.max_copies(mapped(itemgetter(0), inputs), size) // x.shape[1])
+        lengths = [len(some) for some in torch.split(x, most)]
+        cut = zip(*(split(tree, lengths) for tree in (x, shares, inputs, targets)), strict=True)
         gradients, losses = zip(*(self._copies.gradients(*some) for some in cut), strict=True)
         by_point = torch.cat(gradients).transpose(0, 1).reshape(len(points), self.d)
-        return Own(by_point, losses[0][0, 0], points[:, self.d :])
+        loss = losses[0][0, 0]
+        if self._copies.weighs:  # not a number where the loss ignores the whole batch
+            loss = torch.where(counted[0].any(), loss, torch.nan)
+        return Own(by_point, loss, points[:, self.d :])
 
     def drawn(self, step: int) -> list[Tensor]:
         """Return the examples that user 0's parts and the peers draw in the next steps, a row for each step."""
@@ -56,8 +65,8 @@ class PointsTogether(Points):
 
     def on_all(self, points: Tensor, step: int, parts: Sequence[int]) -> Tensor:
         """Return user 0's gradient at each point, on all examples of its part."""
-        everything = self._me.examples.take(torch.arange(self.parts.shape[1]))
-        return self._gradients(points, self._shares[list(parts)], *everything)[0]
+        everything, shares = self._me.examples.take(torch.arange(self.parts.shape[1])), self._shares[list(parts)]
+        return self._gradients(points, self._counted(shares, mapped(_alone, everything[1])), *everything)[0]
 
     def sums(self, points: Tensor, step: int, weights: Tensor) -> Sums:
         """Return the peers' weighted sums; see `Points.sums`."""
@@ -73,10 +82,14 @@ class PointsTogether(Points):
 
     def _sums(self, points: Tensor, batches: Sequence[Batches], weights: Tensor) -> Sums:
         shares = [
-            (self._of_some(weights, batch.positions) / batch.size).repeat_interleave(batch.size, dim=1)
+            self._of_some(weights, batch.positions).repeat_interleave(batch.size, dim=1) * self._mean(batch).flatten()
+            if self._copies.weighs
+            else (self._of_some(weights, batch.positions) / batch.size).repeat_interleave(batch.size, dim=1)
             for batch in batches
         ]
-        inputs, targets = torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches])
+        inputs, targets = (
+            together(torch.cat, each) for each in zip(*((b.inputs, b.targets) for b in batches), strict=True)
+        )
         sums = self._gradients(points, torch.cat(shares, dim=1), inputs, targets)[0]
         return Sums(sums, weights.sum(1))
 
@@ -102,9 +115,9 @@ class PointsTogether(Points):
         if not isinstance(examples, InMemory):
             return super().losses(points, examples)
         held = self._held.setdefault(id(examples), examples.to(points.device))
-        inputs, targets = held.inputs, held.targets
-        chunks = torch.split(points, self._copies.max_copies(inputs, len(inputs)))
-        each = [self._copies.losses(x[None], inputs[None], targets[None])[0] for x in chunks]
+        batch = mapped(_alone, held.inputs), mapped(_alone, held.targets)
+        chunks = torch.split(points, self._copies.max_copies(held.inputs, len(held)))
+        each = [self._copies.losses(x[None], *batch)[0] for x in chunks]
         return torch.cat(each).double().cpu()
 
     def _drawn(self, step: int) -> list[Batches]:
@@ -113,23 +126,45 @@ class PointsTogether(Points):
     def _cut(self, batches: Sequence[Batches], copies: int) -> Iterator[Batches]:
         """Return batches in parts of as many peers as can be held."""
         for batch in batches:
-            held = MAX_ROW_BYTES.get(batch.inputs.device.type, 2**28)
+            held = MAX_ROW_BYTES.get(self._shares.device.type, 2**28)
             yield from batch.cut(max(1, held // (copies * self.d * self._shares.element_size())))
 
     def _by_peer(self, points: Tensor, batch: Batches) -> Tensor:
         """Return the gradients of some peers at all points, of shape (R, peers, d)."""
         inputs, targets = batch.by_user(batch.inputs), batch.by_user(batch.targets)
         x = points[:, : self.d]
-        mean = x.new_tensor(1 / batch.size).expand(len(inputs), len(x), batch.size)
-        return self._copies.gradients(x.expand(len(inputs), *x.shape), mean, inputs, targets)[0].transpose(0, 1)
+        peers = len(batch.positions)
+        mean = self._mean(batch).unsqueeze(1).expand(peers, len(x), batch.size)
+        return self._copies.gradients(x.expand(peers, *x.shape), mean, inputs, targets)[0].transpose(0, 1)
 
-    def _gradients(self, points: Tensor, shares: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _mean(self, batch: Batches) -> Tensor:
+        """Return what each example weighs in its peer's loss, (peers, size): 1 over all that those count."""
+        counts = self._copies.counts(batch.by_user(batch.targets))
+        if counts is None:
+            return self._shares.new_tensor(1 / batch.size).expand(len(batch.positions), batch.size)
+        totals = counts.sum(1, keepdim=True).to(self._shares)
+        return torch.where(totals == 0, 0.0, 1 / totals).expand_as(counts)
+
+    def _counted(self, shares: Tensor, targets: Tree) -> Tensor:
+        """Return user 0's shares, each row over what its examples count; the targets of each row, or of all."""
+        counts = self._copies.counts(targets)
+        if counts is None:
+            return shares
+        totals = (shares * counts).sum(1, keepdim=True).to(shares)
+        return torch.where(totals == 0, 0.0, shares / totals)
+
+    def _gradients(self, points: Tensor, shares: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor]:
         """Return the gradient of each copy's weighted sum of the examples' losses, and that sum."""
-        most = self._copies.max_copies(inputs, len(inputs))
-        batch = inputs[None], targets[None]
+        most = self._copies.max_copies(inputs, n_rows(inputs))
+        batch = mapped(_alone, inputs), mapped(_alone, targets)
         chunks = zip(torch.split(points[:, : self.d], most), torch.split(shares, most), strict=True)
         pairs = [self._copies.gradients(x[None], some[None], *batch) for x, some in chunks]
         return torch.cat([g[0] for g, _ in pairs]), torch.cat([s[0] for _, s in pairs])
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor as that of the only group."""
+    return tensor[None]
 
 
 class _Draws:

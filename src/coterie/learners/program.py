@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from coterie.learners.stacked_rules import StackedRules
 from coterie.learners.tables import ExamplePool
 from coterie.rules import State
 from coterie.users.examples import InMemory
+from coterie.users.trees import Tree, mapped
 from coterie.users.user import User
 
 
@@ -73,16 +75,16 @@ class Program:
         """Return the state of a run's rule after the last step."""
         return self._rules.state(run) if run in self._listening else {"step": self.step, "weight": 0.0}
 
-    def held_out(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def held_out(self) -> dict[int, tuple[Tree, Tree]]:
         """Return the outputs and targets on the validation set of each run that has one in memory."""
         by_run = {}
         for each in self._held_out:
             outputs, targets = each.outputs(self.copies, self.stack.x)
             sizes = [sum(stream.size for stream in group) for group in each.table.groups]
             for place, run in enumerate(each.runs.tolist()):
-                group, copy_ = divmod(place, outputs.shape[1])
-                size = sizes[group]
-                by_run[run] = outputs[group, copy_, :size], targets[group, :size]
+                group, copy_ = divmod(place, each.shares.shape[1])
+                own, size = (group, copy_, slice(sizes[group])), (group, slice(sizes[group]))
+                by_run[run] = mapped(itemgetter(own), outputs), mapped(itemgetter(size), targets)
         return by_run
 
 

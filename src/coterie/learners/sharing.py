@@ -11,6 +11,7 @@ from torch import Tensor
 from coterie.engines.in_process.copies import Copies
 from coterie.learners.tables import ExamplePool, Table
 from coterie.users.sampling import BatchStream
+from coterie.users.trees import Tree
 
 T = TypeVar("T")
 Needs: TypeAlias = dict[int, dict[BatchStream, float]]
@@ -30,10 +31,13 @@ class Pass:
 
     def gradients(self, copies: Copies, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the gradients of the weighted losses, of shape (G M, d), and those losses, of shape (G M,)."""
-        gradients, losses = copies.gradients(self._rows(x), self.shares, *self.table.at(step))
+        inputs, targets = self.table.at(step)
+        counts = copies.counts(targets)
+        shares = self.shares if counts is None else self.table.counted(self.shares, counts)
+        gradients, losses = copies.gradients(self._rows(x), shares, inputs, targets)
         return gradients.flatten(0, 1), losses.flatten()
 
-    def outputs(self, copies: Copies, x: Tensor) -> tuple[Tensor, Tensor]:
+    def outputs(self, copies: Copies, x: Tensor) -> tuple[Tree, Tree]:
         """Return the outputs on batches that are all there is, of shape (G, M, R, …), and their targets."""
         inputs, targets = self.table.at(0)
         return copies.outputs(self._rows(x), inputs), targets

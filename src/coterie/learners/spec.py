@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import KnobError, ModelError
+from coterie.evaluation.losses import as_loss
 from coterie.evaluation.metrics import Metric
 from coterie.gradients.parameters import Parameters
 from coterie.users.user import Loss, User
@@ -55,6 +56,7 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peers", tuple(self.peers))
+        object.__setattr__(self, "loss", as_loss(self.loss))
         for name in ("steps", "batch_size", "seed"):
             object.__setattr__(self, name, int(getattr(self, name)))
 

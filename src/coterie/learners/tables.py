@@ -7,6 +7,7 @@ from torch import Tensor
 
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key
+from coterie.users.trees import Tree, joined, mapped
 from coterie.users.user import User
 
 
@@ -27,7 +28,7 @@ class ExamplePool:
                 held.append(user.examples)
                 total += len(user)
             self._first[id(user.examples)] = known[mark]
-        inputs, targets = (torch.cat(each) for each in zip(*((e.inputs, e.targets) for e in held), strict=True))
+        inputs, targets = (joined(each) for each in zip(*((e.inputs, e.targets) for e in held), strict=True))
         self.examples = InMemory(inputs, targets).to(device)
 
     def stream(self, user: User, batch_size: int, seed: int) -> BatchStream:
@@ -51,17 +52,32 @@ class Table:
         filled = torch.tensor([group[0].first for group in groups]).repeat_interleave(self.rows)
         self._indices = IndexTable(streams, places, filled, max_entries=2**20)
         self._whole = all(stream.size == stream.n for stream in streams)
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._kept: tuple[Tree, Tree] | None = None
 
-    def at(self, step: int) -> tuple[Tensor, Tensor]:
+    def at(self, step: int) -> tuple[Tree, Tree]:
         """Return the inputs and targets of a step, each of shape (G, R, …)."""
         if self._kept is not None:
             return self._kept
-        taken = self.examples.take(self._indices.row(step, self.examples.inputs.device))
-        inputs, targets = (tensor.view(len(self.groups), self.rows, *tensor.shape[1:]) for tensor in taken)
+        taken = self.examples.take(self._indices.row(step, self.examples.device))
+        inputs, targets = (mapped(self._by_group, tree) for tree in taken)
         if self._whole:  # every batch is all there is
             self._kept = inputs, targets
         return inputs, targets
+
+    def counted(self, shares: Tensor, counts: Tensor) -> Tensor:
+        """Return shares (G, M, R) where examples count (G, R) differently in the mean over their user's batch."""
+        factors = torch.ones_like(counts)
+        for row, group, into in zip(counts, self.groups, factors, strict=True):
+            sizes = [stream.size for stream in group]
+            for some, to in zip(
+                torch.split(row[: sum(sizes)], sizes), torch.split(into[: sum(sizes)], sizes), strict=True
+            ):
+                total = some.sum()
+                to.copy_(torch.where(total == 0, 0.0, len(some) / total))
+        return shares * factors.unsqueeze(1).to(shares)
+
+    def _by_group(self, tensor: Tensor) -> Tensor:
+        return tensor.view(len(self.groups), self.rows, *tensor.shape[1:])
 
     def shares(self, weights: Sequence[Sequence[dict[BatchStream, float]]]) -> Tensor:
         """Return what each example weighs, (G, M, R), by each user's weight for a group's runs; 0 where filled."""

@@ -144,7 +144,8 @@ class TrainingLoop:
         """Record a point, keep the model if it is the best by validation loss so far, and ask the guard."""
         learner, held_out = self.learner, self.spec.me.validation
         step, weight = learner.step, learner.weight  # as they are before the guard restarts the run
-        own_loss = sum(self.losses) / len(self.losses) if self.losses else None
+        known = [loss for loss in self.losses if not math.isnan(loss)]  # not one: a batch had nothing to learn from
+        own_loss = sum(known) / len(known) if known else None
         self.losses = []
         if held_out is not None:
             validation = validation or evaluate(learner.model, self.spec.loss, held_out, self.spec.metrics)

@@ -25,6 +25,7 @@ from coterie.training.setup import RunOptions
 from coterie.training.train import train_spec
 from coterie.users.examples import InMemory
 from coterie.users.sampling import seeded
+from coterie.users.trees import as_arguments, called, form, leaves
 from coterie.users.user import User
 
 
@@ -148,13 +149,13 @@ def _alike(model: nn.Module, spec: RunSpec) -> bool:
     if a != b:
         return False
     device = next(iter(other.values())).device
-    inputs = spec.me.batch(spec.batch_size, seed=spec.seed, step=0)[0].to(device)
+    inputs = spec.me.to(device).batch(spec.batch_size, seed=spec.seed, step=0)[0]
     trained = {name: p for name, p in other.items() if p.requires_grad}
     try:
         with torch.no_grad(), seeded(spec.seed, spec.me.name, 0, device):
-            expected = copy.deepcopy(spec.model)(inputs)
-            output = functional_call(copy.deepcopy(model).to(device), trained, (inputs,))
-            return bool(torch.allclose(output, expected))
+            expected = called(copy.deepcopy(spec.model), inputs)
+            output = functional_call(copy.deepcopy(model).to(device), trained, *as_arguments(inputs))
+            return all(torch.allclose(*pair) for pair in zip(leaves(output), leaves(expected), strict=True))
     except Exception:  # a model that does not fit says so better where it is tried by itself
         return False
 
@@ -162,9 +163,7 @@ def _alike(model: nn.Module, spec: RunSpec) -> bool:
 def _form(user: User) -> Hashable:
     """Return what the examples of runs in one program have in common."""
     held = user.examples
-    if not isinstance(held, InMemory):
-        return ()
-    return held.inputs.shape[1:], held.inputs.dtype, held.targets.shape[1:], held.targets.dtype
+    return (form(held.inputs), form(held.targets)) if isinstance(held, InMemory) else ()
 
 
 def _by_itself(spec: RunSpec, progress: bool | None, why: str | None) -> Run:

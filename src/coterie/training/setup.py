@@ -16,6 +16,7 @@ from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import DataError, KnobError
+from coterie.evaluation.losses import ignored_class, is_over_classes
 from coterie.evaluation.metrics import binary_accuracy, metrics_for
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
@@ -29,7 +30,7 @@ from coterie.training.captured import Captured, block_of, warn_not_captured
 from coterie.training.choose import Followed
 from coterie.training.guard import MIN_HELD_OUT, Guard
 from coterie.training.hooks import as_hook
-from coterie.users.examples import Examples, InMemory
+from coterie.users.examples import Examples, plain_targets
 from coterie.users.user import User
 
 
@@ -73,8 +74,17 @@ def check(spec: RunSpec, save_every: int = 1) -> None:
 
 
 def _check_classes(user: User, spec: RunSpec) -> None:
-    """Refuse a user whose examples are all of one class."""
-    targets = user.examples.targets if isinstance(user.examples, InMemory) else None
+    """Refuse a user whose examples are all of one class, or have no target that the loss does not ignore."""
+    for examples in (user.examples, user.validation, user.test):
+        targets = plain_targets(examples)
+        if targets is not None and is_over_classes(spec.loss) and bool((targets == ignored_class(spec.loss)).all()):
+            raise DataError(
+                f"user {user.name!r} has a set whose targets are all {ignored_class(spec.loss)}, which the loss "
+                "ignores: nothing to learn from; leave it out, or give it targets"
+            )
+    targets = plain_targets(user.examples)
+    if targets is not None and is_over_classes(spec.loss):
+        targets = targets[targets != ignored_class(spec.loss)] if targets.ndim == 1 else targets
     if targets is None or targets.numel() > len(targets) or len(torch.unique(targets)) > 1:
         return
     if targets.is_floating_point() and metrics_for(spec.loss).get("accuracy") is not binary_accuracy:

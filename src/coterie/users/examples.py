@@ -5,21 +5,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from coterie.errors import DataError
-
-Array: TypeAlias = Tensor | np.ndarray[Any, Any] | Sequence[Any]
+from coterie.users.reading import Collate, as_tree_pair, collated, pair_of
+from coterie.users.trees import NOTHING, Tree, device_of, leaves, mapped, n_rows
 
 
 class Examples(Protocol):
     """Examples that can be counted and taken by index."""
 
     def __len__(self) -> int: ...
-    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, indices: Tensor) -> tuple[Tree, Tree]:
         """Return the inputs and targets at these indices."""
 
     def to(self, device: torch.device) -> Self:
@@ -28,48 +27,62 @@ class Examples(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class InMemory:
-    """Examples held as two tensors."""
+    """Examples held as tensors, or as nestings of tensors that are indexed together."""
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tree
+    targets: Tree
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return n_rows(self.inputs)
 
-    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return device_of(self.inputs)
+
+    def take(self, indices: Tensor) -> tuple[Tree, Tree]:
         """Return the inputs and targets at these indices."""
-        indices = indices.to(self.inputs.device)
-        return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
+        indices = indices.to(self.device)
+        if isinstance(self.inputs, Tensor) and isinstance(self.targets, Tensor):
+            return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
+        return self._mapped(lambda leaf: leaf.index_select(0, indices))
 
     def to(self, device: torch.device) -> Self:
         """Return the same examples on another device."""
-        return type(self)(self.inputs.to(device), self.targets.to(device))
+        return type(self)(*self._mapped(lambda leaf: leaf.to(device)))
+
+    def cut(self, rows: slice) -> Self:
+        """Return some examples on the same memory."""
+        return type(self)(*self._mapped(lambda leaf: leaf[rows]))
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> tuple[Tree, Tree]:
+        return mapped(function, self.inputs), mapped(function, self.targets)
 
 
 @dataclass(frozen=True, eq=False)
 class FromDataset:
-    """Examples read from a `torch.utils.data.Dataset` when they are needed."""
+    """Examples read by index when they are needed: from a `torch.utils.data.Dataset`, or anything alike."""
 
     dataset: Dataset[Any]
     device: torch.device
+    collate: Collate | None = None  # makes a batch of a list of items
+    target: str | None = None  # the key of the target, where items are dicts
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # checked for __len__ in `as_examples`
 
-    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, indices: Tensor) -> tuple[Tree, Tree]:
         """Return the inputs and targets at these indices."""
         items = [self.dataset[i] for i in indices.tolist()]
-        if any(not isinstance(item, tuple | list) or len(item) != 2 for item in items):
-            raise DataError(f"an item of a dataset must be a pair (input, target), got {type(items[0]).__name__}")
-        inputs, targets = (_collated(column).to(self.device) for column in zip(*items, strict=True))
-        return inputs, targets
+        inputs, targets = collated(items, self.collate, self.target)
+        return _moved(inputs, self.device), _moved(targets, self.device)
 
     def to(self, device: torch.device) -> Self:
         """Return the same examples, with batches on another device."""
         return replace(self, device=device)
 
 
-Draw: TypeAlias = Callable[[int, int, int], tuple[Array, Array]]
+Draw: TypeAlias = Callable[[int, int, int], tuple[Any, Any]]
 """A function from (size, seed, step) to inputs and targets, the same for the same three numbers."""
 
 STREAM_LENGTH = sys.maxsize
@@ -86,70 +99,106 @@ class FromStream:
     def __len__(self) -> int:
         return STREAM_LENGTH
 
-    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, indices: Tensor) -> tuple[Tree, Tree]:
         """Refuse: a stream has no indices."""
         raise DataError("a stream has no examples to take by index; hold some out as a set of their own")
 
-    def fresh(self, size: int, seed: int, step: int, whose: str) -> tuple[Tensor, Tensor]:
+    def fresh(self, size: int, seed: int, step: int, whose: str) -> tuple[Tree, Tree]:
         """Return a batch of new examples."""
-        inputs, targets = _as_tensors(self.draw(size, seed, step), whose)
-        return inputs.to(self.device), targets.to(self.device)
+        inputs, targets = as_tree_pair(self.draw(size, seed, step), whose)
+        return _moved(inputs, self.device), _moved(targets, self.device)
 
     def to(self, device: torch.device) -> Self:
         """Return the same stream, with batches on another device."""
         return replace(self, device=device)
 
 
-def as_examples(data: Any, whose: str) -> Examples:
-    """Return examples from (inputs, targets), a `Dataset` or a stream's function, checked."""
+def as_examples(data: Any, whose: str, collate: Collate | None = None, target: str | None = None) -> Examples:
+    """Return examples from (inputs, targets), a data set or a stream's function, checked."""
     if callable(data):
         return FromStream(data, torch.device("cpu"))
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        data = data.tensors
-    if isinstance(data, Dataset):
-        if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
-            raise DataError(f"the dataset of {whose} must have a length and be read by index (a map-style Dataset)")
-        examples: Examples = FromDataset(data, torch.device("cpu"))
+    if isinstance(data, TensorDataset) and collate is None:
+        data = pair_of(data.tensors, target)
+    if isinstance(data, tuple | list) and collate is not None:
+        inputs, targets = data
+        data = _Paired(inputs, targets, whose)
+    if isinstance(data, tuple | list):
+        examples: Examples = _in_memory(data, whose)
     else:
-        inputs, targets = _as_tensors(data, whose)
-        if len(inputs) != len(targets):
-            counts = f"{len(inputs)} inputs but {len(targets)} targets"
-            raise DataError(f"{whose} has {counts}; give one target for each input")
-        if targets.is_floating_point() and bool(targets.isnan().any()):
-            row = int(targets.isnan().reshape(len(targets), -1).any(1).nonzero()[0])
-            raise DataError(f"a target of {whose} is NaN (example {row}); drop the examples without a target")
-        examples = InMemory(inputs, targets)
+        if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise DataError(f"the dataset of {whose} must have a length and be read by index (a map-style Dataset)")
+        examples = FromDataset(data, torch.device("cpu"), collate, target)
     if not len(examples):
         raise DataError(f"{whose} has no examples; leave it out, or give it some")
     return examples
 
 
-def _collated(values: Sequence[Any]) -> Tensor:
-    """Return the values of several examples as one tensor; floats of Python or NumPy take the default dtype."""
-    tensor: Tensor = default_collate(list(values))
-    if isinstance(values[0], Tensor) or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(torch.get_default_dtype())
-
-
-def _as_tensors(data: Any, whose: str) -> tuple[Tensor, Tensor]:
-    inputs, targets = data
-    return _as_tensor(inputs, "inputs", whose), _as_tensor(targets, "targets", whose)
-
-
-def _as_tensor(values: Any, what: str, whose: str) -> Tensor:
-    """Return a tensor; floating-point arrays take torch's default dtype, as lists do in `torch.tensor`."""
-    if isinstance(values, Tensor):
-        tensor = values.detach()
-    else:
-        try:
-            tensor = torch.as_tensor(np.require(values, requirements=("C", "W")))
-        except (TypeError, ValueError) as error:
+def from_columns(
+    data: Any, whose: str, inputs: str | Sequence[str], target: str | None, collate: Collate | None
+) -> Examples:
+    """Return examples from columns of a `datasets.Dataset`: in memory, or read by index for `collate`."""
+    wanted = [inputs] if isinstance(inputs, str) else list(inputs)
+    named = [*wanted, *([target] if target else [])]
+    missing = [column for column in named if column not in getattr(data, "column_names", ())]
+    if missing or not wanted:
+        there = ", ".join(getattr(data, "column_names", ())) or "none"
+        raise DataError(f"{whose} has no column {', '.join(missing) or 'of inputs'}; its columns are: {there}")
+    data = data.select_columns(named).with_format("torch")
+    if collate is not None:
+        return as_examples(data, whose, collate, target)
+    columns = data[:]
+    for column, values in columns.items():
+        if not isinstance(values, Tensor):
+            kind = type(values[0]).__name__ if len(values) else "nothing"
             raise DataError(
-                f"the {what} of {whose} cannot be made a tensor: {error}; encode them as numbers"
-            ) from error
-        if tensor.is_floating_point():
-            tensor = tensor.to(torch.get_default_dtype())
-    if not tensor.ndim:
-        raise DataError(f"the {what} of {whose} must have one row an example, got a single number")
-    return tensor
+                f"the column {column!r} of {whose} is not one tensor ({kind} in a row, perhaps of unequal sizes); "
+                "pad it to one size, encode it as numbers, or give `collate`, which makes a batch of a list of rows"
+            )
+    taken = columns[inputs] if isinstance(inputs, str) else {column: columns[column] for column in wanted}
+    return as_examples((taken, columns[target] if target else None), whose)
+
+
+def _in_memory(data: Any, whose: str) -> InMemory:
+    """Return (inputs, targets) as examples of as many rows in each tensor, none of whose targets is NaN."""
+    inputs, targets = as_tree_pair(data, whose)
+    counts = {len(leaf) for leaf in leaves(inputs)}, {len(leaf) for leaf in leaves(targets)}
+    if len(counts[0]) > 1 or (targets is not NOTHING and counts[1] != counts[0]):
+        ours, theirs = (" and ".join(map(str, sorted(each))) for each in counts)
+        raise DataError(
+            f"{whose} has {ours} inputs but {theirs} targets; give one target for each input"
+            if len(counts[0]) == 1
+            else f"the inputs of {whose} have parts of {ours} rows; give each part a row an example (of a list of "
+            "examples make one tensor by `torch.stack`, or give `collate`)"
+        )
+    for leaf in leaves(targets):
+        if leaf.is_floating_point() and bool(leaf.isnan().any()):
+            row = int(leaf.isnan().reshape(len(leaf), -1).any(1).nonzero()[0])
+            raise DataError(f"a target of {whose} is NaN (example {row}); drop the examples without a target")
+    return InMemory(inputs, targets)
+
+
+def _moved(tree: Tree, device: torch.device) -> Tree:
+    return mapped(lambda leaf: leaf.to(device), tree)
+
+
+def plain_targets(examples: Examples | None) -> Tensor | None:
+    """Return the targets where they are one tensor in memory, else None."""
+    held = examples.targets if isinstance(examples, InMemory) else None
+    return held if isinstance(held, Tensor) else None
+
+
+class _Paired(Dataset[tuple[Any, Any]]):
+    """Sequences of inputs and of targets, of any size each, as a data set."""
+
+    def __init__(self, inputs: Sequence[Any], targets: Sequence[Any] | None, whose: str) -> None:
+        self.inputs = inputs
+        self.targets = [NOTHING] * len(inputs) if targets is None else targets
+        if len(self.inputs) != len(self.targets):
+            counts = f"{len(self.inputs)} inputs but {len(self.targets)} targets"
+            raise DataError(f"{whose} has {counts}; give one target for each input")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.inputs[index], self.targets[index]

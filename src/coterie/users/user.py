@@ -3,6 +3,7 @@
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -10,13 +11,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from coterie.errors import DataError
-from coterie.users.examples import Array, Draw, FromStream, InMemory, as_examples
+from coterie.users.examples import Draw, Examples, FromStream, InMemory, as_examples, from_columns
+from coterie.users.reading import Array, Collate
 from coterie.users.sampling import draw, random_key, seeded
+from coterie.users.trees import Tree, form, leaves
 
-Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
 """The mean loss of a batch from (output, target), as in `torch.nn.functional`."""
 
-HeldOut: TypeAlias = tuple[Array, Array] | Dataset[Any] | None
+HeldOut: TypeAlias = tuple[Array, Array | None] | Dataset[Any] | None
+
+EXAMPLES_COMPARED = 64
+"""So many examples of a data set are in its fingerprint."""
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -29,12 +35,19 @@ def check_names(names: Sequence[str]) -> None:
 class User:
     """One user: a name and its examples; for user 0 also those held out for validation and test.
 
+    Inputs and targets are tensors, or any nesting of dicts, tuples and lists of tensors with one row an example in
+    each. The model is called as the nesting says: with a dict as `model(**inputs)`, with a tuple as
+    `model(*inputs)`, else as `model(inputs)`. The loss gets targets nested as they are here.
+
     Args:
         name: the name in weights, records and tables; batches are drawn from it, the seed and the step.
-        inputs: the training inputs, one example a row: a tensor, an array or nested lists.
-        targets: the training targets, as many as inputs.
+        inputs: the training inputs, one example a row: a tensor, an array, nested lists, dicts and tuples of them.
+        targets: the training targets, as many as inputs; None where the model computes its loss from its inputs,
+            see `coterie.model_loss`.
         validation: (inputs, targets) held out to choose the best model, or a `Dataset`.
         test: (inputs, targets) held out to report on, used once, or a `Dataset`.
+        collate: for examples of unequal size: makes (inputs, targets) of a list of (input, target), as a
+            `DataLoader`'s `collate_fn` does. `inputs` and `targets` are then sequences of one entry an example.
 
     Example:
         >>> user = User("ward 3", [[0.0], [1.0], [2.0], [3.0]], [0, 0, 1, 1])
@@ -43,21 +56,47 @@ class User:
         >>> inputs, targets = user.batch(2, seed=0, step=7)
         >>> torch.equal(inputs, user.batch(2, seed=0, step=7)[0])
         True
+        >>> texts = {"ids": torch.zeros(4, 9, dtype=torch.long), "mask": torch.ones(4, 9)}
+        >>> {name: part.shape for name, part in User("b", texts, [0, 0, 1, 1]).batch(2, seed=0, step=0)[0].items()}
+        {'ids': torch.Size([2, 9]), 'mask': torch.Size([2, 9])}
     """
 
     def __init__(
-        self, name: str, inputs: Array, targets: Array, *, validation: HeldOut = None, test: HeldOut = None
+        self,
+        name: str,
+        inputs: Array,
+        targets: Array | None = None,
+        *,
+        validation: HeldOut = None,
+        test: HeldOut = None,
+        collate: Collate | None = None,
     ) -> None:
-        self._hold(name, (inputs, targets), validation, test)
+        self._hold(name, (inputs, targets), validation, test, partial(as_examples, collate=collate))
 
     @classmethod
     def from_dataset(
-        cls, name: str, dataset: Dataset[Any], *, validation: HeldOut = None, test: HeldOut = None
+        cls,
+        name: str,
+        dataset: Dataset[Any],
+        *,
+        target: str | None = None,
+        validation: HeldOut = None,
+        test: HeldOut = None,
+        collate: Collate | None = None,
     ) -> Self:
-        """Return a user whose examples are the (input, target) pairs of a map-style `Dataset`.
+        """Return a user whose examples are the items of a map-style `Dataset`.
 
-        A `TensorDataset` is held in memory; any other is read batch by batch, random transforms included,
+        An item is an (input, target) pair, a longer tuple, whose last is the target, a dict, or an input without a
+        target. A `TensorDataset` is held in memory; any other is read batch by batch, random transforms included,
         which then draw from (seed, user, step) too.
+
+        Args:
+            name: as in `User`.
+            dataset: the data set; it has a length and is read by index.
+            target: the key of the target where items are dicts; without it the whole dict goes into the model.
+            validation: as in `User`.
+            test: as in `User`.
+            collate: makes a batch of a list of items: (inputs, targets), or a dict that holds both.
 
         Example:
             >>> from torch.utils.data import TensorDataset
@@ -66,7 +105,46 @@ class User:
             User('a', 4 examples)
         """
         user = cls.__new__(cls)
-        user._hold(name, dataset, validation, test)
+        user._hold(name, dataset, validation, test, partial(as_examples, collate=collate, target=target))
+        return user
+
+    @classmethod
+    def from_hugging_face(
+        cls,
+        name: str,
+        dataset: Any,
+        inputs: str | Sequence[str],
+        target: str | None = None,
+        *,
+        validation: Any = None,
+        test: Any = None,
+        collate: Collate | None = None,
+    ) -> Self:
+        """Return a user whose examples are the rows of a `datasets.Dataset`, held in memory as tensors.
+
+        Args:
+            name: as in `User`.
+            dataset: the data set; also `validation` and `test`, of the same columns.
+            inputs: the column that goes into the model, or several, which go in by their names, `model(**inputs)`.
+            target: the column of the target; None where the model computes its loss from its inputs.
+            validation: rows held out to choose the best model.
+            test: rows held out to report on.
+            collate: for rows of unequal size: makes a batch of a list of rows, such as
+                `transformers.DataCollatorWithPadding`. Rows are then read batch by batch.
+
+        Example:
+            >>> try:
+            ...     from datasets import Dataset
+            ... except ImportError:
+            ...     pass
+            ... else:
+            ...     rows = Dataset.from_dict({"ids": [[1, 2], [3, 4]], "label": [0, 1]})
+            ...     user = User.from_hugging_face("a", rows, ["ids"], "label")
+            ...     assert user.batch(2, seed=0, step=0)[0]["ids"].tolist() == [[1, 2], [3, 4]]
+        """
+        user = cls.__new__(cls)
+        columns = partial(from_columns, inputs=inputs, target=target, collate=collate)
+        user._hold(name, dataset, validation, test, columns)
         return user
 
     @classmethod
@@ -90,7 +168,7 @@ class User:
             (User('sensor', a stream), torch.Size([3, 2]))
         """
         user = cls.__new__(cls)
-        user._hold(name, draw, validation, test)
+        user._hold(name, draw, validation, test, as_examples)
         return user
 
     @property
@@ -104,7 +182,7 @@ class User:
     def __repr__(self) -> str:
         return f"User({self.name!r}, {'a stream' if self.is_stream else f'{len(self)} examples'})"
 
-    def batch(self, size: int, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, size: int, *, seed: int, step: int) -> tuple[Tree, Tree]:
         """Return a batch that depends only on (seed, user, step); all examples when `size` exceeds their number.
 
         One example is drawn from each of `size` equal slices of the examples: every example has the same
@@ -115,7 +193,7 @@ class User:
         size = min(size, len(self))
         return self.take(draw([random_key(seed, self.name)], [len(self)], size, [step])[0, 0], seed=seed, step=step)
 
-    def take(self, indices: Tensor, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    def take(self, indices: Tensor, *, seed: int, step: int) -> tuple[Tree, Tree]:
         """Return the examples at these indices; random transforms draw from (seed, user, step)."""
         if isinstance(self.examples, InMemory):
             return self.examples.take(indices)
@@ -131,19 +209,29 @@ class User:
     def fingerprint(self) -> str:
         """Return a digest of the training examples, by which a resumed run recognises its data.
 
-        Examples that are read from a `Dataset` are only counted.
+        Of examples that are read from a data set it has some, spread over all, and their number. Of a stream, which
+        may never give the same again, it has nothing.
         """
         digest = hashlib.blake2b(str(len(self)).encode(), digest_size=8)
+        held: tuple[Tree, ...] = ()
         if isinstance(self.examples, InMemory):
-            for tensor in (self.examples.inputs, self.examples.targets):
-                digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            held = self.examples.inputs, self.examples.targets
+        elif not self.is_stream:
+            spread = torch.linspace(0, len(self) - 1, min(len(self), EXAMPLES_COMPARED), dtype=torch.float64)
+            with seeded(0, "fingerprint", 0):
+                held = self.examples.take(spread.long())
+        for tree in held:
+            if not isinstance(tree, Tensor):
+                digest.update(str(form(tree)).encode())
+            for leaf in leaves(tree):
+                digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+                digest.update(leaf.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def _hold(self, name: str, examples: Any, validation: Any, test: Any) -> None:
+    def _hold(self, name: str, examples: Any, validation: Any, test: Any, made: Callable[..., Examples]) -> None:
         if not isinstance(name, str) or not name:
             raise DataError(f"a user's name must be a non-empty string, got {name!r}")
         self.name = name
-        self.examples = as_examples(examples, f"user {name!r}")
-        self.validation = None if validation is None else as_examples(validation, f"validation set of {name!r}")
-        self.test = None if test is None else as_examples(test, f"test set of {name!r}")
+        self.examples = made(examples, f"user {name!r}")
+        self.validation = None if validation is None else made(validation, f"validation set of {name!r}")
+        self.test = None if test is None else made(test, f"test set of {name!r}")

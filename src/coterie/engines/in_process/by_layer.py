@@ -70,7 +70,7 @@ class ByLayer:
             torch.autograd.grad(total, begin, allow_unused=True)
         for name in writer.views.keys() - writer.written:
             writer.views[name].zero_()
-        return held // sum(len(batch.inputs) for batch in batches)
+        return held // sum(batch.n for batch in batches)
 
 
 @dataclass
@@ -106,7 +106,7 @@ class _Writer:
         self.written.update(call.names.values())
 
     def _write(self, layer: nn.Module, inputs: Tensor, gradient: Tensor, into: dict[str, Tensor]) -> None:
-        examples = [len(batch.inputs) for batch in self.batches]
+        examples = [batch.n for batch in self.batches]
         lengths = [n * len(gradient) // sum(examples) for n in examples]  # a layer may see an example in parts
         start = 0
         for batch, part, its_gradient in zip(

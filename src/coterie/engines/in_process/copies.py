@@ -8,7 +8,8 @@ from torch.func import functional_call, vmap
 
 from coterie.engines.in_process.passes import Passes, zeros_for_none
 from coterie.evaluation.evaluate import evaluation_mode
-from coterie.evaluation.metrics import is_over_classes
+from coterie.evaluation.losses import is_over_classes
+from coterie.users.trees import Tree, as_arguments, called, leaves, mapped, n_rows
 
 MAX_ACTIVATION_BYTES = {"cpu": 2**21, "cuda": 2**30}
 """About how many bytes of activations the copies that share a pass hold: on a CPU, no more than a near cache."""
@@ -33,12 +34,15 @@ class Copies:
         self.passes, self.parameters = passes, passes.parameters
         self._layers = _layers(passes.model, set(self.parameters.named))
         self._width: int | None = None
-        self._classes = is_over_classes(passes.loss)
+        if passes.per_example is None:
+            raise AssertionError("`not_stacked` keeps losses that are no means over examples away")
+        self._loss, self._classes = passes.per_example, is_over_classes(passes.loss)
 
-    def gradients(self, x: Tensor, shares: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor]:
         """Return the gradient of each copy's weighted sum of the examples' losses, and that sum.
 
-        `shares`, of shape (G, M, R), is what each example weighs for each copy.
+        `shares`, of shape (G, M, R), is what each example weighs for each copy; where examples count differently,
+        over what those of its user count in all, see `counts`.
         """
         leaves = self._pieces(x)
         for leaf in leaves.values():
@@ -49,22 +53,36 @@ class Copies:
         whole = zeros_for_none(gradients, leaves.values())
         return torch.cat([g.flatten(2) for g in whole], dim=2), sums.detach()
 
-    def losses(self, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each example under each copy, of shape (G, M, R), in evaluation mode."""
+    def losses(self, x: Tensor, inputs: Tree, targets: Tree) -> Tensor:
+        """Return the loss of each example by itself under each copy, of shape (G, M, R), in evaluation mode."""
         with torch.no_grad(), evaluation_mode(self.passes.model):
-            return self._losses(self._pieces(x), inputs, targets)
+            losses, counts = self._losses(self._pieces(x), inputs, targets), self.counts(targets)
+        return losses if counts is None else losses / torch.where(counts == 0, 1.0, counts).unsqueeze(1)
 
-    def outputs(self, x: Tensor, inputs: Tensor) -> Tensor:
+    @property
+    def weighs(self) -> bool:
+        """Whether examples count differently in their users' losses."""
+        return self._loss.weights is not None
+
+    def counts(self, targets: Tree) -> Tensor | None:
+        """Return what each example counts in its user's loss, (G, R); None where all count the same."""
+        if not self.weighs:
+            return None
+        groups, rows = leaves(targets)[0].shape[:2]
+        each = self._loss.counts(mapped(lambda leaf: leaf.flatten(0, 1), targets))
+        return None if each is None else each.view(groups, rows)
+
+    def outputs(self, x: Tensor, inputs: Tree) -> Tree:
         """Return each copy's outputs, of shape (G, M, R, …), in evaluation mode."""
         with torch.no_grad(), evaluation_mode(self.passes.model):
             return self._outputs(self._pieces(x), inputs)
 
-    def max_copies(self, inputs: Tensor, rows: int) -> int:
+    def max_copies(self, inputs: Tree, rows: int) -> int:
         """Return how many copies may share a pass over batches of so many rows of such inputs."""
         if self._width is None:
-            self._width = _width(self.passes, inputs[:2])
+            self._width = _width(self.passes, mapped(lambda leaf: leaf[:2], inputs))
         bytes_a_copy = 1 + self._width * rows * self.parameters.dtype.itemsize
-        memory = MAX_ACTIVATION_BYTES.get(inputs.device.type, 2**28)
+        memory = MAX_ACTIVATION_BYTES.get(self.parameters.device.type, 2**28)
         # Few copies do not fill the time that a pass takes to begin, so that four may take more.
         return max(1, min(4, 4 * memory // bytes_a_copy), memory // bytes_a_copy)
 
@@ -73,32 +91,38 @@ class Copies:
         pieces = self.parameters.unflatten(x).items()
         return {name: piece.clone(memory_format=torch.contiguous_format) for name, piece in pieces}
 
-    def _losses(self, values: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        each = self.passes.per_example
-        if each is None:
-            raise AssertionError("`why_one_by_one` keeps losses that are no means over examples away")
+    def _losses(self, values: Mapping[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:
         outputs = self._outputs(values, inputs)
-        groups, copies, rows = outputs.shape[:3]
-        outputs = outputs.flatten(0, 1)
-        targets = targets.unsqueeze(1).expand(groups, copies, *targets.shape[1:]).flatten(0, 1)
+        groups, copies, rows = leaves(outputs)[0].shape[:3]
+
+        def repeated(leaf: Tensor) -> Tensor:
+            return leaf.unsqueeze(1).expand(groups, copies, *leaf.shape[1:]).flatten(0, 1)
+
+        outputs, targets = mapped(lambda leaf: leaf.flatten(0, 1), outputs), mapped(repeated, targets)
+        if not self._loss.of_torch:
+            each: Tensor = vmap(lambda output, target: self._loss.parts(output, target)[0])(outputs, targets)
+            return each.view(groups, copies, rows)
         if self._classes:
             probabilities = targets.is_floating_point()
-            losses = each(outputs.movedim(2, 1), targets.movedim(2, 1) if probabilities else targets)
+            losses = self._loss.each(outputs.movedim(2, 1), targets.movedim(2, 1) if probabilities else targets)
         else:
-            losses = each(outputs, targets)
-        return (losses.flatten(2).mean(2) if losses.ndim > 2 else losses).view(groups, copies, rows)
+            losses = self._loss.each(outputs, targets)
+        if losses.ndim > 2:
+            losses = losses.flatten(2).mean(2) if self._loss.weights is None else losses.flatten(2).sum(2)
+        return losses.view(groups, copies, rows)
 
-    def _outputs(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-        if self._layers is not None and (inputs.ndim == 3 or isinstance(self._layers[0], nn.Flatten)):
+    def _outputs(self, values: Mapping[str, Tensor], inputs: Tree) -> Tree:
+        plain = isinstance(inputs, Tensor)
+        if plain and self._layers is not None and (inputs.ndim == 3 or isinstance(self._layers[0], nn.Flatten)):
             return self._through_layers(values, inputs.flatten(2))
 
-        def output(values: dict[str, Tensor], inputs: Tensor) -> Tensor:
-            outputs: Tensor = functional_call(self.passes.model, values, (inputs,))
-            return outputs
+        def output(values: dict[str, Tensor], inputs: Tree) -> Tree:
+            return functional_call(self.passes.model, values, *as_arguments(inputs))
 
-        if len(inputs) == 1:
+        if n_rows(inputs) == 1:
             alone = {name: value.squeeze(0) for name, value in values.items()}
-            return vmap(output, in_dims=(0, None))(alone, inputs.squeeze(0)).unsqueeze(0)
+            outputs = vmap(output, in_dims=(0, None))(alone, mapped(lambda leaf: leaf.squeeze(0), inputs))
+            return mapped(lambda leaf: leaf.unsqueeze(0), outputs)
         return vmap(vmap(output, in_dims=(0, None)))(dict(values), inputs)
 
     def _through_layers(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
@@ -149,7 +173,7 @@ def _in_a_row(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
-def _width(passes: Passes, inputs: Tensor) -> int:
+def _width(passes: Passes, inputs: Tree) -> int:
     """Return how many numbers a pass keeps for each example: the output, and what the backward pass needs."""
     kept: dict[int, int] = {}
 
@@ -157,8 +181,9 @@ def _width(passes: Passes, inputs: Tensor) -> int:
         kept[tensor.data_ptr()] = tensor.numel()
         return tensor
 
-    held = (inputs, *passes.model.parameters(), *passes.model.buffers())
+    held = (*leaves(inputs), *passes.model.parameters(), *passes.model.buffers())
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), evaluation_mode(passes.model):
-        output = passes.model(inputs)
+        output = called(passes.model, inputs)
     known = {tensor.data_ptr() for tensor in held}
-    return int(output.numel() + sum(n for place, n in kept.items() if place not in known)) // len(inputs)
+    made = sum(leaf.numel() for leaf in leaves(output)) + sum(n for place, n in kept.items() if place not in known)
+    return int(made) // n_rows(inputs)

@@ -24,6 +24,7 @@ from coterie.gradients.gradients import FiniteLater, Gradients, add_up, is_finit
 from coterie.recording.traffic import Traffic
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
+from coterie.users.trees import Tree
 from coterie.users.user import Loss, User, check_names
 
 
@@ -79,7 +80,7 @@ class InProcess:
             x, batch = self.parameters.vector(), self.sampler.one(me.name, 0)
             output, self.support = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
         self._peers: dict[str, Peer] = {}
-        self._tau: tuple[tuple[tuple[str, float], ...], Weights] | None = None
+        self._tau: tuple[Any, Weights] | None = None
         check_classes(loss, output, [me, *peers])
         self.passes.set_forward_options(forward_options)
 
@@ -87,6 +88,7 @@ class InProcess:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         names, together = tuple(weights), not self.support.one_by_one
         own_batch, batches = self.sampler.draw(names if together else (), step)
+        self._tell_of_nothing(names, own_batch, batches)
         averaged = names and together and not rows
         peers = self.passes.average(x, batches, self._weights(x, weights, batches)) if averaged else None
         finite = None if peers is None else FiniteLater(peers)
@@ -223,19 +225,29 @@ class InProcess:
 
     def _weights(self, x: Tensor, tau: Mapping[str, float], batches: Sequence[Batches]) -> Weights:
         """Return τ as tensors, kept from step to step while it is the same."""
-        asked = tuple(tau.items())  # in order, which a comparison of mappings would not see
+        order = () if self.sampler.in_memory else tuple(tuple(batch.positions) for batch in batches)
+        asked = tuple(tau.items()), order  # in order, which a comparison of mappings would not see
         if self._tau is None or self._tau[0] != asked or self._tau[1].users.dtype != x.dtype:
             self._tau = asked, Weights.of(list(tau.values()), batches, x)
         return self._tau[1]
 
     def _single(
-        self, x: Tensor, step: int, name: str, batch: tuple[Tensor, Tensor]
+        self, x: Tensor, step: int, name: str, batch: tuple[Tree, Tree]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return one user's gradient and loss, and the buffers as its batch leaves them."""
         buffers = self.passes.buffers() if self.support.moves_buffers else {}
         with self._seeded(name, step, x.device):
             gradient, loss = self.passes.single(x, *batch, buffers)
         return gradient, loss, buffers
+
+    def _tell_of_nothing(self, names: Sequence[str], own: tuple[Tree, Tree], batches: Sequence[Batches]) -> None:
+        """Warn of batches in which the loss ignores everything, where there may be such."""
+        if self.passes.per_example is None or self.passes.per_example.weights is None:
+            return
+        self.passes.tell_of_nothing(self.me, own[1])
+        for batch in batches:
+            for position, (_, targets) in zip(batch.positions, batch.each(), strict=True):
+                self.passes.tell_of_nothing(names[position], targets)
 
     def _seeded(self, name: str, step: int, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which a random model draws what belongs to (seed, user, step)."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
+from coterie.users.trees import Tree, device_of, mapped
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,23 @@ class ForwardOptions:
         if self.autocast not in (None, torch.bfloat16):
             raise KnobError(f"`autocast` must be None or torch.bfloat16, got {self.autocast!r}")
 
-    def through(self, forward: Callable[[Tensor], Any], inputs: Tensor) -> Any:
+    def through(self, forward: Callable[[Tree], Any], inputs: Tree) -> Any:
         """Return what a forward pass makes of inputs."""
-        if self.channels_last and inputs.ndim == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        if self.channels_last:
+            inputs = mapped(_channels_last, inputs)
         if self.autocast is None:
             return forward(inputs)
-        with torch.autocast(inputs.device.type, self.autocast, cache_enabled=False):  # no weight is used twice
+        with torch.autocast(device_of(inputs).type, self.autocast, cache_enabled=False):  # no weight is used twice
             output = forward(inputs)
-        return output.float() if isinstance(output, Tensor) and output.is_floating_point() else output
+        return mapped(_full, output)
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def _full(output: Any) -> Any:
+    return output.float() if isinstance(output, Tensor) and output.is_floating_point() else output
 
 
 DEFAULT_FORWARD = ForwardOptions()

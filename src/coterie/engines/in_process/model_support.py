@@ -1,24 +1,25 @@
 """How users may share a pass through a model, learned by trying it once on real batches before training."""
 
 import contextlib
-import copy
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from coterie.engines.in_process.by_layer import ByLayer
 from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches
 from coterie.errors import ModelError
-from coterie.evaluation.metrics import is_over_classes
-from coterie.users.examples import InMemory
+from coterie.evaluation.losses import PerExample, ignored_class, is_over_classes, known_per_example, simplest
+from coterie.users.examples import InMemory, plain_targets
+from coterie.users.trees import Tree, described, has_rows, joined, leaves, mapped, n_rows
 from coterie.users.user import Loss, User
+
+NOT_BY_ROW = "the model's output is not a tensor of one row an example"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def full_precision() -> Iterator[None]:
 
 @full_precision()
 def probe(
-    passes: Passes, x: Tensor, batch: tuple[Tensor, Tensor], users: Sequence[User], *, together: bool = True
+    passes: Passes, x: Tensor, batch: tuple[Tree, Tree], users: Sequence[User], *, together: bool = True
 ) -> tuple[Any, ModelSupport]:
     """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`."""
     inputs, targets = batch
@@ -76,14 +77,14 @@ def probe(
 
 def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
     """Check that every class of every user has an output; on a GPU a stray one would end the process."""
-    if not is_over_classes(loss):
+    if not is_over_classes(loss) or not isinstance(output, Tensor):
         return
-    ignored = getattr(loss, "ignore_index", -100)
+    ignored = ignored_class(loss)
     parts = [(user.name, part) for user in users for part in (user.examples, user.validation, user.test)]
     for name, examples in parts:
-        if not isinstance(examples, InMemory) or examples.targets.is_floating_point():
+        targets = plain_targets(examples)
+        if targets is None or targets.is_floating_point():
             continue
-        targets = examples.targets
         stray = targets[(targets != ignored) & ((targets < 0) | (targets >= output.shape[1]))]
         if stray.numel():
             raise ModelError(
@@ -92,24 +93,30 @@ def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
             )
 
 
-def _check_fit(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor, buffers: dict[str, Tensor]) -> Any:
+def _check_fit(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: dict[str, Tensor]) -> Any:
     """Return the output on a batch once the model takes the inputs and the loss takes the output."""
     try:
         with torch.no_grad():
             output = passes.output(x, inputs, buffers)
     except Exception as error:
-        shape = tuple(inputs.shape)
-        raise ModelError(f"the model does not take user 0's inputs of shape {shape}: {error}") from error
+        raise ModelError(
+            f"the model does not take user 0's inputs of shape {described(inputs)}: {error}"
+        ) from error
     given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    about = f"the model's output ({given}) does not fit the loss with targets {tuple(targets.shape)}"
+    about = f"the model's output ({given}) does not fit the loss with targets {described(targets)}"
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")  # torch only warns where mse_loss would broadcast wrongly
             loss = passes.loss(output, targets)
     except Exception as error:
-        raise ModelError(f"{about}: {error}; change the last layer, the targets or the loss") from error
+        part = "" if isinstance(output, Tensor) else ", such as `lambda output, y: loss(output.logits, y)`"
+        raise ModelError(f"{about}: {error}; change the last layer, the targets or the loss{part}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise ModelError(f"{about}: the loss must return one number, the mean over the batch, got {loss!r}")
+        got = f"{tuple(loss.shape)} numbers" if isinstance(loss, Tensor) and loss.numel() > 1 else repr(loss)
+        raise ModelError(
+            f"{about}: the loss must return one number, the mean over the batch, got {got}; declare a loss per "
+            "example by `coterie.per_example`"
+        )
     try:
         passes.single(x, inputs, targets, passes.buffers())
     except Exception as error:
@@ -117,24 +124,31 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor, buffe
     return output
 
 
-def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tensor, output: Any) -> str | None:
+def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tree, output: Any) -> str | None:
     """Return why users' batches may not share a pass, as far as the output shows."""
     norms = [module for module in passes.model.modules() if isinstance(module, _BatchNorm)]
     if any(norm.training or norm.running_mean is None for norm in norms):
         return "the model normalises over the batch"
-    if not isinstance(output, Tensor) or not output.ndim or len(output) != len(inputs):
-        return "the model's output is not a tensor of one row an example"
-    alone = inputs[: max(1, len(inputs) // 2)]
+    n = n_rows(inputs)
+    if not has_rows(output, n):
+        return NOT_BY_ROW
+    kept = max(1, n // 2)
+    some = mapped(lambda leaf: leaf[:kept], inputs) if n > 1 else _with_zeros(inputs)
     with torch.no_grad():
-        half = passes.output(x, alone if len(inputs) > 1 else torch.cat([inputs, torch.zeros_like(inputs)]))
-    if not torch.allclose(half[: len(alone)], output[: len(alone)], rtol=1e-2, atol=1e-4, equal_nan=True):
-        return "the model's output for one example depends on the others"
+        half = passes.output(x, some)
+    for ours, whole in zip(leaves(half), leaves(output), strict=True):
+        if not torch.allclose(ours[:kept], whole[:kept], rtol=1e-2, atol=1e-4, equal_nan=True):
+            return "the model's output for one example depends on the others"
     return None
 
 
-def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str | None:
+def _with_zeros(inputs: Tree) -> Tree:
+    return mapped(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), inputs)
+
+
+def _why_loop(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> str | None:
     """Return why `vmap` cannot compute rows; note on `passes` whether it can map the loss alone."""
-    twice = Batches([0, 1], torch.cat([inputs, inputs]), torch.cat([targets, targets]))
+    twice = Batches([0, 1], joined([inputs, inputs]), joined([targets, targets]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # vmap warns where it would fall back to a slow loop of its own
         try:
@@ -148,7 +162,7 @@ def _why_loop(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> str
     return None
 
 
-def _try_by_layer(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) -> None:
+def _try_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> None:
     """Turn rows by layer on where they give two users' gradients as a plain loop does.
 
     Whatever a model does with its parameters outside its layers, or with the order of examples, changes the
@@ -157,10 +171,10 @@ def _try_by_layer(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) ->
     layers = ByLayer(passes.model, passes.parameters)
     if layers.unknown_layer:
         return
-    if len(inputs) == 1:
-        inputs, targets = torch.cat([inputs, torch.zeros_like(inputs)]), torch.cat([targets, targets])
-    even = len(inputs) // 2 * 2
-    batch = Batches([0, 1], inputs[:even], targets[:even])
+    if n_rows(inputs) == 1:
+        inputs, targets = _with_zeros(inputs), joined([targets, targets])
+    even = n_rows(inputs) // 2 * 2
+    batch = Batches([0, 1], *(mapped(lambda leaf: leaf[:even], tree) for tree in (inputs, targets)))
     noise = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
     x = x + 0.1 * x.square().mean().sqrt().clamp(min=0.1) * noise
     try:
@@ -175,34 +189,16 @@ def _try_by_layer(passes: Passes, x: Tensor, inputs: Tensor, targets: Tensor) ->
         passes.by_layer = layers
 
 
-def _per_example(loss: Loss, users: Sequence[User]) -> Loss | None:
-    """Return the loss of each example, for a loss of torch that is the mean over them; None for any other.
-
-    The class of the loss decides. A test on one batch would not do: in the next, a target may be ignored or a class
-    may have another weight.
-    """
-    kind = type(loss) if isinstance(loss, nn.Module) else loss
-    if kind in _OVER_TARGETS:
-        ignored = getattr(loss, "ignore_index", -100)
-        if any(not isinstance(u.examples, InMemory) or bool((u.examples.targets == ignored).any()) for u in users):
-            return None
-    elif kind not in _OVER_ELEMENTS:
-        return None
-    if not isinstance(loss, nn.Module):
-        return functools.partial(cast("Callable[..., Tensor]", loss), reduction="none")
-    if loss.reduction != "mean" or any(True for _ in loss.buffers()):
-        return None  # a sum, or a mean with weights
-    each = copy.copy(loss)
-    each.reduction = "none"  # type: ignore[assignment]  # a string, as it was
-    return each
-
-
-_OVER_TARGETS = (nn.functional.cross_entropy, nn.functional.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
-_OVER_ELEMENTS = (
-    *(nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss),
-    *(nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits),
-    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
-)
+def _per_example(loss: Loss, users: Sequence[User]) -> PerExample | None:
+    """Return the loss of each example, where the loss is known to be a mean over them."""
+    known = known_per_example(loss)
+    if known is None or isinstance(loss, PerExample) or known.weights is None:
+        return known
+    held = [user.examples.targets for user in users if isinstance(user.examples, InMemory)]
+    plain = simplest(known, held)
+    if len(held) < len(users) and plain.weights is None:
+        return None  # what is not in memory may have targets that are ignored
+    return plain
 
 
 def _random_state(device: torch.device) -> Tensor:

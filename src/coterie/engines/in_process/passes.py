@@ -1,5 +1,6 @@
 """Passes through a model: the gradient of a batch, of a weighted sum of batches, of each batch on its own."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, cast
@@ -11,8 +12,10 @@ from torch.func import functional_call, grad, vmap
 from coterie.engines.in_process.by_layer import ByLayer
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.reused_memory import ReusedMemory
-from coterie.engines.in_process.sampler import Batches
+from coterie.engines.in_process.sampler import Batches, alike
+from coterie.evaluation.losses import PerExample, as_loss, known_per_example
 from coterie.gradients.parameters import Parameters
+from coterie.users.trees import Tree, as_arguments, called, each_row, joined, split
 from coterie.users.user import Loss
 
 MAX_LOOPED_BEFORE_LAYERS = 2
@@ -41,6 +44,22 @@ class Weights:
         examples = [tau[k] / batch.size for batch in batches for k in batch.positions for _ in range(batch.size)]
         return cls(like.new_tensor(users), like.new_tensor(examples))
 
+    def users_over(self, batches: Sequence[Batches], counts: Tensor) -> Tensor:
+        """Return the weight of each example where examples count differently in their users' losses."""
+        each = zip(batches, torch.split(counts, [batch.n for batch in batches]), strict=True)
+        users = torch.split(self.users, [len(batch.positions) for batch in batches])
+        shares = [
+            tau.repeat_interleave(batch.size) * over_counts(batch, some)
+            for tau, (batch, some) in zip(users, each, strict=True)
+        ]
+        return torch.cat(shares).to(self.users)
+
+    def split(self, groups: Sequence[Sequence[Batches]]) -> list[Self]:
+        """Return the weights of some batches after the other's."""
+        users = torch.split(self.users, [sum(len(batch.positions) for batch in some) for some in groups])
+        examples = torch.split(self.examples, [sum(batch.n for batch in some) for some in groups])
+        return [type(self)(*pair) for pair in zip(users, examples, strict=True)]
+
 
 class Passes:
     """The losses and gradients of one model at any flat vector x; the model's parameters are not changed.
@@ -50,14 +69,15 @@ class Passes:
     """
 
     def __init__(self, model: nn.Module, loss: Loss, memory: int | None = None) -> None:
-        self.model, self.loss, self.parameters = model, loss, Parameters(model)
+        self.model, self.loss, self.parameters = model, as_loss(loss), Parameters(model)
         self.memory = memory or _memory(self.parameters.device)
+        self._known = known_per_example(self.loss)
         # What `probe` learns about the model:
-        self.per_example: Loss | None = None  # the loss of each example, where the loss is their mean
+        self.per_example: PerExample | None = None  # the loss of each example, where the loss is their mean
         self.vmap_loss = True  # whether the loss can be mapped over users
         self.by_layer: ByLayer | None = None  # where each user's gradient can be had from one pass over all
         self.bytes_an_example = 0  # what that takes
-        self.forward_options, self._forward = DEFAULT_FORWARD, cast("Callable[[Tensor], Any]", model)
+        self.forward_options, self._forward = DEFAULT_FORWARD, cast("Callable[..., Any]", model)
         self._memory = ReusedMemory()
         self._kept_order: tuple[tuple[int, ...], Tensor] | None = None
 
@@ -66,15 +86,26 @@ class Passes:
         self.forward_options = forward_options
         self._forward = torch.compile(self.model, dynamic=False) if forward_options.compile else self.model
 
+    def tell_of_nothing(self, name: str, targets: Tree) -> None:
+        """Warn of a user's batch in which the loss ignores everything."""
+        known = self.per_example or self._known
+        counts = None if known is None or known.weights is None else known.counts(targets)
+        if counts is not None and not counts.is_cuda and not bool(counts.any()):  # a GPU would have to be waited for
+            warnings.warn(
+                f"a batch of {name!r} has nothing to learn from: the loss ignores all its targets. Its gradient is "
+                "zero; leave out the examples without a target, or let batches be larger",
+                stacklevel=2,
+            )
+
     def buffers(self) -> dict[str, Tensor]:
         """Return copies of the model's buffers, for a pass that may move them."""
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
-    def output(self, x: Tensor, inputs: Tensor, buffers: Buffers = None) -> Any:
+    def output(self, x: Tensor, inputs: Tree, buffers: Buffers = None) -> Any:
         """Return the model's output at x; `buffers` becomes what the pass leaves in them."""
         return self._output(self._leaves(x), inputs, buffers)
 
-    def single(self, x: Tensor, inputs: Tensor, targets: Tensor, buffers: Buffers = None) -> tuple[Tensor, Tensor]:
+    def single(self, x: Tensor, inputs: Tree, targets: Tree, buffers: Buffers = None) -> tuple[Tensor, Tensor]:
         """Return the gradient and the loss of one batch; `buffers` becomes what the pass leaves in them."""
         leaves = self._leaves(x)
         loss = self.loss(self._output(leaves, inputs, buffers), targets)
@@ -84,15 +115,21 @@ class Passes:
         """Return the gradient of Σ τ_k loss_k in one pass over all users' batches.
 
         Where the loss is the mean over examples, an example of user k has the weight τ_k over the size of its
-        batch. Any other loss is computed for each user on its cut of the output.
+        batch, or over what the examples in it count. Any other loss is computed for each user on its cut of the
+        output.
         """
+        groups = alike(batches)
+        if len(groups) > 1:  # as a data set made them, of unequal sizes
+            parts = zip(groups, weights.split(groups), strict=True)
+            return torch.stack([self.average(x, some, theirs) for some, theirs in parts]).sum(0)
         leaves = self._leaves(x)
-        output = self._output(leaves, _joined([batch.inputs for batch in batches]))
+        output = self._output(leaves, joined([batch.inputs for batch in batches]))
         if self.per_example is not None:
-            losses = self.per_example(output, _joined([batch.targets for batch in batches]))
-            return self._gradient(weights.examples @ mean_by_example(losses), leaves)
-        cuts = zip(batches, torch.split(output, [len(b.inputs) for b in batches]), strict=True)
-        losses = torch.cat([self._losses(b.by_user(cut), b.by_user(b.targets)) for b, cut in cuts])
+            losses, counts = self.per_example.parts(output, joined([batch.targets for batch in batches]))
+            shares = weights.examples if counts is None else weights.users_over(batches, counts)
+            return self._gradient(shares @ losses, leaves)
+        cuts = zip(batches, split(output, [batch.n for batch in batches]), strict=True)
+        losses = torch.cat([self._losses(batch, cut) for batch, cut in cuts])
         return self._gradient(weights.users @ losses, leaves)
 
     def rows(self, x: Tensor, batches: Sequence[Batches]) -> Tensor:
@@ -111,13 +148,13 @@ class Passes:
             return rows
         return torch.index_select(rows, 0, self._order(batches, x.device), out=self._memory.empty(rows.shape, x))
 
-    def _parts(self, x: Tensor, batches: Sequence[Batches]) -> list[Sequence[Batches]]:
+    def _parts(self, x: Tensor, batches: Sequence[Batches]) -> Sequence[Sequence[Batches]]:
         """Return the batches of one pass after the other."""
         row = self.parameters.size * self.parameters.dtype.itemsize
         by_layer = self.by_layer is not None and x.ndim == 1
         takes = [row + (self.bytes_an_example * batch.size if by_layer else 0) for batch in batches]
         if by_layer and sum(t * len(b.positions) for t, b in zip(takes, batches, strict=True)) <= self.memory:
-            return [batches]
+            return alike(batches)
         each = zip(batches, takes, strict=True)
         return [[part] for batch, taken in each for part in batch.cut(max(1, self.memory // taken))]
 
@@ -136,17 +173,18 @@ class Passes:
         """Write every user's gradient in one pass; see `ByLayer.backward`."""
 
         def loss() -> Tensor:
-            output = self._output(self._leaves(x), _joined([batch.inputs for batch in batches]), watched=True)
-            cuts = torch.split(output, [len(batch.inputs) for batch in batches])
+            output = self._output(self._leaves(x), joined([batch.inputs for batch in batches]), watched=True)
+            cuts = split(output, [batch.n for batch in batches])
             return torch.stack([self._sum(batch, cut) for batch, cut in zip(batches, cuts, strict=True)]).sum()
 
         return layers.backward(loss, batches, rows)
 
-    def _sum(self, batch: Batches, output: Tensor) -> Tensor:
+    def _sum(self, batch: Batches, output: Tree) -> Tensor:
         """Return the sum of some users' losses."""
         if self.per_example is not None:
-            return mean_by_example(self.per_example(output, batch.targets)).sum() / batch.size
-        return self._losses(batch.by_user(output), batch.by_user(batch.targets)).sum()
+            losses, counts = self.per_example.parts(output, batch.targets)
+            return losses.sum() / batch.size if counts is None else over_counts(batch, counts) @ losses
+        return self._losses(batch, output).sum()
 
     def _one_by_one(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
         users = ((position, one) for b in batches for position, one in zip(b.positions, b.each(), strict=True))
@@ -156,7 +194,7 @@ class Passes:
     def mapped(self, x: Tensor, batch: Batches, rows: Tensor) -> None:
         """Write some users' gradients by vmap of grad, where the model and the loss can be mapped."""
 
-        def loss(values: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        def loss(values: dict[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:
             return self.loss(self._called(values, inputs), targets)
 
         points = x if x.ndim == 1 else x[torch.tensor(batch.positions, device=x.device)]
@@ -172,11 +210,14 @@ class Passes:
             self._kept_order = positions, torch.tensor(positions).argsort().to(device)
         return self._kept_order[1]
 
-    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each user from outputs and targets of shape (users, size, …)."""
+    def _losses(self, batch: Batches, output: Tree) -> Tensor:
+        """Return the loss of each user from its cut of the output."""
+        outputs, targets = batch.by_user(output), batch.by_user(batch.targets)
         if self.vmap_loss:
             return vmap(self.loss)(outputs, targets)
-        return torch.stack([self.loss(o, t) for o, t in zip(outputs, targets, strict=True)])
+        users = len(batch.positions)
+        pairs = zip(each_row(outputs, users), each_row(targets, users), strict=True)
+        return torch.stack([self.loss(output, target) for output, target in pairs])
 
     def _leaves(self, x: Tensor) -> Mapping[str, Tensor]:
         """Return what to differentiate by: the model's own parameters where they are views of x."""
@@ -185,21 +226,22 @@ class Passes:
         return {name: view.requires_grad_() for name, view in self.parameters.unflatten(x.detach()).items()}
 
     def _output(
-        self, leaves: Mapping[str, Tensor], inputs: Tensor, buffers: Buffers = None, *, watched: bool = False
+        self, leaves: Mapping[str, Tensor], inputs: Tree, buffers: Buffers = None, *, watched: bool = False
     ) -> Any:
         """Return the model's output; one whose layers are watched is not compiled, which would leave them out."""
         if leaves is self.parameters.named and not buffers:
             # This spares the tenth of a millisecond that `functional_call` takes.
-            return self.forward_options.through(self.model if watched else self._forward, inputs)
+            forward = self.model if watched else self._forward
+            return self.forward_options.through(lambda i: called(forward, i), inputs)
         values = {**leaves, **(buffers or {})}
         output = self._called(values, inputs)
         if buffers:  # a module may assign a buffer anew, which `functional_call` writes back to `values`
             buffers.update({name: values[name].detach() for name in buffers})
         return output
 
-    def _called(self, values: dict[str, Tensor], inputs: Tensor) -> Any:
+    def _called(self, values: dict[str, Tensor], inputs: Tree) -> Any:
         """Return the model's output with these parameters and buffers in the place of its own."""
-        return self.forward_options.through(lambda i: functional_call(self.model, values, (i,)), inputs)
+        return self.forward_options.through(lambda i: functional_call(self.model, values, *as_arguments(i)), inputs)
 
     def _gradient(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
         # On a GPU autograd hands the backward pass to another thread, which costs more than a small pass takes.
@@ -213,13 +255,10 @@ def zeros_for_none(gradients: Iterable[Tensor | None], leaves: Iterable[Tensor])
     return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
 
 
-def mean_by_example(losses: Tensor) -> Tensor:
-    """Return one number an example, where a loss has one for each part of a target."""
-    return losses if losses.ndim == 1 else losses.flatten(1).mean(1)
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+def over_counts(batch: Batches, counts: Tensor) -> Tensor:
+    """Return for each example one over what all examples of its user count; 0 where they count nothing."""
+    totals = batch.by_user(counts).sum(1)
+    return torch.where(totals == 0, 0.0, 1 / totals).repeat_interleave(batch.size)
 
 
 def _memory(device: torch.device) -> int:

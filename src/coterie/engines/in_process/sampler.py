@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeAlias
+from itertools import groupby
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from coterie.errors import DataError
 from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key
+from coterie.users.trees import Tree, each_row, form, joined, mapped, n_rows, split, together
 from coterie.users.user import User
 
 MAX_KEPT_SELECTIONS = 4
@@ -19,35 +21,49 @@ MAX_KEPT_SELECTIONS = 4
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of one size, one after the other: inputs and targets of shape (users × size, …)."""
+    """Batches of one size and form, one after the other: inputs and targets of shape (users × size, …)."""
 
     positions: Sequence[int]  # where their users stand among the peers asked
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tree
+    targets: Tree
+
+    @property
+    def n(self) -> int:
+        """Examples of all users."""
+        return n_rows(self.inputs)
 
     @property
     def size(self) -> int:
         """Examples of each user."""
-        return len(self.inputs) // len(self.positions)
+        return self.n // len(self.positions)
 
-    def by_user(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of one row an example as (users, size, …)."""
-        return tensor.reshape(len(self.positions), -1, *tensor.shape[1:])
+    def by_user(self, tree: Tree) -> Tree:
+        """Return tensors of one row an example as (users, size, …)."""
+        return mapped(lambda leaf: leaf.reshape(len(self.positions), -1, *leaf.shape[1:]), tree)
 
-    def each(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def each(self) -> Iterator[tuple[Tree, Tree]]:
         """Return one user's inputs and targets after the other's."""
-        return zip(self.by_user(self.inputs), self.by_user(self.targets), strict=True)
+        users = len(self.positions)
+        inputs, targets = (each_row(self.by_user(tree), users) for tree in (self.inputs, self.targets))
+        return zip(inputs, targets, strict=True)
 
     def cut(self, users: int) -> list[Self]:
         """Return the batches of as many users at a time."""
-        starts = range(0, len(self.positions), users)
-        pieces = (torch.split(tensor, users * self.size) for tensor in (self.inputs, self.targets))
-        cuts = zip(starts, *pieces, strict=True)
-        return [replace(self, positions=self.positions[s : s + users], inputs=i, targets=t) for s, i, t in cuts]
+        positions = [self.positions[start : start + users] for start in range(0, len(self.positions), users)]
+        lengths = [len(some) * self.size for some in positions]
+        cuts = zip(positions, split(self.inputs, lengths), split(self.targets, lengths), strict=True)
+        return [replace(self, positions=some, inputs=i, targets=t) for some, i, t in cuts]
 
 
-Drawn: TypeAlias = tuple[tuple[Tensor, Tensor], list[Batches]]
-"""User 0's batch, and those of the peers asked, grouped by size."""
+def alike(batches: Sequence[Batches]) -> list[list[Batches]]:
+    """Return those that can be joined, one such group after the other."""
+    if len(batches) == 1:
+        return [list(batches)]
+    return [list(some) for _, some in groupby(batches, key=lambda b: (form(b.inputs), form(b.targets)))]
+
+
+Drawn: TypeAlias = tuple[tuple[Tree, Tree], list[Batches]]
+"""User 0's batch, and those of the peers asked, grouped by size and form."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +97,12 @@ class BatchSampler:
         self._tables: dict[tuple[str, ...], IndexTable] = {}
         held = [user.examples for user in self.users.values() if isinstance(user.examples, InMemory)]
         if len(held) == len(self.users):
-            self._pool = InMemory(torch.cat([e.inputs for e in held]), torch.cat([e.targets for e in held]))
+            self._pool = InMemory(*(together(torch.cat, each) for each in zip(*map(_parts, held), strict=True)))
             ends = torch.tensor([len(e) for e in held]).cumsum(0).tolist()
             for user, end in zip(self.users.values(), ends, strict=True):
                 cut = slice(end - len(user), end)
                 self._offsets[user.name] = cut.start
-                user.examples = InMemory(self._pool.inputs[cut], self._pool.targets[cut])  # not held twice
+                user.examples = self._pool.cut(cut)  # not held twice
 
     def with_batch_size(self, size: int) -> Self:
         """Return the same users, on the same memory, with batches of another size."""
@@ -94,14 +110,15 @@ class BatchSampler:
         other.batch_size, other._groups, other._tables = size, {}, {}
         return other
 
-    def one(self, name: str, step: int) -> tuple[Tensor, Tensor]:
+    def one(self, name: str, step: int) -> tuple[Tree, Tree]:
         """Return one user's batch at a step."""
         return self.users[name].batch(self.batch_size, seed=self.seed, step=step)
 
     def draw(self, names: tuple[str, ...], step: int) -> Drawn:
         """Return user 0's batch at a step, and those of these peers, grouped by size."""
         if self._pool is None:
-            return self.one(self.me.name, step), [self._read(group, step) for group in self._grouped(names)[1:]]
+            read = [batches for group in self._grouped(names)[1:] for batches in self._read(group, step)]
+            return self.one(self.me.name, step), read
         return self.at(names, self._table(names).row(step, self.device))
 
     @property
@@ -120,7 +137,7 @@ class BatchSampler:
         groups = self._grouped(names)
         inputs, targets = self._pool.take(indices)
         lengths = [group.size * len(group.users) for group in groups]
-        own, *others = zip(torch.split(inputs, lengths), torch.split(targets, lengths), strict=True)
+        own, *others = zip(split(inputs, lengths), split(targets, lengths), strict=True)
         return own, [Batches(g.positions, *batch) for g, batch in zip(groups[1:], others, strict=True)]
 
     def _grouped(self, names: tuple[str, ...]) -> list[_Group]:
@@ -147,9 +164,20 @@ class BatchSampler:
             self._tables[names] = IndexTable(streams)
         return self._tables[names]
 
-    def _read(self, group: _Group, step: int) -> Batches:
-        inputs, targets = zip(*(self.one(user.name, step) for user in group.users), strict=True)
-        return Batches(group.positions, torch.cat(inputs), torch.cat(targets))
+    def _read(self, group: _Group, step: int) -> list[Batches]:
+        """Return the users' batches as they are read; those that a data set made of another form apart."""
+        alike: dict[Any, list[tuple[int, tuple[Tree, Tree]]]] = {}
+        for position, user in zip(group.positions, group.users, strict=True):
+            batch = self.one(user.name, step)
+            alike.setdefault(form(batch), []).append((position, batch))
+        return [
+            Batches([place for place, _ in some], *map(joined, zip(*(pair for _, pair in some), strict=True)))
+            for some in alike.values()
+        ]
+
+
+def _parts(examples: InMemory) -> tuple[Tree, Tree]:
+    return examples.inputs, examples.targets
 
 
 def _check_alike(me: User, others: Examples | None, whose: str) -> None:
@@ -158,8 +186,14 @@ def _check_alike(me: User, others: Examples | None, whose: str) -> None:
         return
     for what in ("inputs", "targets"):
         ours, other = getattr(me.examples, what), getattr(others, what)
-        if ours.shape[1:] != other.shape[1:] or ours.dtype != other.dtype:
+        if form(ours) != form(other):
             raise DataError(
-                f"the {what} of {whose} ({tuple(other.shape[1:])}, {other.dtype}) are not like "
-                f"those of {me.name!r} ({tuple(ours.shape[1:])}, {ours.dtype}); prepare both in the same way"
+                f"the {what} of {whose} ({_form(other)}) are not like those of {me.name!r} ({_form(ours)}); prepare "
+                "both in the same way"
             )
+
+
+def _form(tree: Tree) -> str:
+    """Return shape and dtype of an example, for a message."""
+    one = mapped(lambda leaf: (tuple(leaf.shape[1:]), leaf.dtype), tree)
+    return f"{one[0]}, {one[1]}" if isinstance(tree, Tensor) else str(one)
