@@ -64,6 +64,7 @@ def test_ignored_targets(make_engine: MakeEngine, loss: Any, mine: Sequence[int]
         close(g.average(weights)[0], average)
 
 
+@pytest.mark.filterwarnings("ignore:a batch of 'peer 1' has nothing to learn from")
 def test_a_peer_all_of_whose_targets_are_ignored(make_engine: MakeEngine) -> None:
     users = padded_users(CASES["mlp"], {"peer 1": range(8)})
     model = make_model(CASES["mlp"])

@@ -181,10 +181,11 @@ def batch_norm_off() -> nn.Module:
 # Losses.
 
 
-@coterie.per_example  # type: ignore[operator, untyped-decorator]  # it decorates
+@coterie.per_example
 def by_example(output: Mapping[str, Tensor], targets: Mapping[str, Any]) -> Tensor:
     """A loss of nested outputs and targets, declared to be one for each example."""
-    return f.cross_entropy(output["logits"], targets["class"], reduction="none") * targets["more"][0]
+    losses: Tensor = f.cross_entropy(output["logits"], targets["class"], reduction="none") * targets["more"][0]
+    return losses
 
 
 def nested_mean(output: Mapping[str, Tensor], targets: Mapping[str, Any]) -> Tensor:
@@ -268,8 +269,8 @@ CASES = {
     "buffer in place": one_by_one(lambda: RunningMean(in_place=True)),
     "buffer anew": one_by_one(lambda: RunningMean(in_place=False)),
     "examples that mix": one_by_one(Centred),
-    "output not a tensor": one_by_one(Pair, of_logits),
-    "examples not first": one_by_one(ClassFirst, transposed),
+    "output not a tensor": Case(Pair, of_logits, rows="vmap"),
+    "examples not first": Case(ClassFirst, transposed, rows="vmap"),
     "not vmappable": Case(Branching),
     "loss with item": Case(mlp, with_item),
     "loss of one's own": Case(mlp, focal),
@@ -296,6 +297,13 @@ CASES = {
     "a dict": Case(TwoInputs, nested_mean, nested, inputs=lambda i: {"right": i[:, 2:], "left": i[:, :2]}),
     "a tuple, by example": Case(TwoInputs, by_example, nested, inputs=lambda i: (i[:, :2], i[:, 2:])),
     "a list": Case(Listed, by_example, nested, inputs=lambda i: [i[:, :2], i[:, 2:]]),
+    "the model's own loss": Case(
+        WithOwnLoss,
+        coterie.model_loss,
+        lambda _: None,
+        lambda i: {"left": i[:, :2], "right": i[:, 2:], "labels": (i[:, 0] > 0).long()},
+        rows="vmap",
+    ),
     "nll": Case(lambda: nn.Sequential(mlp(), nn.LogSoftmax(1)), f.nll_loss),
 }
 

@@ -150,13 +150,13 @@ def known_per_example(loss: Loss) -> PerExample | None:
 def _counted(weight: Tensor | None, ignored: int, targets: Tensor) -> Tensor:
     """Return what each target counts in torch's mean over classes: its class's weight, 0 where it is ignored."""
     if targets.is_floating_point():  # probabilities of classes: torch divides by their number
-        return torch.ones_like(targets[:, 0])
+        return torch.ones_like(targets[:, 0], dtype=torch.long)
     kept = targets != ignored
-    return kept.to(torch.get_default_dtype()) if weight is None else torch.where(kept, weight[targets * kept], 0.0)
+    return kept.long() if weight is None else torch.where(kept, weight[targets * kept], 0.0)
 
 
 def _or_one(counts: Tensor) -> Tensor:
-    return torch.where(counts == 0, torch.ones_like(counts), counts)
+    return counts + (counts == 0)
 
 
 def simplest(loss: PerExample, targets: Sequence[Tree]) -> PerExample:

@@ -66,6 +66,7 @@ class Table:
 
     def counted(self, shares: Tensor, counts: Tensor) -> Tensor:
         """Return shares (G, M, R) where examples count (G, R) differently in the mean over their user's batch."""
+        counts = counts.to(shares)
         factors = torch.ones_like(counts)
         for row, group, into in zip(counts, self.groups, factors, strict=True):
             sizes = [stream.size for stream in group]
@@ -74,7 +75,7 @@ class Table:
             ):
                 total = some.sum()
                 to.copy_(torch.where(total == 0, 0.0, len(some) / total))
-        return shares * factors.unsqueeze(1).to(shares)
+        return shares * factors.unsqueeze(1)
 
     def _by_group(self, tensor: Tensor) -> Tensor:
         return tensor.view(len(self.groups), self.rows, *tensor.shape[1:])

@@ -1,6 +1,6 @@
 """A model in many copies at once: the losses and gradients of all, on batches that groups of them share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class Copies:
         """Return the loss of each example by itself under each copy, of shape (G, M, R), in evaluation mode."""
         with torch.no_grad(), evaluation_mode(self.passes.model):
             losses, counts = self._losses(self._pieces(x), inputs, targets), self.counts(targets)
-        return losses if counts is None else losses / torch.where(counts == 0, 1.0, counts).unsqueeze(1)
+        return losses if counts is None else losses / (counts + (counts == 0)).unsqueeze(1)
 
     @property
     def weighs(self) -> bool:
@@ -92,6 +92,8 @@ class Copies:
         return {name: piece.clone(memory_format=torch.contiguous_format) for name, piece in pieces}
 
     def _losses(self, values: Mapping[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:
+        if not self._loss.of_torch:
+            return self._mapped(self._each_loss, values, inputs, targets)  # type: ignore[no-any-return]
         outputs = self._outputs(values, inputs)
         groups, copies, rows = leaves(outputs)[0].shape[:3]
 
@@ -99,9 +101,6 @@ class Copies:
             return leaf.unsqueeze(1).expand(groups, copies, *leaf.shape[1:]).flatten(0, 1)
 
         outputs, targets = mapped(lambda leaf: leaf.flatten(0, 1), outputs), mapped(repeated, targets)
-        if not self._loss.of_torch:
-            each: Tensor = vmap(lambda output, target: self._loss.parts(output, target)[0])(outputs, targets)
-            return each.view(groups, copies, rows)
         if self._classes:
             probabilities = targets.is_floating_point()
             losses = self._loss.each(outputs.movedim(2, 1), targets.movedim(2, 1) if probabilities else targets)
@@ -116,14 +115,22 @@ class Copies:
         if plain and self._layers is not None and (inputs.ndim == 3 or isinstance(self._layers[0], nn.Flatten)):
             return self._through_layers(values, inputs.flatten(2))
 
-        def output(values: dict[str, Tensor], inputs: Tree) -> Tree:
-            return functional_call(self.passes.model, values, *as_arguments(inputs))
+        return self._mapped(self._output, values, inputs)
 
-        if n_rows(inputs) == 1:
-            alone = {name: value.squeeze(0) for name, value in values.items()}
-            outputs = vmap(output, in_dims=(0, None))(alone, mapped(lambda leaf: leaf.squeeze(0), inputs))
-            return mapped(lambda leaf: leaf.unsqueeze(0), outputs)
-        return vmap(vmap(output, in_dims=(0, None)))(dict(values), inputs)
+    def _output(self, values: dict[str, Tensor], inputs: Tree) -> Tree:
+        return functional_call(self.passes.model, values, *as_arguments(inputs))
+
+    def _each_loss(self, values: dict[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:
+        return self._loss.parts(self._output(values, inputs), targets)[0]
+
+    def _mapped(self, function: Callable[..., Tree], values: Mapping[str, Tensor], *batch: Tree) -> Tree:
+        """Return what a function makes of every copy and its group's batch, (G, M, …)."""
+        shared = (None,) * len(batch)
+        if n_rows(batch[0]) > 1:
+            return vmap(vmap(function, in_dims=(0, *shared)))(dict(values), *batch)
+        alone = {name: value.squeeze(0) for name, value in values.items()}
+        only = [mapped(lambda leaf: leaf.squeeze(0), tree) for tree in batch]
+        return mapped(lambda leaf: leaf.unsqueeze(0), vmap(function, in_dims=(0, *shared))(alone, *only))
 
     def _through_layers(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Return the outputs of linear layers and activations, computed with the examples last."""
@@ -185,5 +192,6 @@ def _width(passes: Passes, inputs: Tree) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), evaluation_mode(passes.model):
         output = called(passes.model, inputs)
     known = {tensor.data_ptr() for tensor in held}
-    made = sum(leaf.numel() for leaf in leaves(output)) + sum(n for place, n in kept.items() if place not in known)
+    outputs = sum(leaf.numel() for leaf in leaves(output) if isinstance(leaf, Tensor))
+    made = outputs + sum(n for place, n in kept.items() if place not in known)
     return int(made) // n_rows(inputs)

@@ -67,11 +67,17 @@ def probe(
     elif moves_buffers:
         one_by_one = "the model moves its buffers, which only user 0 may"
     else:
-        one_by_one = _why_one_by_one(passes, x, inputs, output) if together else "as asked"
-    loop = one_by_one or _why_loop(passes, x, inputs, targets)
-    if one_by_one is None:
-        passes.per_example = _per_example(passes.loss, users)
+        passes.per_example = _per_example(passes.loss, users) if together else None
+        one_by_one = _why_one_by_one(passes, x, inputs, output, targets) if together else "as asked"
+    loop = one_by_one
+    if one_by_one in (None, NOT_BY_ROW):
+        passes.whole = one_by_one is not None
+        loop = _why_loop(passes, x, inputs, targets)
+        one_by_one = loop and one_by_one
+    if one_by_one is None and not passes.whole:
         _try_by_layer(passes, x, inputs, targets)
+    if one_by_one is not None or passes.whole:
+        passes.per_example = None
     return output, ModelSupport(one_by_one, loop, moves_buffers, random)
 
 
@@ -117,6 +123,10 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: 
             f"{about}: the loss must return one number, the mean over the batch, got {got}; declare a loss per "
             "example by `coterie.per_example`"
         )
+    if isinstance(passes.loss, PerExample) and len(passes.loss.parts(output, targets)[0]) != n_rows(inputs):
+        raise ModelError(
+            f"{about}: a loss per example must return one number for each of {n_rows(inputs)} examples"
+        )
     try:
         passes.single(x, inputs, targets, passes.buffers())
     except Exception as error:
@@ -124,18 +134,22 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: 
     return output
 
 
-def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tree, output: Any) -> str | None:
-    """Return why users' batches may not share a pass, as far as the output shows."""
+def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tree, output: Any, targets: Tree) -> str | None:
+    """Return why users' batches may not share a pass, as far as the output shows, or the loss of each example."""
     norms = [module for module in passes.model.modules() if isinstance(module, _BatchNorm)]
     if any(norm.training or norm.running_mean is None for norm in norms):
         return "the model normalises over the batch"
     n = n_rows(inputs)
-    if not has_rows(output, n):
+    loss = passes.loss if isinstance(passes.loss, PerExample) and not has_rows(output, n) else None
+    if loss is None and not has_rows(output, n):
         return NOT_BY_ROW
     kept = max(1, n // 2)
     some = mapped(lambda leaf: leaf[:kept], inputs) if n > 1 else _with_zeros(inputs)
     with torch.no_grad():
         half = passes.output(x, some)
+        if loss is not None:
+            theirs = mapped(lambda leaf: leaf[:kept], targets) if n > 1 else joined([targets, targets])
+            half, output = loss.parts(half, theirs)[0], loss.parts(output, targets)[0]
     for ours, whole in zip(leaves(half), leaves(output), strict=True):
         if not torch.allclose(ours[:kept], whole[:kept], rtol=1e-2, atol=1e-4, equal_nan=True):
             return "the model's output for one example depends on the others"

@@ -46,13 +46,13 @@ class Weights:
 
     def users_over(self, batches: Sequence[Batches], counts: Tensor) -> Tensor:
         """Return the weight of each example where examples count differently in their users' losses."""
-        each = zip(batches, torch.split(counts, [batch.n for batch in batches]), strict=True)
+        each = zip(batches, torch.split(counts.to(self.users), [batch.n for batch in batches]), strict=True)
         users = torch.split(self.users, [len(batch.positions) for batch in batches])
         shares = [
             tau.repeat_interleave(batch.size) * over_counts(batch, some)
             for tau, (batch, some) in zip(users, each, strict=True)
         ]
-        return torch.cat(shares).to(self.users)
+        return torch.cat(shares)
 
     def split(self, groups: Sequence[Sequence[Batches]]) -> list[Self]:
         """Return the weights of some batches after the other's."""
@@ -75,6 +75,7 @@ class Passes:
         # What `probe` learns about the model:
         self.per_example: PerExample | None = None  # the loss of each example, where the loss is their mean
         self.vmap_loss = True  # whether the loss can be mapped over users
+        self.whole = False  # whether model and loss are mapped over users, the output having no rows to cut
         self.by_layer: ByLayer | None = None  # where each user's gradient can be had from one pass over all
         self.bytes_an_example = 0  # what that takes
         self.forward_options, self._forward = DEFAULT_FORWARD, cast("Callable[..., Any]", model)
@@ -90,7 +91,9 @@ class Passes:
         """Warn of a user's batch in which the loss ignores everything."""
         known = self.per_example or self._known
         counts = None if known is None or known.weights is None else known.counts(targets)
-        if counts is not None and not counts.is_cuda and not bool(counts.any()):  # a GPU would have to be waited for
+        if (
+            counts is not None and not counts.is_cuda and not bool(counts.any())
+        ):  # a GPU would have to be waited for
             warnings.warn(
                 f"a batch of {name!r} has nothing to learn from: the loss ignores all its targets. Its gradient is "
                 "zero; leave out the examples without a target, or let batches be larger",
@@ -123,6 +126,9 @@ class Passes:
             parts = zip(groups, weights.split(groups), strict=True)
             return torch.stack([self.average(x, some, theirs) for some, theirs in parts]).sum(0)
         leaves = self._leaves(x)
+        if self.whole:
+            losses = torch.cat([self._mapped_losses(leaves, batch) for batch in batches])
+            return self._gradient(weights.users @ losses, leaves)
         output = self._output(leaves, joined([batch.inputs for batch in batches]))
         if self.per_example is not None:
             losses, counts = self.per_example.parts(output, joined([batch.targets for batch in batches]))
@@ -174,22 +180,28 @@ class Passes:
 
         def loss() -> Tensor:
             output = self._output(self._leaves(x), joined([batch.inputs for batch in batches]), watched=True)
-            cuts = split(output, [batch.n for batch in batches])
-            return torch.stack([self._sum(batch, cut) for batch, cut in zip(batches, cuts, strict=True)]).sum()
+            lengths = [batch.n for batch in batches]
+            if self.per_example is None:
+                cuts = zip(batches, split(output, lengths), strict=True)
+                return torch.stack([self._losses(batch, cut).sum() for batch, cut in cuts]).sum()
+            losses, counts = self.per_example.parts(output, joined([batch.targets for batch in batches]))
+            if counts is None:
+                parts = zip(batches, torch.split(losses, lengths), strict=True)
+                return torch.stack([part.sum() / batch.size for batch, part in parts]).sum()
+            each = zip(batches, torch.split(counts.to(losses), lengths), strict=True)
+            return torch.cat([over_counts(batch, some) for batch, some in each]) @ losses
 
         return layers.backward(loss, batches, rows)
-
-    def _sum(self, batch: Batches, output: Tree) -> Tensor:
-        """Return the sum of some users' losses."""
-        if self.per_example is not None:
-            losses, counts = self.per_example.parts(output, batch.targets)
-            return losses.sum() / batch.size if counts is None else over_counts(batch, counts) @ losses
-        return self._losses(batch, output).sum()
 
     def _one_by_one(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
         users = ((position, one) for b in batches for position, one in zip(b.positions, b.each(), strict=True))
         for row, (position, one) in zip(rows, users, strict=True):
             row.copy_(self.single(x if x.ndim == 1 else x[position], *one)[0])
+
+    def _mapped_losses(self, leaves: Mapping[str, Tensor], batch: Batches) -> Tensor:
+        """Return the loss of each user by vmap of model and loss."""
+        each = vmap(lambda inputs, targets: self.loss(self._called(dict(leaves), inputs), targets))
+        return each(batch.by_user(batch.inputs), batch.by_user(batch.targets))
 
     def mapped(self, x: Tensor, batch: Batches, rows: Tensor) -> None:
         """Write some users' gradients by vmap of grad, where the model and the loss can be mapped."""

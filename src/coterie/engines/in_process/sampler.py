@@ -171,7 +171,7 @@ class BatchSampler:
             batch = self.one(user.name, step)
             alike.setdefault(form(batch), []).append((position, batch))
         return [
-            Batches([place for place, _ in some], *map(joined, zip(*(pair for _, pair in some), strict=True)))
+            Batches([k for k, _ in some], *map(joined, zip(*(pair for _, pair in some), strict=True)))
             for some in alike.values()
         ]
 
