@@ -54,14 +54,14 @@ def evaluate(
 
 
 def outputs_on(model: nn.Module, examples: Examples, chunk: int = 1024) -> list[tuple[Any, Tree, int]]:
-    """Return the outputs of a model, in evaluation mode, on a set of examples in chunks, the targets, and counts."""
+    """Return outputs of a model in evaluation mode, targets and numbers of examples, of a set chunk by chunk."""
     device = next(model.parameters()).device
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
         return [(called(model, x), y, n_rows(x)) for x, y in _chunks(examples, chunk, device)]
 
 
 def whole_of(parts: Sequence[tuple[Any, Tree, int]]) -> tuple[Any, Tree] | None:
-    """Return the outputs and targets of all chunks, where they are of one form with one row an example; else None."""
+    """Return the outputs and targets of all chunks where they can be joined, with one row an example; else None."""
     if len(parts) > 1:
         if not all(has_rows(output, n) and has_rows(targets, n) for output, targets, n in parts):
             return None

@@ -188,8 +188,8 @@ def _check_alike(me: User, others: Examples | None, whose: str) -> None:
         ours, other = getattr(me.examples, what), getattr(others, what)
         if form(ours) != form(other):
             raise DataError(
-                f"the {what} of {whose} ({_form(other)}) are not like those of {me.name!r} ({_form(ours)}); prepare "
-                "both in the same way"
+                f"the {what} of {whose} ({_form(other)}) are not like those of {me.name!r} ({_form(ours)}); "
+                "prepare both in the same way"
             )
 
 
