@@ -15,7 +15,7 @@ from coterie.engines.in_process.reused_memory import ReusedMemory
 from coterie.engines.in_process.sampler import Batches, alike
 from coterie.evaluation.losses import PerExample, as_loss, known_per_example
 from coterie.gradients.parameters import Parameters
-from coterie.users.trees import Tree, as_arguments, called, each_row, joined, split
+from coterie.users.trees import Tree, as_arguments, called, each_row, has_rows, joined, split
 from coterie.users.user import Loss
 
 MAX_LOOPED_BEFORE_LAYERS = 2
@@ -181,17 +181,26 @@ class Passes:
         def loss() -> Tensor:
             output = self._output(self._leaves(x), joined([batch.inputs for batch in batches]), watched=True)
             lengths = [batch.n for batch in batches]
-            if self.per_example is None:
-                cuts = zip(batches, split(output, lengths), strict=True)
-                return torch.stack([self._losses(batch, cut).sum() for batch, cut in cuts]).sum()
-            losses, counts = self.per_example.parts(output, joined([batch.targets for batch in batches]))
-            if counts is None:
-                parts = zip(batches, torch.split(losses, lengths), strict=True)
-                return torch.stack([part.sum() / batch.size for batch, part in parts]).sum()
-            each = zip(batches, torch.split(counts.to(losses), lengths), strict=True)
-            return torch.cat([over_counts(batch, some) for batch, some in each]) @ losses
+            if not has_rows(output, sum(lengths)):  # the loss has them
+                return self._sum(batches, output)
+            cuts = zip(batches, split(output, lengths), strict=True)
+            return torch.stack([self._sum([batch], cut) for batch, cut in cuts]).sum()
 
         return layers.backward(loss, batches, rows)
+
+    def _sum(self, batches: Sequence[Batches], output: Tree) -> Tensor:
+        """Return the sum of some users' losses."""
+        if self.per_example is None:
+            return torch.cat([self._losses(batch, output) for batch in batches]).sum()
+        losses, counts = self.per_example.parts(output, joined([batch.targets for batch in batches]))
+        each = None if counts is None else torch.split(counts.to(losses), [batch.n for batch in batches])
+        if each is None and len(batches) == 1:
+            return losses.sum() / batches[0].size
+        shares = [
+            losses.new_full((batch.n,), 1 / batch.size) if each is None else over_counts(batch, each[place])
+            for place, batch in enumerate(batches)
+        ]
+        return torch.cat(shares) @ losses
 
     def _one_by_one(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
         users = ((position, one) for b in batches for position, one in zip(b.positions, b.each(), strict=True))
