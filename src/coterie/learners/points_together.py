@@ -82,7 +82,8 @@ class PointsTogether(Points):
 
     def _sums(self, points: Tensor, batches: Sequence[Batches], weights: Tensor) -> Sums:
         shares = [
-            self._of_some(weights, batch.positions).repeat_interleave(batch.size, dim=1) * self._mean(batch).flatten()
+            self._of_some(weights, batch.positions).repeat_interleave(batch.size, dim=1)
+            * self._mean(batch).flatten()
             if self._copies.weighs
             else (self._of_some(weights, batch.positions) / batch.size).repeat_interleave(batch.size, dim=1)
             for batch in batches
