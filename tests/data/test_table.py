@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,10 @@ def test_preparation_comes_back_from_disk(tmp_path: Path) -> None:
 def test_preparation_travels_as_text() -> None:
     rows = pd.DataFrame({"age": [3.0, 5.0]})
     preparation = Preparation.fit(rows, pd.Series([1, 0]), pd.Series([1, 0]), "classification")
-    assert Preparation.unpacked(preparation.packed()).inputs(rows).tolist() == [[-1], [1]]
+    assert Preparation.from_plain(json.loads(json.dumps(preparation.to_plain()))).inputs(rows).tolist() == [
+        [-1],
+        [1],
+    ]
 
 
 def test_users_and_their_rows_are_read_from_a_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
+from coterie.data import Preparation
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
@@ -188,7 +190,8 @@ def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "there is no .*coterie.toml"),
+        (None, r"coterie.toml cannot be read .*`coterie federate init` writes it"),
+        ('name = "a"\ncaps = 3', r"\[caps\] in .* must be a table of settings"),
         ("name = ", "cannot be read"),
         ('name = "a"\nhobby = 1', "'hobby', which is not a setting"),
         ('name = "a"\n[caps]\ngradient = 1', "'gradient', which is not a setting"),
@@ -254,12 +257,12 @@ def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path
 def test_rows_of_classes_that_user_0_does_not_know_are_left_out(folder: Path, tmp_path: Path) -> None:
     kit = tmp_path / "bern"
     shutil.copytree(folder / "sites" / "bern", kit)
-    plain = json.loads((kit / "preparation.json").read_text())
-    (kit / "preparation.json").write_text(json.dumps(plain | {"classes": [True]}))
+    preparation = Preparation.load(kit)
+    dataclasses.replace(preparation, classes=(True,)).save(kit)
     known = int(pd.read_csv(kit / "data.csv")["ill"].sum())
     assert 0 < known < 40
     assert len(site_participant(kit, site_settings(kit)).user) == known
-    (kit / "preparation.json").write_text(json.dumps(plain | {"classes": ["another"]}))
+    dataclasses.replace(preparation, classes=("another",)).save(kit)
     with pytest.raises(DataError, match="a class that user 0 knows"):
         site_participant(kit, site_settings(kit))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 
 import coterie
 from coterie.data import from_table
-from coterie.errors import DataError, KnobError, ModelError
+from coterie.errors import FileError, KnobError, ModelError
 from coterie.evaluation import METRICS
+from coterie.recording import files
 from coterie.tables.fit import fit
 from coterie.tables.predict import predict
 
@@ -58,7 +60,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(KnobError, match="unknown metric 'magic'"):
         fit(task, coterie.Alone(), "linear", tmp_path / "run", metrics=["magic"], steps=2)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(DataError, match="holds no finished model"):
+    with pytest.raises(FileError, match="holds no finished model"):
         predict(tmp_path, visits())
 
 
@@ -68,9 +70,40 @@ def test_a_folder_cannot_name_code_to_run(tmp_path: Path, monkeypatch: pytest.Mo
     fit(task, coterie.Alone(), "linear", tmp_path / "run", steps=2)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "planted.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
-    for about in ({"model": "builtins:exec", "n_inputs": "open('ran', 'w').close()"}, {"model": "planted:net"}):
-        changed = {"n_inputs": 2, "n_outputs": 1} | about
-        (tmp_path / "run" / "model.json").write_text(json.dumps(changed), encoding="utf-8")
-        with pytest.raises(ModelError, match="would run code"):
+    for about in (
+        {"model": "builtins:exec", "n_inputs": "open('ran', 'w').close()"},
+        {"model": "builtins:exec"},
+        {"model": "planted:net"},
+    ):
+        path = tmp_path / "run" / "model.json"
+        files.write_json(path, files.read_json(path, "") | about)
+        with pytest.raises((ModelError, FileError), match=r"would run code|must have whole numbers"):
             predict(tmp_path / "run", visits())
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_that_runs_code_when_it_is_read_is_refused(tmp_path: Path) -> None:
+    task = from_table(visits(), user_column="who", target="y", me="a")
+    fit(task, coterie.Alone(), "linear", tmp_path, steps=2)
+    about = files.read_json(tmp_path / "model.json", "")
+    for body in (pickle.dumps(Trap(tmp_path / "ran")), b"", b"PK\x03\x04"):
+        (tmp_path / "model.pt").write_bytes(body)
+        with pytest.raises(
+            FileError, match=r"model.pt is damaged .* `coterie train` with `--resume` writes it anew"
+        ):
+            predict(tmp_path, visits())
+        files.write_json(tmp_path / "model.json", about | {"parameters": files.sha256(body)})
+        with pytest.raises(ModelError, match=r"model.pt does not fit the model 'linear'"):
+            predict(tmp_path, visits())
+        files.write_json(tmp_path / "model.json", about)
+    assert not (tmp_path / "ran").exists()
+
+
+class Trap:
+    """What runs code when a pickle of it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)

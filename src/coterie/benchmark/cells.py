@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from coterie.benchmark.sets import SETS, UserSet, load
 from coterie.benchmark.settings import RATES, Contender
 from coterie.benchmark.tasks import candidates
 from coterie.errors import KnobError
+from coterie.recording import files
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,29 @@ class Store:
         self.cells.mkdir(parents=True, exist_ok=True)
         path = out / "settings.json"
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+            remedy = (
+                "delete it, if this command has the settings that the folder was begun with; or name another folder"
+            )
+            before = files.read_json(path, remedy)
             for name, value in self.settings.items():
                 if before.get(name) != value:
                     raise KnobError(
                         f"{out} was begun with {name} = {before.get(name)}, not {value}; name another folder"
                     )
-        write(path, self.settings)
+        else:
+            files.write_json(path, self.settings)
 
     def __contains__(self, cell: Cell) -> bool:
-        return self._path(cell).exists()
+        path = self._path(cell)
+        return path.exists() and bool(_row(path))
 
     def add(self, cell: Cell, measured: dict[str, Any]) -> None:
         """Keep what was measured in a cell."""
-        write(self._path(cell), asdict(cell) | measured)
+        files.write_json(self._path(cell), asdict(cell) | measured)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return all that is kept, a row a cell, in an order that does not depend on when it was measured."""
-        rows = [json.loads(path.read_text(encoding="utf-8")) for path in self.cells.glob("*.json")]
+        rows = [_row(path) for path in self.cells.glob("*.json")]
         orders = {"set": list(SETS), "model": list(MODELS), "condition": list(CONDITIONS), "method": names()}
         places = {field: {name: i for i, name in enumerate(order)} for field, order in orders.items()}
 
@@ -132,8 +137,6 @@ class Store:
         return self.cells / f"{hashlib.blake2b(key, digest_size=10).hexdigest()}.json"
 
 
-def write(path: Path, content: Any) -> None:
-    """Write JSON beside its place and rename it, so that a file is whole or not there."""
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(content), encoding="utf-8")
-    beside.replace(path)
+def _row(path: Path) -> dict[str, Any]:
+    """Read what was measured in a cell; damage is a `FileError`."""
+    return files.read_json(path, "delete it: the same command measures it again")

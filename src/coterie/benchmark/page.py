@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.benchmark.cells import Store, write
+from coterie.benchmark.cells import Store
 from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.settings import BUDGET, PLAIN_RATES, RATES
 from coterie.benchmark.summary import HARMED, PLACE, SIGNIFICANT, overall, summary, table
+from coterie.recording import files
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 def write_results(store: Store, out: Path) -> "pd.DataFrame":
     """Write `results.parquet`, `results.json` and `index.html` from all cells in the store; return the rows."""
     frame = table(store.rows())
-    frame.to_parquet(out / "results.parquet", index=False)
+    files.write(out / "results.parquet", frame.to_parquet(index=False))
     parts = {"rows": frame, "summary": summary(frame), "overall": overall(frame)}
     plain = {name: json.loads(part.to_json(orient="records", double_precision=15)) for name, part in parts.items()}
-    write(out / "results.json", {"settings": store.settings} | plain)
+    files.write_json(out / "results.json", {"settings": store.settings} | plain)
     _write_page(out / "index.html", store, parts["summary"], parts["overall"])
     return frame
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.errors import DataError
+from coterie.errors import DataError, FileError
+from coterie.recording import files
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Kind: TypeAlias = Literal["classification", "regression"]
+FILE = "preparation.json"
 MAX_DEVIATIONS = 10.0
 """Prepared numbers are clamped to this many of user 0's standard deviations: a peer's may lie far outside."""
 
@@ -116,40 +118,40 @@ class Preparation:
         return pd.DataFrame({"prediction": classes, "probability": probability.numpy()})
 
     def save(self, folder: Path) -> None:
-        """Write it to a folder, as data that can be read without running code."""
-        plain, transformer = self._parts()
-        (folder / "preparation.json").write_text(json.dumps(plain, indent=2), encoding="utf-8")
-        (folder / "preparation.skops").write_bytes(transformer)
+        """Write it to `preparation.json` in a folder, as data that can be read without running code."""
+        files.write_json(folder / FILE, self.to_plain())
 
     @classmethod
     def load(cls, folder: Path) -> Preparation:
-        """Read it from a folder."""
-        plain = json.loads((folder / "preparation.json").read_text(encoding="utf-8"))
-        return cls._from_parts(plain, (folder / "preparation.skops").read_bytes())
+        """Read it from a folder; damage is a `FileError`."""
+        path, remedy = folder / FILE, "put back a whole copy, or have it written anew"
+        plain = files.read_json(path, remedy)
+        try:
+            return cls.from_plain(plain)
+        except (
+            Exception
+        ) as error:  # not written by `save`, in spite of its digest, so anything may be wrong with it
+            raise FileError(
+                f"{path} cannot be understood by this version of coterie ({error}); {remedy}"
+            ) from error
 
-    def packed(self) -> str:
-        """Return it as text for another process, which can be read without running code."""
-        plain, transformer = self._parts()
-        return json.dumps([plain, base64.b64encode(transformer).decode()])
-
-    @classmethod
-    def unpacked(cls, text: str) -> Preparation:
-        """Read what `packed` wrote."""
-        plain, transformer = json.loads(text)
-        return cls._from_parts(plain, base64.b64decode(transformer))
-
-    def _parts(self) -> tuple[dict[str, Any], bytes]:
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as what JSON can hold, and can be read without running code."""
         import skops.io
 
         names = ("numeric", "categorical", "kind", "classes", "centre", "scale")
-        return {name: getattr(self, name) for name in names}, skops.io.dumps(self.transformer)
+        transformer = skops.io.dumps(self.transformer, compression=zipfile.ZIP_DEFLATED)
+        plain = {name: getattr(self, name) for name in names}
+        return plain | {"transformer": base64.b64encode(transformer).decode()}
 
     @classmethod
-    def _from_parts(cls, plain: dict[str, Any], transformer: bytes) -> Preparation:
+    def from_plain(cls, plain: Mapping[str, Any]) -> Preparation:
+        """Return the preparation that `to_plain` gave."""
         import skops.io
 
         tuples = {name: tuple(plain[name]) for name in ("numeric", "categorical", "classes")}
-        return cls(transformer=skops.io.loads(transformer, trusted=["numpy.dtype"]), **plain | tuples)
+        transformer = skops.io.loads(base64.b64decode(plain["transformer"]), trusted=["numpy.dtype"])
+        return cls(**{**plain, **tuples, "transformer": transformer})
 
 
 def _transformer(numeric: Sequence[str], categorical: Sequence[str]) -> Any:

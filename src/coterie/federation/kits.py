@@ -40,8 +40,8 @@ Your machine draws the batches, by a secret of its own (`requests.jsonl.secret`)
 gradient can still give away what is in the rows, and many gradients give away more. Every request is logged in
 `requests.jsonl`: when, which step, how many rows, the norm.
 
-`preparation.json` and `preparation.skops` hold the medians, means, spreads and categories of {lead}'s rows, with
-which your rows are made into numbers. `client.key` is your key: whoever has it is you. Keep it.
+`preparation.json` holds the medians, means, spreads and categories of {lead}'s rows, with which your rows are made
+into numbers. `client.key` is your key: whoever has it is you. Keep it.
 """
 
 SITE = """# Yours: written by the `coterie` that is installed here, changed by nobody but you.

@@ -16,9 +16,11 @@ from coterie.engines.flare.sites import Sites
 from coterie.errors import KnobError
 from coterie.federation.participants import lead_participant
 from coterie.federation.settings import FILE, LeadSettings, lead_settings
+from coterie.recording import files
 from coterie.registry import RunFacts
 from coterie.rules import RULES, Rule
 from coterie.tables.fit import fit
+from coterie.tables.model_files import save_model
 from coterie.training.train import train
 
 RUN = "run"
@@ -53,9 +55,10 @@ def lead(folder: Path, sites: Sites) -> None:
             said = "stopped" if fitted is None else fitted.summary()
         else:
             run = train(held.model, held.loss, held.user, (), rule, out=out, **options)
-            torch.save(run.model.state_dict(), out / "model.pt")
+            about = settings.model
+            save_model(out, run.model, about.name, about.n_inputs or 0, about.n_outputs or 0)
             said = run.summary()
-        (out / SUMMARY).write_text(said + "\n", encoding="utf-8")
+        files.write(out / SUMMARY, f"{said}\n".encode())
 
 
 def planned_gradients(settings: LeadSettings) -> int:

@@ -12,8 +12,8 @@ from coterie.recording import files
 
 KIT, MANIFEST = "kit.json", "manifest.json"
 CERTIFICATES = ("client.crt", "client.key", "rootCA.pem")
-PREPARATION = ("preparation.json", "preparation.skops")
-KIT_FILES = (KIT, "README.md", *CERTIFICATES, *PREPARATION)
+PREPARATION = "preparation.json"
+KIT_FILES = (KIT, "README.md", *CERTIFICATES, PREPARATION)
 MAX_BYTES = 2**26
 """How large a file of a kit may be."""
 

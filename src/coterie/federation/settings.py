@@ -9,8 +9,10 @@ from typing import Any
 
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
+from coterie.recording import files
 
 FILE = "coterie.toml"
+_TABLES = {"data", "model", "caps", "training"}
 SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
 """What a site gives at most unless it sets otherwise: two runs of 1000 steps with the default rule."""
 
@@ -102,24 +104,25 @@ def lead_settings(folder: Path) -> LeadSettings:
 
 def _read(path: Path, needed: Sequence[str], optional: set[str]) -> dict[str, Any]:
     known = {*needed, *optional}
+    text = files.read(path, "`coterie federate init` writes it")
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise KnobError(f"there is no {path}; `coterie federate init` writes it") from error
-    except tomllib.TOMLDecodeError as error:
-        raise KnobError(f"{path} cannot be read: {error}") from error
+        settings = tomllib.loads(text.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML
+        raise KnobError(f"{path} cannot be read: {error}; mend it there") from error
     missing, stray = [name for name in needed if name not in settings], set(settings) - known
     if missing:
         raise KnobError(f"{path} must have {missing[0]!r}")
     if stray:
         raise KnobError(f"{path} has {sorted(stray)[0]!r}, which is not a setting; it may have {sorted(known)}")
+    for name in _TABLES & set(settings):
+        if not isinstance(settings[name], dict):
+            raise KnobError(f"[{name}] in {path} must be a table of settings, got {settings[name]!r}")
     return settings
 
 
 def _parts(settings: Mapping[str, Any], **kinds: type[Any]) -> dict[str, Any]:
     for name, kind in kinds.items():
-        known = [f.name for f in fields(kind)]
-        stray = sorted(set(settings.get(name, {})) - set(known))
-        if stray:
+        part, known = settings.get(name, {}), [f.name for f in fields(kind)]
+        if stray := sorted(set(part) - set(known)):
             raise KnobError(f"[{name}] has {stray[0]!r}, which is not a setting; it may have {known}")
     return {name: kind(**settings.get(name, {})) for name, kind in kinds.items()}

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coterie.recording import files
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -34,8 +36,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> Path:
     )
     environment.filters |= {"prose": prose, "svg": lambda figure: Markup(_svg(figure))}  # noqa: S704  # our own drawing
     text = environment.get_template("page.html").render(title=title, sections=sections)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    files.write(path, text.encode())
     return path
 
 

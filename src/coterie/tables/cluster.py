@@ -39,7 +39,7 @@ def lead(
     rows = read_rows(data.format(rank=0), user_column, me)
     settings |= {"user_column": user_column, "target": target, "me": me, "kind": kind, "elsewhere": elsewhere}
     task = from_table(rows, **settings)
-    group.leave_note("agreed", {"preparation": task.preparation.packed(), "model": model})
+    group.leave_note("agreed", {"preparation": task.preparation.to_plain(), "model": model})
     return task, {offer["name"]: offer["rows"] for offer in offers}
 
 
@@ -64,7 +64,7 @@ def follow(
     agreed = group.read_note("agreed", "user 0")
     if model is None and ":" in agreed["model"]:
         raise KnobError(f"user 0 uses the model {agreed['model']!r}, which is code: allow it by `--model` here")
-    preparation = Preparation.unpacked(agreed["preparation"])
+    preparation = Preparation.from_plain(agreed["preparation"])
     user = User(name, preparation.inputs(frame), preparation.targets(frame[table["target"]]))
     made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
     return serve(made.to(here(device)), models.loss_of(preparation), user, group=group, **settings)

@@ -1,7 +1,6 @@
 """From a table to a personal model in a folder."""
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.metrics import METRICS, Metric, accuracy, rmse
 from coterie.rules import Rule
 from coterie.tables import models
+from coterie.tables.model_files import save_model
 from coterie.training.run import Run, Stopped
 from coterie.training.train import train
 
@@ -53,10 +53,8 @@ def fit(
     run = train(made, loss, task.me, task.peers, rule, out=out, engine=engine, **settings)
     if run.stopped is Stopped.CTRL_C:
         return None
-    torch.save({k: v.clone().cpu() for k, v in run.model.state_dict().items()}, out / "model.pt")
-    about = {"model": model, "n_inputs": task.n_inputs, "n_outputs": task.n_outputs}
-    (out / "model.json").write_text(json.dumps(about), encoding="utf-8")
     task.preparation.save(out)
+    save_model(out, run.model, model, task.n_inputs, task.n_outputs)
     run.report(out / "index.html")
     return run
 
