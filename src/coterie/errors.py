@@ -1,6 +1,7 @@
 """What can go wrong, by kind. Every message names the value at fault and the remedy."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -53,3 +54,37 @@ class PeerLost(CoterieError, ConnectionError):  # noqa: N818  # it says what hap
     def __init__(self, message: str, peers: Sequence[str] = (), run: Any = None) -> None:
         super().__init__(message)
         self.peers, self.run = tuple(peers), run
+
+
+class UserCodeError(CoterieError, RuntimeError):
+    """Code of your own raised: a hook, metric, stream, data set, model, loss, optimizer, scheduler or rule.
+
+    What it raised is this error's `__cause__`.
+
+    Args:
+        message: whose code it was, what it raised, and where the state is.
+        run: the `coterie.Run` as of the last whole step; None where there is none yet.
+    """
+
+    def __init__(self, message: str, run: Any = None) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+@contextmanager
+def blaming(whose: str) -> Iterator[None]:
+    """Let an error that code of somebody else raises inside say whose it is.
+
+    Example:
+        >>> with blaming("the metric 'odd'"):
+        ...     1 / 0
+        Traceback (most recent call last):
+        ...
+        coterie.errors.UserCodeError: the metric 'odd' raised ZeroDivisionError: division by zero
+    """
+    try:
+        yield
+    except CoterieError:
+        raise
+    except Exception as error:
+        raise UserCodeError(f"{whose} raised {type(error).__name__}: {error}") from error

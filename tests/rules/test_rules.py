@@ -47,10 +47,10 @@ def test_other_knobs_outside_their_range(knobs: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("tau", "message"),
     [
-        ({"a": -0.5, "b": 1.5}, "`tau` must not be negative, got -0.5 for 'a'"),
-        ({"a": math.nan, "b": 1.0}, "`tau` must not be negative, got nan for 'a'"),
+        ({"a": -0.5, "b": 1.5}, r"`tau\['a'\]` must be finite and not negative, got -0.5"),
+        ({"a": math.nan, "b": 1.0}, r"`tau\['a'\]` must be finite and not negative, got nan"),
         ({"a": 0.5, "b": 0.6}, "`tau` must sum to 1, got 1.1; divide each weight by the sum"),
-        ({"a": math.inf}, "`tau` must sum to 1, got inf"),
+        ({"a": math.inf}, r"`tau\['a'\]` must be finite and not negative, got inf"),
         ({}, "`tau` must map each peer's name to its weight, got {}; None gives equal weights"),
         ([0.5, 0.5], r"`tau` must map each peer's name to its weight, got \[0.5, 0.5\]"),
     ],

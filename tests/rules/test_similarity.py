@@ -248,7 +248,7 @@ def test_captured_steps_are_the_same(rule: Any) -> None:
         (lambda: CosineSimilarity(1.5), r"`alpha` must lie in \[0, 1\], got 1.5"),
         (lambda: SimilarityGate(-0.1), "`alpha`"),
         (lambda: WeightErosion(-1.0), "`penalty` must not be negative, got -1.0"),
-        (lambda: MirrorDescent(0.0), "`rate` must be positive, got 0.0"),
+        (lambda: MirrorDescent(0.0), "`rate` must be a finite number above 0, got 0.0"),
         (lambda: FirstOrder(1.0), r"`memory` must lie in \[0, 1\), got 1.0"),
         (lambda: CosineSimilarity(0.5)(Gradients(torch.zeros(2)), {}), "every peer's gradient"),
     ],

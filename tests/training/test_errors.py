@@ -51,7 +51,7 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
     "beta": (KnobError, r"`beta` must lie in \[0, 1\], got -1", lambda: {"rule": coterie.BiasCorrection(0.5, -1)}),
     "negative tau": (
         KnobError,
-        "`tau` must not be negative, got -1 for 'ward 3'",
+        r"`tau\['ward 3'\]` must be finite and not negative, got -1",
         lambda: {"rule": coterie.WeightedAveraging(0.5, {"ward 3": -1})},
     ),
     "non-summing tau": (
@@ -176,7 +176,7 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
     "loss of many numbers": (
         ModelError,
         "the loss must return one number, the mean over the batch",
-        lambda: {"loss": nn.CrossEntropyLoss(reduction="none")},
+        lambda: {"loss": lambda output, target: f.cross_entropy(output, target, reduction="none")},
     ),
     "loss not a tensor": (
         ModelError,
@@ -189,12 +189,20 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
         lambda: {"loss": lambda output, target: (output.argmax(1) != target).float().mean()},
     ),
     "nothing to train": (ModelError, "no trainable parameter", lambda: {"model": nn.Identity()}),
-    "steps": (KnobError, "`steps` must be at least 1, got 0", lambda: {"steps": 0}),
-    "batch size": (KnobError, "`batch_size` must be at least 1, got 0", lambda: {"batch_size": 0}),
-    "evaluate every": (KnobError, "`evaluate_every` must be at least 1, got 0", lambda: {"evaluate_every": 0}),
+    "steps": (KnobError, "`steps` must be a whole number, at least 1(, or None)?, got 0", lambda: {"steps": 0}),
+    "batch size": (
+        KnobError,
+        "`batch_size` must be a whole number, at least 1(, or None)?, got 0",
+        lambda: {"batch_size": 0},
+    ),
+    "evaluate every": (
+        KnobError,
+        "`evaluate_every` must be a whole number, at least 1(, or None)?, got 0",
+        lambda: {"evaluate_every": 0},
+    ),
     "checkpoint every": (
         KnobError,
-        "`checkpoint_every` must be at least 1, got -2",
+        "`checkpoint_every` must be a whole number, at least 1(, or None)?, got -2",
         lambda: {"checkpoint_every": -2},
     ),
 }

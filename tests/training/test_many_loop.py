@@ -242,5 +242,5 @@ def test_wrong_settings_are_said_as_by_train(make_users: Users) -> None:
     ):
         with pytest.raises(coterie.errors.CoterieError, match=words):
             train_many([base, wrong], progress=False)
-    with pytest.raises(coterie.errors.KnobError, match="`steps` must be at least 1"):
+    with pytest.raises(coterie.errors.KnobError, match="`steps` must be a whole number, at least 1"):
         train_many([replace(base, steps=0)], progress=False)

@@ -107,8 +107,8 @@ class Triples(Lazy):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("", [[1.0]], [0]), "name must be a non-empty string, got ''"),
-        ((3, [[1.0]], [0]), "name must be a non-empty string, got 3"),
+        (("", [[1.0]], [0]), "name must be a non-empty string without control characters, got ''"),
+        ((3, [[1.0]], [0]), "name must be a non-empty string without control characters, got 3"),
         (("a", [[1.0], [2.0]], [0]), "user 'a' has 2 inputs but 1 targets; give one target for each"),
         (("a", np.zeros((0, 2)), np.zeros(0)), "user 'a' has no examples; leave it out"),
         (("a", [[1.0], [2.0]], [0.0, float("nan")]), r"target of user 'a' is NaN \(example 1\); drop"),

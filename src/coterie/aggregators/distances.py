@@ -1,13 +1,12 @@
 """Aggregators that use the distances between rows, computed from one Gram matrix: Krum, centred clipping."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from coterie.aggregators.points import Aggregator, FloatArray, Points, Tolerant, check_whole
-from coterie.errors import KnobError
+from coterie.aggregators.points import Aggregator, FloatArray, Points, Tolerant
+from coterie.arguments import COUNT, POSITIVE, optional
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class MultiKrum(Tolerant):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.m is not None:
-            check_whole("m", self.m, "a whole number of rows, 1 or more, or None for n − f")
+        optional(COUNT)("m", self.m)  # None is n − f
 
     def of(self, points: Points) -> Tensor:
         """Return the mean of the rows with the lowest scores."""
@@ -91,9 +89,8 @@ class CentredClipping(Aggregator):
     iterations: int = 10
 
     def __post_init__(self) -> None:
-        if not 0 < self.radius < math.inf:
-            raise KnobError(f"`radius` must be positive and finite, got {self.radius!r}")
-        check_whole("iterations", self.iterations, "a whole number, 1 or more")
+        POSITIVE("radius", self.radius)
+        COUNT("iterations", self.iterations)
 
     def points(self, rows: Tensor) -> Points:
         """Return the finite rows, with their Gram matrix where lengths are not enough."""

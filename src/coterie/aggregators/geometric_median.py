@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from coterie.aggregators.points import Aggregator, FloatArray, Points
-from coterie.errors import KnobError
+from coterie.arguments import real
 
 MAX_ITERATIONS = 1000
 """Ten are usual."""
@@ -41,8 +41,7 @@ class GeometricMedian(Aggregator):
     uses_distances = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.tolerance < 1:
-            raise KnobError(f"`tolerance` must lie between 0 and 1, got {self.tolerance!r}")
+        real("lie between 0 and 1", lambda tolerance: 0 < tolerance < 1)("tolerance", self.tolerance)
 
     def of(self, points: Points) -> Tensor:
         """Return the geometric median."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from coterie.aggregators.points import Aggregator, Points, Tolerant, check_whole
+from coterie.aggregators.points import Aggregator, Points, Tolerant
+from coterie.arguments import COUNT
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Bucketing(Aggregator):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_whole("size", self.size, "a whole number of rows, 1 or more")
+        COUNT("size", self.size)
 
     @property
     def least(self) -> int:

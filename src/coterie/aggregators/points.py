@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.arguments import whole
 from coterie.errors import KnobError
 from coterie.gradients.gradients import is_finite
 
@@ -142,7 +143,7 @@ class Tolerant(Aggregator):
     n_byzantine: int
 
     def __post_init__(self) -> None:
-        check_whole("n_byzantine", self.n_byzantine, "a whole number of rows, 0 or more", least=0)
+        whole(0)("n_byzantine", self.n_byzantine)
 
     @property
     def least(self) -> int:
@@ -152,12 +153,6 @@ class Tolerant(Aggregator):
     def bad(self, points: Points) -> int:
         """Return how many of these points may be bad."""
         return min(max(0, self.n_byzantine - points.left_out), (len(points) - 1) // 2)
-
-
-def check_whole(name: str, value: object, must_be: str, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise KnobError(f"`{name}` must be {must_be}, got {value!r}")
 
 
 def _weighed(weights: FloatArray, rows: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from coterie.arguments import optional, real
 from coterie.choosing.chooser import Choice
 from coterie.choosing.looks import Looks, split
 from coterie.choosing.repeated_steps import RepeatedSteps
@@ -11,7 +12,6 @@ from coterie.choosing.trunk_and_branch import TrunkAndBranch
 from coterie.engines.capabilities import Stackable, require
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.forward_options import ForwardOptions
-from coterie.errors import KnobError
 from coterie.learners.blocks import Block, StackBlock
 from coterie.learners.capturable import why_not_capturable
 from coterie.learners.learner import Learner
@@ -76,8 +76,8 @@ class AdaptiveAveraging:
     budget: float | None = None
 
     def __post_init__(self) -> None:
-        if self.budget is not None and not self.budget >= PLANS[-1].cost:
-            raise KnobError(f"`budget` must be at least {PLANS[-1].cost:g} runs, got {self.budget!r}")
+        least = PLANS[-1].cost
+        optional(real(f"be at least {least:g} runs", lambda runs: runs >= least))("budget", self.budget)
 
     @property
     def plan(self) -> Plan:

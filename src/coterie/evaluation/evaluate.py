@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from coterie.errors import blaming
 from coterie.evaluation.losses import as_loss, known_per_example
 from coterie.evaluation.metrics import Metric, metrics_of
 from coterie.users.examples import Examples
@@ -57,7 +58,11 @@ def outputs_on(model: nn.Module, examples: Examples, chunk: int = 1024) -> list[
     """Return outputs of a model in evaluation mode, targets and numbers of examples, of a set chunk by chunk."""
     device = next(model.parameters()).device
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
-        return [(called(model, x), y, n_rows(x)) for x, y in _chunks(examples, chunk, device)]
+        parts = []
+        for x, y in _chunks(examples, chunk, device):
+            with blaming("the model, in evaluation mode,"):
+                parts.append((called(model, x), y, n_rows(x)))
+        return parts
 
 
 def whole_of(parts: Sequence[tuple[Any, Tree, int]]) -> tuple[Any, Tree] | None:
@@ -76,9 +81,12 @@ def scores(
 ) -> dict[str, float]:
     """Return the mean loss and the metrics of the outputs on a whole set."""
     metrics = metrics_of(loss, outputs, targets) if metrics is None else metrics
-    return {"loss": float(loss(outputs, targets))} | {
-        name: float(metric(outputs, targets)) for name, metric in metrics.items()
-    }
+    with blaming("the loss"):
+        values = {"loss": float(loss(outputs, targets))}
+    for name, metric in metrics.items():
+        with blaming(f"the metric {name!r}"):
+            values[name] = float(metric(outputs, targets))
+    return values
 
 
 def example_losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024) -> Tensor:
@@ -122,7 +130,9 @@ def _as_batch(row: Tensor) -> Tensor:
 def _chunks(examples: Examples, size: int, device: torch.device) -> Iterator[list[Tree]]:
     """Yield the inputs and targets of all examples on a device, at most `size` at a time."""
     for indices in torch.split(torch.arange(len(examples)), size):
-        yield [mapped(lambda leaf: leaf.to(device), tree) for tree in examples.take(indices)]
+        with blaming("the data set that the model is evaluated on"):
+            taken = examples.take(indices)
+        yield [mapped(lambda leaf: leaf.to(device), tree) for tree in taken]
 
 
 def example_errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> Tensor:

@@ -145,6 +145,19 @@ def by_name(values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwi
     return torch.stack(picked) if picked else otherwise
 
 
+def cut(rows: Tensor, norm: float | Tensor) -> Tensor:
+    """Return a vector, or each row of a matrix, cut to a norm; the norm may be a column with one for each row.
+
+    Example:
+        >>> cut(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
+        tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])
+    """
+    peak = rows.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)  # else squares may overflow
+    share: Tensor = norm / (rows / peak).norm(dim=-1, keepdim=True) / peak
+    return rows * share.clamp(max=1.0)
+
+
 def is_finite(vector: Tensor) -> bool:
     """Say whether every entry is finite, in one pass over the vector."""
     return FiniteLater(vector).read()

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from coterie.errors import ModelError
 
@@ -24,6 +25,15 @@ class Parameters:
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.named:
             raise ModelError("the model has no trainable parameter; set `requires_grad` on those to train")
+        for name, p in self.named.items():
+            if isinstance(p, UninitializedParameter):
+                raise ModelError(f"the parameter {name!r} has no shape yet; pass one batch through the model first")
+            if p.is_meta:
+                raise ModelError(f"the parameter {name!r} has no numbers: it is on the meta device; load the model")
+            if not p.is_floating_point():
+                raise ModelError(
+                    f"the parameter {name!r} is {p.dtype}; train floating-point numbers: `model.float()`"
+                )
         kinds = {(p.dtype, p.device) for p in self.named.values()}
         if len(kinds) > 1:
             mixture = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))

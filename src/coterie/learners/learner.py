@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.engine import Engine
-from coterie.gradients.gradients import Gradients, is_finite
+from coterie.errors import blaming
+from coterie.gradients.gradients import Gradients, cut, is_finite
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
@@ -43,8 +44,8 @@ class Learner:
 
     def __init__(self, spec: RunSpec, rule: Rule, engine: Engine, costs: Costs) -> None:
         self.model, self.rule, self.engine, self.costs = spec.model, rule, engine, costs
-        self.optimizer = spec.made_optimizer
-        self.scheduler = spec.scheduler and spec.scheduler(self.optimizer)
+        self.optimizer, self.clip_norm = spec.made_optimizer, spec.clip_norm
+        self.scheduler = spec.made_scheduler(self.optimizer)
         self.parameters = Parameters(spec.model)
         self.x = self.parameters.share()
         self.state = self.initial_state()
@@ -81,21 +82,24 @@ class Learner:
     def advance(self, g: Gradients) -> None:
         """Take the step that the rule makes of these gradients."""
         if self.step >= self.listens_from:
-            direction, self.state = self.rule(g, self.state)
+            with blaming(f"the rule `{type(self.rule).__name__}`"):
+                direction, self.state = self.rule(g, self.state)
         else:
             direction, self.state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
         self.optimize(direction)
         self.finish_step()
 
     def optimize(self, direction: Tensor) -> None:
-        """Let the optimizer move the parameters along a direction."""
-        self.parameters.set_gradient(direction)
-        self.optimizer.step()
+        """Let the optimizer move the parameters along a direction, cut to the norm that is allowed."""
+        self.parameters.set_gradient(direction if self.clip_norm is None else cut(direction, self.clip_norm))
+        with blaming("the optimizer"):
+            self.optimizer.step()
 
     def finish_step(self) -> None:
         """Let the scheduler go on, and count the step."""
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step()
+            with blaming("the scheduler"):
+                self.scheduler.step()
         self.step += 1
 
     def consider(self, validation_loss: float) -> None:

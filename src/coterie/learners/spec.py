@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -10,18 +11,89 @@ from torch import nn
 from torch.optim import LBFGS, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from coterie.arguments import (
+    ANYTHING,
+    COUNT,
+    POSITIVE,
+    SEED,
+    Check,
+    check_fields,
+    either,
+    function,
+    instance,
+    listed,
+    mapped,
+    optional,
+    shown,
+)
 from coterie.engines.in_process.engine import InProcess
-from coterie.errors import KnobError, ModelError
+from coterie.errors import KnobError, ModelError, blaming
 from coterie.evaluation.losses import as_loss
 from coterie.evaluation.metrics import Metric
 from coterie.gradients.parameters import Parameters
-from coterie.users.user import Loss, User
+from coterie.users.user import PEERS, USER, Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
 """An optimizer of the model, or what makes one from its parameters."""
 
 Scheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 """What makes a scheduler of an optimizer's step size."""
+
+STEPS = 1000
+"""How many steps a run takes where nothing is said."""
+
+RESERVED_METRICS = frozenset({"loss", "step"})
+"""Names that the record uses itself."""
+
+_METRIC = function("a function of (outputs, targets)")
+CHECKS: Mapping[str, Check] = {
+    "model": instance(nn.Module, "a `torch.nn.Module`", {type: "make one of it: `model=Net()`"}, ModelError),
+    "loss": function(
+        "a function of (output, target), the mean over the batch",
+        {type: "make one of it: `loss=Loss()`"},
+        ModelError,
+    ),
+    "me": USER,
+    "peers": PEERS,
+    "optimizer": optional(
+        either(
+            instance(Optimizer, ""),
+            function(
+                "a class of `torch.optim`, a function of the parameters, or an optimizer of this model",
+                {str: "write `torch.optim.SGD`", (list, tuple): "one optimizer may have several parameter groups"},
+            ),
+        )
+    ),
+    "lr": optional(POSITIVE),
+    "clip_norm": optional(POSITIVE),
+    "scheduler": optional(
+        function(
+            "a function of the optimizer that returns a learning-rate scheduler",
+            {
+                LRScheduler: "write `scheduler=lambda optimizer: StepLR(optimizer, 10)`",
+                str: "write `scheduler=lambda optimizer: StepLR(optimizer, 10)`",
+            },
+        )
+    ),
+    "steps": COUNT,
+    "batch_size": COUNT,
+    "seed": SEED,
+    "device": optional(instance((str, torch.device), 'a device such as "cpu" or "cuda:0"')),
+    "metrics": optional(
+        mapped(
+            _METRIC,
+            "functions of (outputs, targets) by name",
+            {(list, tuple, set): 'name them: `metrics={"f1": f1}`'},
+        )
+    ),
+    "evaluate_every": optional(COUNT),
+    "hooks": listed(
+        ANYTHING,
+        "a list of functions of a `Step` or instances of `coterie.Hook`",
+        {(FunctionType, MethodType): "for one hook write `hooks=[hook]`"},
+    ),
+}
+"""What the fields of a run may be; `rule` is checked where it is followed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,19 +118,20 @@ class RunSpec:
     optimizer: OptimizerLike | None = None
     lr: float | None = None
     scheduler: Scheduler | None = None
-    steps: int = 1000
+    steps: int = STEPS
     batch_size: int = 32
     seed: int = 0
     device: torch.device | str | None = None
     metrics: Mapping[str, Metric] | None = None
     evaluate_every: int | None = None
     hooks: Sequence[Any] = ()
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "peers", tuple(self.peers))
+        check_fields(self, CHECKS)
         object.__setattr__(self, "loss", as_loss(self.loss))
-        for name in ("steps", "batch_size", "seed"):
-            object.__setattr__(self, name, int(getattr(self, name)))
+        for name in RESERVED_METRICS & set(self.metrics or ()):
+            raise KnobError(f"a metric cannot be called {name!r}, as the record has its own; rename it")
 
     @property
     def every(self) -> int:
@@ -67,18 +140,18 @@ class RunSpec:
 
     def prepared(self) -> Self:
         """Return the same run with a copy of the model on the device, and with a copy of its optimizer, made."""
+        Parameters(self.model)  # refuses what cannot be trained, before it is copied
         if isinstance(self.optimizer, Optimizer):
             if self.lr is not None:
                 raise KnobError(
                     f"`lr` ({self.lr}) and an optimizer that has its own were both given; set it in the optimizer"
                 )
-            model, optimizer = copy.deepcopy((self.model, self.optimizer))
+            model, optimizer = _copied((self.model, self.optimizer))
             model = _moved(model, self.device)
         else:
-            model = _moved(copy.deepcopy(self.model), self.device)
+            model = _moved(_copied(self.model), self.device)
             trainable = list(Parameters(model).named.values())
-            make: Callable[..., Optimizer] = self.optimizer or Adam
-            optimizer = make(trainable) if self.lr is None else make(trainable, lr=self.lr)
+            optimizer = _made(self.optimizer or Adam, trainable, {} if self.lr is None else {"lr": self.lr})
         ours = {id(p) for p in model.parameters()}
         if any(id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
             raise ModelError("the optimizer holds parameters of another model; make it from `model.parameters()`")
@@ -86,7 +159,9 @@ class RunSpec:
             raise KnobError(
                 "LBFGS evaluates the loss several times a step; use an optimizer that takes one gradient"
             )
-        return replace(self, model=model, optimizer=optimizer, lr=None, device=None)
+        ready = replace(self, model=model, optimizer=optimizer, lr=None, device=None)
+        ready.made_scheduler(_like(optimizer))  # what cannot be made is told now
+        return ready
 
     @property
     def made_optimizer(self) -> Optimizer:
@@ -102,8 +177,26 @@ class RunSpec:
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return the scheduler of an optimizer; None if it follows the validation loss, which is not known here."""
-        made = self.scheduler and self.scheduler(optimizer)
+        made = self.made_scheduler(optimizer)
         return None if isinstance(made, ReduceLROnPlateau) else made
+
+    def made_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return the scheduler of an optimizer, made."""
+        if self.scheduler is None:
+            return None
+        with blaming("`scheduler`, called with the optimizer,"):
+            made = self.scheduler(optimizer)
+        if not isinstance(made, LRScheduler):
+            raise KnobError(
+                f"`scheduler` must return a scheduler of `torch.optim.lr_scheduler`, got {shown(made)}; write "
+                "`scheduler=lambda optimizer: StepLR(optimizer, 10)`"
+            )
+        return made
+
+
+def _copied(thing: Any) -> Any:
+    with blaming("a copy of the model, which stays as it is,"):
+        return copy.deepcopy(thing)
 
 
 def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
@@ -112,3 +205,19 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
     except (RuntimeError, AssertionError) as error:  # torch was built without it, or there is none
         why = str(error).partition("\n")[0]
         raise KnobError(f"`device` {str(device)!r} cannot be used here: {why}; leave it out for the CPU") from error
+
+
+def _made(make: Callable[..., Optimizer], parameters: list[nn.Parameter], settings: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer that a class or a function makes."""
+    with blaming("`optimizer`, called with the parameters" + (" and `lr`," if settings else ",")):
+        optimizer = make(parameters, **settings)
+    if not isinstance(optimizer, Optimizer):
+        raise KnobError(f"`optimizer` must make an optimizer of `torch.optim`, got {shown(optimizer)}")
+    return optimizer
+
+
+def _like(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same parameters with groups of its own, which may be changed."""
+    other = copy.copy(optimizer)
+    other.param_groups = [dict(group) for group in optimizer.param_groups]
+    return other

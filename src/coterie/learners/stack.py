@@ -1,6 +1,7 @@
 """The parameters of many runs as the rows of one matrix, stepped by few optimizers."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from coterie.gradients.gradients import cut
 from coterie.gradients.parameters import Parameters
 from coterie.learners.capturable import at_rates, make_capturable, settings_of, state_tensors
 from coterie.learners.spec import RunSpec
@@ -42,6 +44,8 @@ class Stack:
     def __init__(self, x: Tensor, settings: Sequence[tuple[RunSpec, int]]) -> None:
         self.x, self.direction = x, torch.zeros_like(x)
         self._settings = settings
+        norms = [spec.clip_norm or math.inf for spec, count in settings for _ in range(count)]
+        self._norms = None if set(norms) <= {math.inf} else x.new_tensor(norms).unsqueeze(1)
         self._steps: list[tuple[Optimizer, LRScheduler | None]] = []
         first = 0
         for spec, count in settings:
@@ -66,7 +70,12 @@ class Stack:
         self.schedule()
 
     def optimize(self, rates: Sequence[float] | Sequence[Tensor] = ()) -> None:
-        """Let every optimizer follow its rows of `direction`, by the step sizes of `rates()` where given."""
+        """Let every optimizer follow its rows of `direction`, by the step sizes of `rates()` where given.
+
+        The directions are first cut to the norms that are allowed.
+        """
+        if self._norms is not None:
+            self.direction.copy_(cut(self.direction, self._norms))
         first = 0
         for optimizer, scheduler in self._steps:
             last = first + (0 if scheduler is None else len(optimizer.param_groups))

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from coterie.arguments import COUNT
 from coterie.methods.clients import Clients
 from coterie.rules import State
-from coterie.rules.knobs import check_count
 
 
 class LocalSteps:
@@ -18,7 +18,7 @@ class LocalSteps:
     """The entry of the state that holds the models: a row for each user, or one vector for all."""
 
     def __post_init__(self) -> None:
-        check_count("local_steps", self.local_steps)
+        COUNT("local_steps", self.local_steps)
 
     @property
     def gradients_a_round(self) -> int:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from torch import Tensor
 
 from coterie.aggregators import Aggregator
-from coterie.errors import KnobError
+from coterie.arguments import one_of
 from coterie.rules.formula import corrected_step
 from coterie.rules.knobs import Auto, Knob, check_knob, check_tau
 from coterie.rules.rule import FormulaRule, Knobs, State
@@ -61,8 +61,7 @@ class BiasCorrection(FormulaRule):
         check_knob("beta", self.beta, auto=True)
         check_knob("correction", self.correction)
         check_tau(self.tau, self.aggregator)
-        if self.start not in ("first", "zero"):
-            raise KnobError(f'`start` must be "first" or "zero", got {self.start!r}')
+        one_of("first", "zero")("start", self.start)
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step; `seen` counts the steps in which a bias was observed."""

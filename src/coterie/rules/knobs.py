@@ -1,6 +1,5 @@
 """Knobs: what may be set in rules and methods, and how a wrong setting is told."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, cast
 
@@ -8,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from coterie.aggregators import Aggregator
+from coterie.arguments import real
 from coterie.errors import KnobError
 
 Knob: TypeAlias = float | Tensor | Callable[[int], float]
@@ -15,24 +15,6 @@ Knob: TypeAlias = float | Tensor | Callable[[int], float]
 
 Auto: TypeAlias = Literal["auto"]
 """A knob that `coterie.train` sets before the first step, by the theory and constants it measures."""
-
-
-def check_share(name: str, value: float) -> None:
-    """Check a number that must lie in [0, 1]."""
-    if isinstance(value, bool) or not 0 <= value <= 1:
-        raise KnobError(f"`{name}` must lie in [0, 1], got {value!r}")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Check a number that must be finite and above 0."""
-    if isinstance(value, bool) or not 0 < value < math.inf:
-        raise KnobError(f"`{name}` must be a finite number above 0, got {value!r}")
-
-
-def check_count(name: str, value: int, least: int = 1) -> None:
-    """Check a whole number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise KnobError(f"`{name}` must be a whole number, at least {least}, got {value!r}")
 
 
 def decided(name: str, knob: Knob | Auto) -> Knob:
@@ -80,8 +62,7 @@ def check_tau(tau: Mapping[str, float] | None, aggregator: Aggregator | None = N
     if not isinstance(tau, Mapping) or not tau:
         raise KnobError(f"`tau` must map each peer's name to its weight, got {tau!r}; None gives equal weights")
     for name, weight in tau.items():
-        if not weight >= 0:
-            raise KnobError(f"`tau` must not be negative, got {weight!r} for {name!r}")
+        real("be finite and not negative", lambda weight: weight >= 0)(f"tau[{name!r}]", weight)
     if abs(sum(tau.values()) - 1) > 1e-6:
         raise KnobError(f"`tau` must sum to 1, got {sum(tau.values()):.6g}; divide each weight by the sum")
 

@@ -14,9 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.arguments import POSITIVE, SHARE, real
 from coterie.gradients.gradients import Gradients, by_name
-from coterie.rules.knobs import check_share
 from coterie.rules.rule import Capturable, State, rows_of
 
 TINY = 1e-30
@@ -41,7 +40,7 @@ class _ByAngle(_Weighing):
     alpha: float
 
     def __post_init__(self) -> None:
-        check_share("alpha", self.alpha)
+        SHARE("alpha", self.alpha)
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,7 @@ class WeightErosion(_Weighing):
     penalty: float = 0.01
 
     def __post_init__(self) -> None:
-        if not self.penalty >= 0:
-            raise KnobError(f"`penalty` must not be negative, got {self.penalty!r}")
+        real("not be negative", lambda penalty: penalty >= 0)("penalty", self.penalty)
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by what is left of the weights, and the next state."""
@@ -195,8 +193,7 @@ class MirrorDescent(_ByGain):
     rate: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.rate > 0:
-            raise KnobError(f"`rate` must be positive, got {self.rate!r}")
+        POSITIVE("rate", self.rate)
 
     def moved(self, weights: Tensor, lengths: Tensor, gains: Tensor, own: Tensor) -> Tensor:
         """Return w_k exp(γ gain_k / s) / Z."""
@@ -231,8 +228,7 @@ class FirstOrder(_ByGain):
     memory: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 <= self.memory < 1:
-            raise KnobError(f"`memory` must lie in [0, 1), got {self.memory!r}")
+        real("lie in [0, 1)", lambda memory: 0 <= memory < 1)("memory", self.memory)
 
     def moved(self, weights: Tensor, lengths: Tensor, gains: Tensor, own: Tensor) -> Tensor:
         """Return the running mean after one more step; as it was where nobody's gradient was of use."""

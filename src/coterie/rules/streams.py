@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coterie.errors import KnobError
+from coterie.arguments import COUNT
 from coterie.gradients.gradients import Gradients, by_name
 from coterie.gradients.simplex import simplex_minimum
 from coterie.rules.rule import Rule, State, rows_of
@@ -66,8 +66,7 @@ class StreamAveraging(Rule):
     needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.horizon >= 1:
-            raise KnobError(f"`horizon` must be at least 1 step, got {self.horizon!r}")
+        COUNT("horizon", self.horizon)
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by the weights found so far, and the next state."""

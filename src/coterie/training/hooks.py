@@ -1,13 +1,14 @@
 """Hooks: what is called while a run goes on. TensorBoard and the progress bar are hooks too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from coterie.errors import KnobError
+from coterie.errors import KnobError, UserCodeError, blaming
 from coterie.learners.spec import RunSpec
 from coterie.recording.configuration import Configuration
+from coterie.recording.describe import describe
 from coterie.recording.progress import progress_bar
 from coterie.recording.result import Point
 from coterie.training.choose import Followed
@@ -73,14 +74,28 @@ def as_hook(hook: HookLike) -> Hook:
     raise KnobError(f"`hooks` must be functions of a `Step` or instances of `coterie.Hook`, got {hook!r}")
 
 
+def tell(hooks: Sequence[Hook], what: str, about: object) -> list[object]:
+    """Call a method of all hooks, also of those after one that raises, and return what they return."""
+    answers, failed = [], None
+    for hook in hooks:
+        try:
+            with blaming(f"the hook {describe(hook.function if isinstance(hook, _OnStep) else type(hook))}"):
+                answers.append(getattr(hook, what)(about))
+        except UserCodeError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    return answers
+
+
 class _OnStep(Hook):
     """A function that is called after every step."""
 
     def __init__(self, function: Callable[[Step], object]) -> None:
-        self._function = function
+        self.function = function
 
     def on_step(self, step: Step) -> object:
-        return self._function(step)
+        return self.function(step)
 
 
 class ProgressHook(Hook):

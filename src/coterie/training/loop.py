@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from coterie.errors import CheckpointError, GradientError, KnobError, PeerLost
+from coterie.errors import CheckpointError, GradientError, KnobError, PeerLost, UserCodeError, blaming
 from coterie.evaluation.evaluate import evaluate
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
@@ -22,7 +22,7 @@ from coterie.reporting.beside_alone import with_verdict
 from coterie.training.captured import Captured
 from coterie.training.choose import MAY_DIFFER, check_free
 from coterie.training.guard import Guard
-from coterie.training.hooks import Hook, HookLike, Start, as_hook
+from coterie.training.hooks import Hook, HookLike, Start, as_hook, tell
 from coterie.training.run import Run, Step, Stopped
 
 
@@ -52,6 +52,8 @@ class TrainingLoop:
         self.losses: list[float] = []
         self.out: Path | None = None
         self.saved_at: int | None = None
+        self.whole = True  # whether the state is that after a whole step, evaluated where that is due
+        self.first: Mapping[str, float] | None = None  # what the validation set says before the first step
         self.record: Record
 
     def open(self, configuration: Configuration, out: Path | None, resume: bool) -> None:
@@ -71,27 +73,34 @@ class TrainingLoop:
             raise CheckpointError(
                 f"{saved[-1]} stands without the record {path}; put it back, or name another folder"
             )
+        self.first = self._validate()  # what fails on the validation set is told before anything is written
         self.begin(Record(configuration, path))
 
     def begin(self, record: Record) -> None:
         """Begin with a record, which is empty at the first step, and tell the hooks."""
         self.record = record
         start = Start(self.spec, self.learner.followed, record.configuration, self.learner.step)
-        for hook in self.hooks:
-            hook.on_start(start)
+        tell(self.hooks, "on_start", start)
 
     def run(self, interrupted: Callable[[], bool]) -> Stopped | None:
         """Take steps until all are taken, a hook ends the run, or Ctrl-C is pressed; return what ended it early."""
+        try:
+            return self._run(interrupted)
+        except UserCodeError as error:
+            raise self._failed(error) from error.__cause__
+
+    def _run(self, interrupted: Callable[[], bool]) -> Stopped | None:
         learner, steps = self.learner, self.spec.steps
         every, saving = self.spec.every, self.save_every
         every_step = any(hook.every_step for hook in self._on_step)
         if not self.record.points:
-            self.evaluate()
+            self.evaluate(self.first)
         while learner.step < steps:
             until = min(every - learner.step % every, saving - learner.step % saving, steps - learner.step)
             own_loss, left_out = self.advance(1 if every_step else until)
             due = learner.step % every == 0 or learner.step == steps
             point = self.evaluate() if due else None
+            self.whole = True
             if learner.step % saving == 0:
                 self.save()
             ended = self.call_hooks(own_loss, left_out, point)
@@ -106,11 +115,13 @@ class TrainingLoop:
         learner = self.learner
         best_loss = learner.best.get("loss")
         step = Step(learner.step, own_loss, learner.weight, left_out, point, learner.model, best_loss, self.tau)
-        return True in [hook.on_step(step) is True for hook in self._on_step]
+        return True in [answer is True for answer in tell(self._on_step, "on_step", step)]
 
     def advance(self, most: int = 1) -> tuple[float, Mapping[str, str]]:
         """Take a step, or several if captured; return user 0's loss in the last, and who was left out and why."""
-        losses = self.captured and self.captured.advance(most)
+        self.whole = False
+        with blaming("the model, the loss or the optimizer"):
+            losses = self.captured and self.captured.advance(most)
         if losses:
             self.losses += losses
             return losses[-1], {}
@@ -123,32 +134,40 @@ class TrainingLoop:
 
     def _one_step(self) -> NextStep:
         """Take one step, and return it."""
+        self.whole = True  # until the step is taken
         try:
-            step = self.learner.next_step()
+            step = _next_step(self.learner)
         except PeerLost as lost:
             raise self._lost(lost) from lost
         if self.guard is not None:
-            alone = self.guard.shadow.next_step()
+            alone = _next_step(self.guard.shadow)
             if not alone.is_finite():
                 raise self._not_finite(alone)
             if not step.is_finite():  # the peers led the model astray, not user 0's examples
                 self.guard.restart(self.learner)
-                step = self.learner.next_step()
+                step = _next_step(self.learner)
+            self.whole = False
             alone.take()
         elif not step.is_finite():
             raise self._not_finite(step)
+        self.whole = False
         step.take()
         return step
 
+    def _validate(self) -> Mapping[str, float] | None:
+        """Return the loss and the metrics on the validation set, where there is one."""
+        model, spec, held_out = self.learner.model, self.spec, self.spec.me.validation
+        return None if held_out is None else evaluate(model, spec.loss, held_out, spec.metrics)
+
     def evaluate(self, validation: Mapping[str, float] | None = None) -> Point:
         """Record a point, keep the model if it is the best by validation loss so far, and ask the guard."""
-        learner, held_out = self.learner, self.spec.me.validation
+        learner = self.learner
         step, weight = learner.step, learner.weight  # as they are before the guard restarts the run
         known = [loss for loss in self.losses if not math.isnan(loss)]  # not one: a batch had nothing to learn from
         own_loss = sum(known) / len(known) if known else None
         self.losses = []
-        if held_out is not None:
-            validation = validation or evaluate(learner.model, self.spec.loss, held_out, self.spec.metrics)
+        validation = validation or self._validate()
+        if validation is not None:
             learner.consider(validation["loss"])
         point = Point(
             step=step,
@@ -159,19 +178,28 @@ class TrainingLoop:
             guard=None if self.guard is None else self.guard.check(learner),
         )
         self.record.add(point)
-        for hook in self.hooks:
-            hook.on_evaluation(point)
+        self.whole = True
+        tell(self.hooks, "on_evaluation", point)
         return point
 
     def finish(self, stopped: Stopped | None, seconds: float) -> Run:
         """Save, evaluate the best model on the test set if the run has ended, and return the run."""
-        self.save()
+        if self.whole:
+            self.save()
         learner, spec = self.learner, self.spec
         model, best, decision = learner.served()
-        if self.guard is not None:
+        failed: UserCodeError | None = None
+        broken = stopped is Stopped.USER_CODE  # and might fail again
+        if self.guard is not None and not broken:
             model, best, decision = self.guard.decide(model, best)
+        validation, test = dict[str, float](), dict[str, float]()
         held_out = spec.me.validation, spec.me.test if stopped in (None, Stopped.HOOK) else None
-        validation, test = (evaluate(model, spec.loss, e, spec.metrics) if e is not None else {} for e in held_out)
+        try:
+            if not broken:
+                scores = (evaluate(model, spec.loss, e, spec.metrics) if e is not None else {} for e in held_out)
+                validation, test = scores
+        except UserCodeError as error:
+            failed, stopped, broken = error, Stopped.USER_CODE, True
         end = End(
             step=learner.step,
             best_step=best.get("step", learner.step),
@@ -187,7 +215,7 @@ class TrainingLoop:
             account=learner.account(),
         )
         alone = learner.trained_alone() if self.guard is None else self.guard.alone()
-        end = with_verdict(end, self.record.configuration, spec, model, alone)
+        end = with_verdict(end, self.record.configuration, spec, model, None if broken else alone)
         self.record.finish(end)
         run = Run(
             model,
@@ -200,8 +228,12 @@ class TrainingLoop:
             learner.models(),
             alone,
         )
-        for hook in self.hooks:
-            hook.on_end(run)
+        try:
+            tell(self.hooks, "on_end", run)
+        except UserCodeError as error:
+            failed = failed or error
+        if failed is not None:
+            raise UserCodeError(f"{failed}; {self._where()}", run) from failed.__cause__
         return run
 
     def save(self) -> Path | None:
@@ -253,6 +285,21 @@ class TrainingLoop:
         whole = sum(weights.values())
         return {name: float(weight / whole) for name, weight in weights.items()} if whole else {}
 
+    def _failed(self, error: UserCodeError) -> UserCodeError:
+        """Save what there is, tell the hooks that the run has ended, and return the error with where it is."""
+        try:
+            run = self.finish(Stopped.USER_CODE, 0.0)
+        except UserCodeError as second:  # the same code fails at the end too
+            run = second.run
+        return UserCodeError(f"{error}, after {self.learner.step} steps; {self._where()}", run)
+
+    def _where(self) -> str:
+        """Say where the state is that was saved last."""
+        saved = checkpoint.saved(self.out / "checkpoints") if self.out else []
+        return (
+            f"what was computed is saved in {saved[-1]}" if saved else "what was computed is in this error's `run`"
+        )
+
     def _lost(self, lost: PeerLost) -> PeerLost:
         """Save the state before this step, and return the error with where it is."""
         path, run = self.save(), self.finish(Stopped.PEER_LOST, 0.0)
@@ -269,6 +316,11 @@ class TrainingLoop:
             f"examples of {self.spec.me.name!r}",
             run,
         )
+
+
+def _next_step(learner: Learner) -> NextStep:
+    with blaming("the model or the loss"):
+        return learner.next_step()
 
 
 def _plain(by_user: Mapping[str, Cost | Traffic]) -> dict[str, dict[str, float]]:

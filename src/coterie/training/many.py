@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from coterie.arguments import instance, listed
 from coterie.choosing import chooser_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError
@@ -59,6 +60,7 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
         >>> runs[0].record.configuration.runs
         'one program of 4'
     """
+    specs = listed(instance(RunSpec, ""), "a list of `coterie.RunSpec`s")("specs", specs)
     ready = _ready(specs, progress)
     programs: dict[Hashable, list[ReadyRun]] = {}
     for each in ready:
@@ -125,7 +127,7 @@ def _why_by_itself(spec: RunSpec, engine: InProcess) -> str | None:
         return "an aggregator needs every peer's gradient"
     reason = engine.capabilities.not_stacked or why_not_stacked(spec.made_optimizer)
     if reason is None and spec.scheduler is not None:
-        schedule = spec.scheduler(copy.deepcopy(spec.made_optimizer))
+        schedule = spec.made_scheduler(copy.deepcopy(spec.made_optimizer))
         if isinstance(schedule, ReduceLROnPlateau):
             return "`ReduceLROnPlateau` follows the validation loss of one run"
     return reason

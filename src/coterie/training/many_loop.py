@@ -140,4 +140,4 @@ def _setting(spec: RunSpec) -> tuple[Any, ...]:
     groups = spec.made_optimizer.param_groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     held = tuple(tuple(names[id(p)] for p in group["params"]) for group in groups)
-    return type(spec.made_optimizer), str(options), held, id(spec.scheduler)
+    return type(spec.made_optimizer), str(options), held, id(spec.scheduler), spec.clip_norm

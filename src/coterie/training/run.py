@@ -21,6 +21,7 @@ class Stopped(StrEnum):
     HOOK = "a hook"
     NOT_FINITE = "a non-finite gradient"
     PEER_LOST = "a lost peer"
+    USER_CODE = "an error of your own code"
 
 
 @dataclass(frozen=True)

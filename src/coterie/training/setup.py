@@ -6,16 +6,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
+from coterie.arguments import COUNT, FLAG, Check, check_fields, instance, listed, one_of, optional, shown
 from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, ModelError, blaming
+from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import ignored_class, is_over_classes
 from coterie.evaluation.metrics import binary_accuracy, metrics_for
 from coterie.learners.learner import Learner
@@ -30,8 +33,43 @@ from coterie.training.captured import Captured, block_of, warn_not_captured
 from coterie.training.choose import Followed
 from coterie.training.guard import MIN_HELD_OUT, Guard
 from coterie.training.hooks import as_hook
-from coterie.users.examples import Examples, plain_targets
-from coterie.users.user import User
+from coterie.users.examples import Examples, InMemory, plain_targets
+from coterie.users.user import Loss, User
+
+
+def _folder(value: Any) -> Path:
+    """Return the path of a folder, which need not be there yet."""
+    folder = Path(value)
+    if not str(value) or "\0" in str(value) or (folder.exists() and not folder.is_dir()):
+        raise ValueError
+    return folder
+
+
+def _engine(value: Any) -> Any:
+    """Return an engine, or what makes one."""
+    if not callable(value) and not hasattr(value, "gradients"):
+        raise TypeError
+    return value
+
+
+_YES_NO_AUTO = one_of(*(True, False, None))
+CHECKS: Mapping[str, Check] = {
+    "out": optional(Check("be the path of a folder", _folder)),
+    "trackers": listed(instance(str, ""), "a list of names", {str: 'write `trackers=["tensorboard"]`'}),
+    "checkpoint_every": optional(COUNT),
+    "resume": FLAG,
+    "progress": _YES_NO_AUTO,
+    "guard": one_of("auto", "held-out", "off"),
+    "measure": FLAG,
+    "capture": _YES_NO_AUTO,
+    "forward_options": instance(ForwardOptions, "a `coterie.ForwardOptions`", {type(None): "leave it out"}),
+    "engine": Check(
+        "be an engine, or a function that makes one",
+        _engine,
+        remedies={type(None): "leave it out for this process"},
+    ),
+}
+"""What the options of a run may be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +87,35 @@ class RunOptions:
     forward_options: ForwardOptions = DEFAULT_FORWARD
     engine: Engine | MakeEngine = InProcess
 
+    def __post_init__(self) -> None:
+        check_fields(self, CHECKS)
+        if self.resume and self.out is None:
+            raise KnobError("`resume` has no effect without `out`; name the folder of the run, or leave it out")
+
+
+def _rule(value: Any) -> Any:
+    """Return what can be followed; a class has all methods of its instances, and is none."""
+    if isinstance(value, type) or not isinstance(value, Rule | Chooser | Method | MakesLearner):
+        raise TypeError
+    return value
+
+
+RULE = optional(
+    Check(
+        "be a rule such as `coterie.WeightedAveraging(0.5)`, or a method",
+        _rule,
+        remedies={type: "give it its knobs: `Rule(…)`", str: "names are for the command line"},
+    )
+)
+
 
 def with_rule(spec: RunSpec, guard: str) -> RunSpec:
     """Return the run with the rule that None stands for; a method's run with plain SGD for its step size."""
+    RULE("rule", spec.rule)
     if not isinstance(spec.rule, Method):
         return replace(spec, rule=AdaptiveAveraging()) if spec.rule is None else spec
+    if spec.clip_norm is not None:
+        raise KnobError("a method takes plain gradient steps of its own: leave `clip_norm` out")
     if spec.optimizer not in (None, torch.optim.SGD):
         raise KnobError("a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`")
     if guard == "held-out":
@@ -61,16 +123,44 @@ def with_rule(spec: RunSpec, guard: str) -> RunSpec:
     return replace(spec, optimizer=torch.optim.SGD, lr=0.1 if spec.lr is None else spec.lr)
 
 
-def check(spec: RunSpec, save_every: int = 1) -> None:
-    """Refuse numbers below 1, hooks that are none, and users whose examples are all of one class."""
-    numbers = {"steps": spec.steps, "evaluate_every": spec.every, "checkpoint_every": save_every}
-    for name, number in numbers.items():
-        if number < 1:
-            raise KnobError(f"`{name}` must be at least 1, got {number}")
+def check(spec: RunSpec) -> None:
+    """Refuse hooks that are none, a loss that is a sum, and examples that nothing can be learned from."""
     for hook in spec.hooks:
         as_hook(hook)
+    if _reduction(spec.loss) == "sum":
+        raise ModelError(
+            'the loss adds up over the batch (`reduction="sum"`), so its size would depend on the batch size; use '
+            '`reduction="mean"`'
+        )
     for user in (spec.me, *spec.peers):
         _check_classes(user, spec)
+    for part, held_out in (("validation", spec.me.validation), ("test", spec.me.test)):
+        _check_numbers(spec, part, held_out)
+
+
+def _reduction(loss: Loss) -> object:
+    """Return how a loss of torch is reduced, also one that `functools.partial` sets."""
+    keywords = loss.keywords if isinstance(loss, partial) else {}
+    return keywords.get("reduction", getattr(loss, "reduction", "mean"))
+
+
+def _check_numbers(spec: RunSpec, part: str, examples: Examples | None) -> None:
+    """Refuse inputs that are not finite, unless the model makes a finite output of them."""
+    if not isinstance(examples, InMemory) or not isinstance(examples.inputs, Tensor):
+        return
+    if not examples.inputs.is_floating_point():
+        return
+    bad = (~examples.inputs.isfinite()).flatten(1).any(1).nonzero().flatten()[:1]
+    if not len(bad):
+        return
+    device = next(spec.model.parameters()).device
+    with torch.no_grad(), evaluation_mode(spec.model), blaming("the model"):
+        output = spec.model(examples.inputs[bad].to(device))
+    if isinstance(output, Tensor) and not bool(output.isfinite().all()):
+        raise DataError(
+            f"the inputs of {spec.me.name!r} are NaN or infinite in {part} example {int(bad)}, and so is the "
+            "model's output; fill them in, or drop the example"
+        )
 
 
 def _check_classes(user: User, spec: RunSpec) -> None:
@@ -107,6 +197,8 @@ def opened(spec: RunSpec, options: RunOptions, stack: ExitStack) -> Engine:
     if callable(engine):
         users = spec.me, spec.peers
         engine = engine(spec.model, spec.loss, *users, batch_size=spec.batch_size, seed=spec.seed)
+        if not hasattr(engine, "gradients"):
+            raise KnobError(f"`engine` must make an engine, got {shown(engine)}; see `coterie.Engine`")
         stack.callback(engine.close)
     check_rule(spec.rule, engine)
     return engine
@@ -129,11 +221,12 @@ def configuration_of(spec: RunSpec, engine: Engine, *, guard: str = "off", data:
     """Return what the record and a resumed run should know of what was asked for."""
     me, groups = spec.me, spec.made_optimizer.param_groups
     rates = "/".join(dict.fromkeys(f"{group['lr']:g}" for group in groups))
+    clipped = "" if spec.clip_norm is None else f", clip_norm={spec.clip_norm:g}"
     held_out = {part: len(getattr(me, part) or ()) for part in ("validation", "test")}
     return Configuration(
         rule=describe(spec.rule),
         alone=isinstance(spec.rule, Alone),
-        optimizer=f"{type(spec.made_optimizer).__name__}(lr={rates})",
+        optimizer=f"{type(spec.made_optimizer).__name__}(lr={rates}{clipped})",
         parameter_groups=[{k: str(v) for k, v in group.items() if k != "params"} for group in groups],
         scheduler=describe(spec.scheduler),
         loss=describe(spec.loss),
@@ -170,8 +263,6 @@ def learner_of(
 def guard_mode(guard: str, spec: RunSpec) -> tuple[bool, str]:
     """Say whether there is to be a guard, and why or why not."""
     n = 0 if spec.me.validation is None else len(spec.me.validation)
-    if guard not in ("auto", "held-out", "off"):
-        raise KnobError(f'`guard` must be "auto", "held-out" or "off", got {guard!r}')
     if guard == "off" or isinstance(spec.rule, Alone | Method):
         return False, "off"
     if guard == "auto" and n < MIN_HELD_OUT:

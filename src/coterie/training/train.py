@@ -1,21 +1,24 @@
 """Train one run (Algorithm 1, with any optimizer of `torch.optim`): set up, choose, take the steps, finish."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from coterie.arguments import COUNT
 from coterie.choosing import Chooser, MakesLearner
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
+from coterie.errors import KnobError
 from coterie.evaluation.metrics import Metric
-from coterie.learners.spec import OptimizerLike, RunSpec, Scheduler
+from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
 from coterie.methods.rounds import Method
 from coterie.recording.interruption import interruptible
 from coterie.rules import Rule
@@ -39,7 +42,9 @@ def train(
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
     scheduler: Scheduler | None = None,
-    steps: int = 1000,
+    clip_norm: float | None = None,
+    steps: int = STEPS,
+    epochs: int | None = None,
     batch_size: int = 32,
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -77,7 +82,9 @@ def train(
         lr: the step size; the optimizer's own default when None, and 0.1 for a method.
         scheduler: a function of the optimizer that returns a learning-rate scheduler, stepped at every step
             (`ReduceLROnPlateau`: at every evaluation, with the validation loss).
+        clip_norm: the norm that the rule's direction is cut to before the optimizer follows it; not cut when None.
         steps: how many steps to take.
+        epochs: in the place of `steps`, as many as user 0 has batches in so many passes over its examples.
         batch_size: examples each user draws for a gradient; all of them where it has fewer.
         seed: what batches and dropout are drawn from, with the user's name and the step.
         device: where to train; where the model is when None.
@@ -112,20 +119,33 @@ def train(
         >>> run.record.points[-1].own_loss < 1e-3
         True
     """
-    who = model, loss, me, peers, rule
-    spec = RunSpec(*who, optimizer, lr, scheduler, steps, batch_size, seed, device, metrics, evaluate_every, hooks)
+    how: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "scheduler": scheduler, "clip_norm": clip_norm}
+    how |= {"steps": steps, "batch_size": batch_size, "seed": seed, "device": device, "metrics": metrics}
+    spec = RunSpec(model, loss, me, peers, rule, evaluate_every=evaluate_every, hooks=hooks, **how)
+    if epochs is not None:
+        spec = replace(spec, steps=_steps_in(epochs, spec))
     options = RunOptions(
         out, trackers, checkpoint_every, resume, progress, guard, measure, capture, forward_options, engine
     )
     return train_spec(spec, options)
 
 
+def _steps_in(epochs: int, spec: RunSpec) -> int:
+    """Return how many batches user 0 has in some passes over its examples."""
+    if spec.steps != STEPS:
+        raise KnobError(f"`steps` ({spec.steps}) and `epochs` ({epochs}) were both given; leave one out")
+    if spec.me.is_stream:
+        raise KnobError("`epochs` has no meaning for a stream, which has no end; give `steps`")
+    batches = math.ceil(len(spec.me) / spec.batch_size)
+    return int(COUNT("epochs", epochs)) * batches
+
+
 def train_spec(spec: RunSpec, options: RunOptions) -> Run:
     """Train a run that is specified; see `train`."""
     began, forward = time.monotonic(), options.forward_options
     folder = None if options.out is None else Path(options.out)
-    save_every = max(1, spec.steps // 10) if options.checkpoint_every is None else int(options.checkpoint_every)
-    setup.check(spec, save_every)
+    save_every = max(1, spec.steps // 10) if options.checkpoint_every is None else options.checkpoint_every
+    setup.check(spec)
     trackers = [] if folder is None else [TRACKERS[name](folder) for name in options.trackers]
     spec = setup.with_rule(spec, options.guard).prepared()
     guarded, guard = setup.guard_mode(options.guard, spec)

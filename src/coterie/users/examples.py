@@ -1,15 +1,16 @@
 """Examples: held in memory, read from a data set, or drawn from a stream."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from coterie.errors import DataError
+from coterie.errors import DataError, blaming
 from coterie.users.reading import Collate, as_tree_pair, collated, pair_of
 from coterie.users.trees import NOTHING, Tree, device_of, leaves, mapped, n_rows
 
@@ -105,7 +106,13 @@ class FromStream:
 
     def fresh(self, size: int, seed: int, step: int, whose: str) -> tuple[Tree, Tree]:
         """Return a batch of new examples."""
-        inputs, targets = as_tree_pair(self.draw(size, seed, step), whose)
+        with blaming(f"the stream of {whose}"):
+            drawn = self.draw(size, seed, step)
+        inputs, targets = as_tree_pair(drawn, whose)
+        for what, tree in (("inputs", inputs), ("targets", targets)):
+            if len(leaves(tree)) and n_rows(tree) != size:
+                counts = f"{size} examples and gave {n_rows(tree)} {what}"
+                raise DataError(f"the stream of {whose} was asked for {counts}; give as many")
         return _moved(inputs, self.device), _moved(targets, self.device)
 
     def to(self, device: torch.device) -> Self:
@@ -115,6 +122,14 @@ class FromStream:
 
 def as_examples(data: Any, whose: str, collate: Collate | None = None, target: str | None = None) -> Examples:
     """Return examples from (inputs, targets), a data set or a stream's function, checked."""
+    if isinstance(data, DataLoader):
+        raise DataError(
+            f"{whose} has a DataLoader, but batches are drawn by (seed, user, step); give its data set: "
+            "`coterie.User.from_dataset(name, loader.dataset)`"
+        )
+    if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
+        kind = type(data).__name__
+        raise DataError(f"the examples of {whose} must be a pair (inputs, targets) or a data set, got {kind}")
     if callable(data):
         return FromStream(data, torch.device("cpu"))
     if isinstance(data, TensorDataset) and collate is None:

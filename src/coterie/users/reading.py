@@ -21,6 +21,9 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 
 def as_tree_pair(data: Any, whose: str) -> tuple[Tree, Tree]:
     """Return inputs and targets as nestings of tensors."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        kind = f"{type(data).__name__} of {len(data)}" if isinstance(data, tuple | list) else type(data).__name__
+        raise DataError(f"the examples of {whose} must be a pair (inputs, targets), got {kind}")
     inputs, targets = data
     made = as_tree(inputs, "inputs", whose)
     if not leaves(made):
@@ -113,6 +116,9 @@ def _has_rows(value: Any) -> bool:
 def _as_tensor(values: Any, what: str, whose: str) -> Tensor:
     """Return a tensor; floating-point arrays take torch's default dtype, as lists do in `torch.tensor`."""
     if isinstance(values, Tensor):
+        if values.layout is not torch.strided or values.is_meta:
+            kind = "on the meta device" if values.is_meta else f"{values.layout}"
+            raise DataError(f"the {what} of {whose} are {kind}; make them dense numbers first: `tensor.to_dense()`")
         tensor = values.detach()
     else:
         try:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from coterie.errors import DataError
+from coterie.arguments import instance, is_text, listed, shown
+from coterie.errors import DataError, blaming
 from coterie.users.examples import Draw, Examples, FromStream, InMemory, as_examples, from_columns
 from coterie.users.reading import Array, Collate
 from coterie.users.sampling import draw, random_key, seeded
@@ -197,7 +198,7 @@ class User:
         """Return the examples at these indices; random transforms draw from (seed, user, step)."""
         if isinstance(self.examples, InMemory):
             return self.examples.take(indices)
-        with seeded(seed, self.name, step):
+        with seeded(seed, self.name, step), blaming(f"the data set of user {self.name!r}"):
             return self.examples.take(indices)
 
     def to(self, device: torch.device) -> Self:
@@ -218,7 +219,7 @@ class User:
             held = self.examples.inputs, self.examples.targets
         elif not self.is_stream:
             spread = torch.linspace(0, len(self) - 1, min(len(self), EXAMPLES_COMPARED), dtype=torch.float64)
-            with seeded(0, "fingerprint", 0):
+            with seeded(0, "fingerprint", 0), blaming(f"the data set of user {self.name!r}"):
                 held = self.examples.take(spread.long())
         for tree in held:
             if not isinstance(tree, Tensor):
@@ -229,9 +230,16 @@ class User:
         return digest.hexdigest()
 
     def _hold(self, name: str, examples: Any, validation: Any, test: Any, made: Callable[..., Examples]) -> None:
-        if not isinstance(name, str) or not name:
-            raise DataError(f"a user's name must be a non-empty string, got {name!r}")
+        if not isinstance(name, str) or not name or not is_text(name):
+            wanted = "a non-empty string without control characters"
+            raise DataError(f"a user's name must be {wanted}, got {shown(name)}")
         self.name = name
         self.examples = made(examples, f"user {name!r}")
         self.validation = None if validation is None else made(validation, f"validation set of {name!r}")
         self.test = None if test is None else made(test, f"test set of {name!r}")
+
+
+USER = instance(User, "a `coterie.User`", error=DataError)
+"""What user 0 must be."""
+PEERS = listed(USER, "a list of `coterie.User`s", {User: "for one peer write `peers=[peer]`"})
+"""What its peers must be."""

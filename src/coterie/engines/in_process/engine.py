@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from coterie.arguments import COUNT, SEED
 from coterie.engines.engine import NOT_IN_MEMORY, Capabilities
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
@@ -25,7 +26,7 @@ from coterie.recording.traffic import Traffic
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
 from coterie.users.trees import Tree
-from coterie.users.user import Loss, User, check_names
+from coterie.users.user import PEERS, USER, Loss, User, check_names
 
 
 class InProcess:
@@ -67,8 +68,8 @@ class InProcess:
         one_by_one: bool = False,
         forward_options: ForwardOptions = DEFAULT_FORWARD,
     ) -> None:
-        if batch_size < 1:
-            raise KnobError(f"`batch_size` must be at least 1, got {batch_size}")
+        me, peers = USER("me", me), PEERS("peers", peers)
+        batch_size, seed = COUNT("batch_size", batch_size), SEED("seed", seed)
         self.names = tuple(peer.name for peer in peers)
         check_names([me.name, *self.names])
         self.me, self.seed, self.passes = me.name, seed, Passes(model, loss)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.arguments import FLAG, check_fields
 from coterie.errors import KnobError
 from coterie.users.trees import Tree, device_of, mapped
 
@@ -33,6 +34,7 @@ class ForwardOptions:
     def __post_init__(self) -> None:
         if self.autocast not in (None, torch.bfloat16):
             raise KnobError(f"`autocast` must be None or torch.bfloat16, got {self.autocast!r}")
+        check_fields(self, {"channels_last": FLAG, "compile": FLAG})
 
     def through(self, forward: Callable[[Tree], Any], inputs: Tree) -> Any:
         """Return what a forward pass makes of inputs."""

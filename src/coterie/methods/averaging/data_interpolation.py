@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from coterie.arguments import SHARE
 from coterie.rules import WeightedAveraging
-from coterie.rules.knobs import check_share
 from coterie.users.user import User
 
 
@@ -35,7 +35,7 @@ def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> Weight
 
 def interpolation_of_sizes(own_examples: int, peers: Mapping[str, int], mixing: float) -> WeightedAveraging:
     """Return the rule of `data_interpolation` from the numbers of examples, the peers' by name."""
-    check_share("mixing", mixing)
+    SHARE("mixing", mixing)
     total = sum(peers.values())
     tau = {name: n / total for name, n in peers.items()}
     return WeightedAveraging(alpha=(1 - mixing) * total / (total + own_examples), tau=tau)

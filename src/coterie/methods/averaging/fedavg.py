@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.arguments import one_of
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, local_steps
 from coterie.rules import State
@@ -44,8 +44,7 @@ class FedAvg(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shares not in ("examples", "equal"):
-            raise KnobError(f'`shares` must be "examples" or "equal", got {self.shares!r}')
+        one_of("examples", "equal")("shares", self.shares)
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x."""

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from coterie.arguments import COUNT
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
 from coterie.methods.local import local_steps
 from coterie.methods.rounds import Method
 from coterie.rules import State
-from coterie.rules.knobs import check_count
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class FineTuning:
     together: Method = field(default_factory=FedAvg)
 
     def __post_init__(self) -> None:
-        check_count("rounds", self.rounds)
+        COUNT("rounds", self.rounds)
 
     @property
     def gradients_a_round(self) -> int:

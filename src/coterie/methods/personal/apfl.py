@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coterie.arguments import SHARE
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps
 from coterie.rules import State
-from coterie.rules.knobs import check_share
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class APFL(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("mixing", self.mixing)
+        SHARE("mixing", self.mixing)
 
     @property
     def gradients_a_round(self) -> int:

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from coterie.arguments import COUNT, POSITIVE
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
 from coterie.methods.rounds import Method
 from coterie.rules import State
-from coterie.rules.knobs import check_count, check_positive
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Ditto:
     personal_steps: int = 1
 
     def __post_init__(self) -> None:
-        check_positive("penalty", self.penalty)
-        check_count("personal_steps", self.personal_steps)
+        POSITIVE("penalty", self.penalty)
+        COUNT("personal_steps", self.personal_steps)
 
     @property
     def gradients_a_round(self) -> int:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coterie.arguments import COUNT, POSITIVE
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, local_steps
 from coterie.rules import State
-from coterie.rules.knobs import check_count, check_positive
 from coterie.users.sampling import seeded
 
 
@@ -44,8 +44,8 @@ class HypCluster(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("clusters", self.clusters)
-        check_positive("spread", self.spread)
+        COUNT("clusters", self.clusters)
+        POSITIVE("spread", self.spread)
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: q models around x; every user has the first."""

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.arguments import POSITIVE, real
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, local_steps
 from coterie.rules import State
-from coterie.rules.knobs import check_positive
 from coterie.users.sampling import uniform
 
 
@@ -46,9 +45,8 @@ class L2GD(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("penalty", self.penalty)
-        if not 0 < self.probability < 1:
-            raise KnobError(f"`probability` must lie between 0 and 1, got {self.probability!r}")
+        POSITIVE("penalty", self.penalty)
+        real("lie between 0 and 1", lambda p: 0 < p < 1)("probability", self.probability)
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""

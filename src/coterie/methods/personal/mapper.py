@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coterie.arguments import SHARE, listed
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps
 from coterie.methods.personal.apfl import mixture
 from coterie.rules import State
-from coterie.rules.knobs import check_share
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,8 @@ class Mapper(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.mixings:
+        if not listed(SHARE, "numbers of [0, 1]")("mixings", self.mixings):
             raise KnobError("`mixings` must hold at least one number of [0, 1]")
-        for mixing in self.mixings:
-            check_share("mixings", mixing)
 
     @property
     def gradients_a_round(self) -> int:

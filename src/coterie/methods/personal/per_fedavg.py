@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from coterie.arguments import POSITIVE
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, local_steps
 from coterie.rules import State
-from coterie.rules.knobs import check_positive
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class PerFedAvg(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("inner_lr", self.inner_lr)
+        POSITIVE("inner_lr", self.inner_lr)
         if self.difference is not None:
-            check_positive("difference", self.difference)
+            POSITIVE("difference", self.difference)
 
     @property
     def gradients_a_round(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.arguments import real
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps
 from coterie.rules import State
@@ -43,8 +43,7 @@ class Mime(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise KnobError(f"`momentum` must lie in [0, 1), got {self.momentum!r}")
+        real("lie in [0, 1)", lambda momentum: 0 <= momentum < 1)("momentum", self.momentum)
 
     @property
     def gradients_a_round(self) -> int:

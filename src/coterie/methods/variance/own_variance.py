@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.arguments import real
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps
 from coterie.rules import State
@@ -131,8 +131,7 @@ class MVR(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.rate <= 1:
-            raise KnobError(f"`rate` must lie in (0, 1], got {self.rate!r}")
+        real("lie in (0, 1]", lambda rate: 0 < rate <= 1)("rate", self.rate)
 
     @property
     def gradients_a_round(self) -> int:

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.arguments import POSITIVE, whole
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps
 from coterie.rules import State
@@ -43,8 +43,8 @@ class Scaffold(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.option not in (1, 2):
-            raise KnobError(f"`option` must be 1 or 2, got {self.option!r}")
+        whole(1, 2)("option", self.option)
+        POSITIVE("server_lr", self.server_lr)
 
     @property
     def gradients_a_round(self) -> int:

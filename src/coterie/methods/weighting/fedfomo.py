@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.arguments import one_of
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, local_steps, weighed
 from coterie.rules import State
@@ -46,8 +46,7 @@ class FedFomo(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.start not in ("own", "mine"):
-            raise KnobError(f'`start` must be "own" or "mine", got {self.start!r}')
+        one_of("own", "mine")("start", self.start)
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all users at x."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coterie.arguments import SHARE, optional
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, weighed
@@ -43,8 +44,7 @@ class Selfish(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise KnobError(f"`alpha` must lie in [0, 1], got {self.alpha!r}; None gives all users equal weight")
+        optional(SHARE)("alpha", self.alpha)  # None gives all users equal weight
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, and no correction yet."""

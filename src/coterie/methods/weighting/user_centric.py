@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.arguments import COUNT, optional, whole
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, local_steps, weighed
 from coterie.rules import State
@@ -46,10 +46,8 @@ class UserCentric(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.clusters is not None and self.clusters < 1:
-            raise KnobError(f"`clusters` must be at least 1, got {self.clusters!r}; None gives each user its own")
-        if self.blocks < 2:
-            raise KnobError(f"`blocks` must be at least 2, got {self.blocks!r}: noise is measured between blocks")
+        optional(COUNT)("clusters", self.clusters)  # None gives each user its own
+        whole(2)("blocks", self.blocks)  # noise is measured between blocks
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all users at x, and the mixing weights."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coterie.arguments import COUNT
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, weighed
 from coterie.rules import State
-from coterie.rules.knobs import check_count
 from coterie.rules.similarity import TINY
 
 AVERAGED_ROUNDS = 3
@@ -51,7 +51,7 @@ class Waffle(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("rounds", self.rounds)
+        COUNT("rounds", self.rounds)
 
     def share(self, played: int) -> float:
         """Return Ω after so many rounds."""

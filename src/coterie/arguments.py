@@ -1,0 +1,199 @@
+"""Arguments: what may be given, said in one place. A check takes a value as it is meant, or refuses it.
+
+What has arguments says by a table of checks what they may be; `check_fields` goes through it.
+
+    LIMITS = {"steps": COUNT, "lr": optional(POSITIVE)}
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+from unicodedata import category
+
+from coterie.errors import CoterieError, KnobError
+
+MAX_SHOWN = 80
+"""How many characters of a value a message shows."""
+
+Remedies: TypeAlias = Mapping[type | tuple[type, ...], str]
+"""What to do instead, by the type of what was given."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What an argument must be.
+
+    Args:
+        words: how it goes on after "`name` must".
+        read: returns the value as it is meant; a TypeError or ValueError refuses it.
+        error: the kind of error.
+        remedies: what to do instead, for mistakes that are often made.
+
+    Example:
+        >>> COUNT("steps", 5)
+        5
+        >>> COUNT("steps", 1.9)
+        Traceback (most recent call last):
+        ...
+        coterie.errors.KnobError: `steps` must be a whole number, at least 1, got 1.9
+    """
+
+    words: str
+    read: Callable[[Any], Any]
+    error: type[CoterieError] = KnobError
+    remedies: Remedies | None = None
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Return the value as it is meant, or refuse it."""
+        try:
+            return self.read(value)
+        except (TypeError, ValueError, OverflowError):
+            remedy = next((f"; {do}" for kind, do in (self.remedies or {}).items() if isinstance(value, kind)), "")
+            raise self.error(f"`{name}` must {self.words}, got {shown(value)}{remedy}") from None
+
+
+def whole(least: int, most: int | None = None) -> Check:
+    """Return the check of a whole number, of Python, NumPy or torch; True is none, and neither is 5.0."""
+
+    def read(value: Any) -> int:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+        if number < least or (most is not None and number > most):
+            raise ValueError
+        return number
+
+    return Check(f"be a whole number, {f'at least {least}' if most is None else f'from {least} to {most}'}", read)
+
+
+def real(words: str, fits: Callable[[float], bool]) -> Check:
+    """Return the check of a finite number in a range."""
+
+    def read(value: Any) -> float:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
+        number = float(value)
+        if not math.isfinite(number) or not fits(number):
+            raise ValueError
+        return number
+
+    return Check(words, read)
+
+
+def one_of(*values: Any) -> Check:
+    """Return the check of a value that must be one of a few."""
+    names = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
+
+    def read(value: Any) -> Any:
+        if not any(value is v or (isinstance(v, str) and isinstance(value, str) and value == v) for v in values):
+            raise ValueError
+        return value
+
+    return Check(f"be {', '.join(names[:-1])} or {names[-1]}", read)
+
+
+def instance(
+    kinds: type | tuple[type, ...],
+    words: str,
+    remedies: Remedies | None = None,
+    error: type[CoterieError] = KnobError,
+) -> Check:
+    """Return the check of an object of some class."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, kinds):
+            raise TypeError
+        return value
+
+    return Check(f"be {words}", read, error, remedies)
+
+
+def function(words: str, remedies: Remedies | None = None, error: type[CoterieError] = KnobError) -> Check:
+    """Return the check of what is called."""
+
+    def read(value: Any) -> Any:
+        if not callable(value) or isinstance(value, tuple(k for k in (remedies or {}) if isinstance(k, type))):
+            raise TypeError
+        return value
+
+    return Check(f"be {words}", read, error, remedies)
+
+
+def either(first: Check, second: Check) -> Check:
+    """Return the check of what one of two takes; words and remedies are those of the second."""
+
+    def read(value: Any) -> Any:
+        try:
+            return first.read(value)
+        except (TypeError, ValueError):
+            return second.read(value)
+
+    return replace(second, read=read)
+
+
+def optional(check: Check) -> Check:
+    """Return the same check, with None for what is left out."""
+    return replace(check, words=f"{check.words}, or None", read=lambda v: None if v is None else check.read(v))
+
+
+def listed(check: Check, words: str, remedies: Remedies | None = None) -> Check:
+    """Return the check of a sequence, each entry by a check of its own; it becomes a tuple."""
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+            raise TypeError
+        return tuple(check.read(each) for each in value)
+
+    return Check(f"be {words}", read, check.error, remedies)
+
+
+def mapped(check: Check, words: str, remedies: Remedies | None = None) -> Check:
+    """Return the check of a mapping from names to values, each by a check of its own."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
+            raise TypeError
+        for each in value.values():
+            check.read(each)
+        return value
+
+    return Check(f"be {words}", read, check.error, remedies)
+
+
+COUNT = whole(1)
+"""A number of things: 1, 2, 3, …"""
+SEED = whole(-(2**63), 2**63 - 1)
+"""What random numbers are drawn from, as torch takes it."""
+SHARE = real("lie in [0, 1]", lambda value: 0 <= value <= 1)
+"""A part of a whole."""
+POSITIVE = real("be a finite number above 0", lambda value: value > 0)
+"""A size: a step, a penalty, a norm."""
+ANYTHING = Check("be anything", lambda value: value)
+"""What is checked elsewhere."""
+FLAG = one_of(*(True, False))
+"""Yes or no."""
+
+
+def check_fields(thing: object, checks: Mapping[str, Check]) -> None:
+    """Let the fields of a frozen dataclass be what they are meant to be, or refuse them."""
+    for name, check in checks.items():
+        object.__setattr__(thing, name, check(name, getattr(thing, name)))
+
+
+def is_text(value: str) -> bool:
+    """Say whether a text can be written to a file and shown in one line: no half characters, no control ones."""
+    return not any(category(character) in ("Cc", "Cs") for character in value)
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: short, on one line, whatever the value is."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a value of one's own may not even be shown
+        text = ""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if text and len(text) <= MAX_SHOWN else f"an object of type {type(value).__name__}"
