@@ -77,7 +77,8 @@ def assert_same(run: Run, expected: Run, tolerance: float = 1e-9) -> None:
     end, other = (
         {k: v for k, v in each.record.end.to_plain().items() if k != "seconds"} for each in (run, expected)
     )
-    assert end.pop("test") == pytest.approx(other.pop("test"), **close)
+    for part in ("validation", "test"):
+        assert end.pop(part, {}) == pytest.approx(other.pop(part, {}), **close)
     assert end == other
     for name, value in expected.model.state_dict().items():
         torch.testing.assert_close(run.model.state_dict()[name], value, rtol=tolerance, atol=tolerance)

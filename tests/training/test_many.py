@@ -19,9 +19,12 @@ from coterie.benchmark.models import cnn
 from coterie.engines.in_process import copies
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.engine import InProcess
+from coterie.learners.blocks import StackBlock
 from coterie.learners.sharing import Needs, passes
 from coterie.learners.tables import ExamplePool
 from coterie.rules import FormulaRule, Knob
+from coterie.training.captured import Captured
+from coterie.training.many_loop import ManyLoop
 
 Users = Callable[..., list[User]]
 
@@ -40,7 +43,12 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_every_rule_and_optimizer_gives_the_runs_of_train(make_users: Users, kind: str) -> None:
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_every_rule_and_optimizer_gives_the_runs_of_train(
+    make_users: Users, monkeypatch: pytest.MonkeyPatch, kind: str, in_blocks: bool
+) -> None:
+    if in_blocks:  # as on a GPU
+        monkeypatch.setattr(ManyLoop, "_captured", lambda loop: Captured(StackBlock(loop.program, undone=False)))
     one, other = (
         make_users(),
         make_users((3, 16, 9, 5, 7), held_out=9),

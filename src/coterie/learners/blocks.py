@@ -83,10 +83,13 @@ class TakesBlocks(Protocol):
 
 
 class StackBlock:
-    """The next steps of stacks of parameters: rows of indices of examples, and of numbers and step sizes."""
+    """The next steps of stacks of parameters: rows of indices of examples, and of numbers and step sizes.
 
-    def __init__(self, learner: Repeats) -> None:
-        self.learner, x = learner, learner.stacks[0].x
+    `undone`: a block in which a direction is not finite is undone. Many runs go on without the one that it is of.
+    """
+
+    def __init__(self, learner: Repeats, *, undone: bool = True) -> None:
+        self.learner, x, self.undone = learner, learner.stacks[0].x, undone
         self.device = x.device
         self.counter = torch.zeros(1, dtype=torch.long, device=self.device)  # the row of the next step
         self.total = x.new_zeros(())
@@ -131,13 +134,16 @@ class StackBlock:
         """Take one step by its row of the tables."""
         learner, counter = self.learner, self.counter
         numbers = self.numbers.index_select(0, counter)[0].unbind()
-        losses = learner.directions([table.index_select(0, counter)[0] for table in self.indices], numbers)
+        count = len(numbers) - sum(map(len, self.rates[taken]))
+        rows = [table.index_select(0, counter)[0] for table in self.indices]
+        losses = learner.directions(rows, numbers[:count])
         if self.losses.shape != (self.rows, losses.numel()):
             self.losses = losses.new_zeros(self.rows, losses.numel())
         self.losses.index_copy_(0, counter, losses.reshape(1, -1))
-        at = len(numbers) - sum(map(len, self.rates[taken]))
+        at = count
         for stack, rates in zip(learner.stacks, self.rates[taken], strict=True):
-            self.total.add_(stack.direction.sum())
+            if self.undone:
+                self.total.add_(stack.direction.sum())
             stack.optimize(numbers[at : at + len(rates)] if self.device.type == "cuda" else rates)
             at += len(rates)
         counter.add_(1)

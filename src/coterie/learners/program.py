@@ -1,7 +1,9 @@
 """Many runs as one program: a pass over the own batches of all, one over the peers', then the rules of all."""
 
 import copy
+import sys
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -11,7 +13,7 @@ from coterie.engines.in_process.copies import Copies
 from coterie.learners.sharing import Needs, Pass, passes
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
-from coterie.learners.stacked_rules import StackedRules
+from coterie.learners.stacked_rules import Call, StackedRules
 from coterie.learners.tables import ExamplePool
 from coterie.rules import State
 from coterie.users.examples import InMemory
@@ -43,24 +45,64 @@ class Program:
         rules = {run: specs[run].rule for run in heard}
         self._rules = StackedRules(rules, stack.x[heard])
         self._listening = set(heard)
-        self.own_loss = stack.x.new_zeros(len(specs), dtype=torch.float64)
+        self.own_loss = stack.x.new_zeros(len(specs), dtype=torch.float64)  # in the last step
+        self.losses = torch.zeros_like(self.own_loss)  # added up; whoever reads them sets them to zero
         self._sums = stack.x.new_zeros(len(specs))
+        self.stacks = (stack,)
 
     def advance(self) -> None:
         """Take one step in every run."""
-        x, direction = self.stack.x, self.stack.direction
-        for each in self._own:
-            gradients, losses = each.gradients(self.copies, x, self.step)
-            direction.index_copy_(0, each.runs, gradients)
-            self.own_loss.index_copy_(0, each.runs, losses.double())
-        if self._heard is not None:
-            peers = [each.gradients(self.copies, x, self.step)[0] for each in self._peers]
-            own = direction.index_select(0, self._heard)
-            heard = self._rules(own, peers[0] if len(peers) == 1 else torch.cat(peers))
-            direction.index_copy_(0, self._heard, heard)
-        self._sums += direction.sum(1)
+        batches = [each.table.at(self.step) for each in (*self._own, *self._peers)]
+        self.own_loss = self._directions(batches, self._rules)
+        self.losses += self.own_loss
         self.stack.step()
         self.step += 1
+
+    def _directions(self, batches: Sequence[tuple[Tree, Tree]], rules: Call) -> Tensor:
+        """Write the direction of every run, and return the own losses."""
+        x, direction, own_loss = self.stack.x, self.stack.direction, torch.empty_like(self.own_loss)
+        own_batches, peers_batches = batches[: len(self._own)], batches[len(self._own) :]
+        for each, batch in zip(self._own, own_batches, strict=True):
+            gradients, losses = each.gradients(self.copies, x, batch)
+            direction.index_copy_(0, each.runs, gradients)
+            own_loss.index_copy_(0, each.runs, losses.double())
+        if self._heard is not None:
+            pairs = zip(self._peers, peers_batches, strict=True)
+            peers = [each.gradients(self.copies, x, batch)[0] for each, batch in pairs]
+            own = direction.index_select(0, self._heard)
+            heard = rules(own, peers[0] if len(peers) == 1 else torch.cat(peers))
+            direction.index_copy_(0, self._heard, heard)
+        self._sums += direction.sum(1)
+        return own_loss
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What a step reads and changes beside the parameters; see `learners.blocks`."""
+        return [self._sums, *self._rules.memory]
+
+    def repeats(self) -> int:
+        """Return how many of the next steps are the same work: all, once the optimizers have their state."""
+        return sys.maxsize if self.step and self._rules.repeats() else 0
+
+    def drawn(self, step: int) -> list[Tensor]:
+        """Return the examples that each pass draws in this step and some after it."""
+        return [each.table.block(step) for each in (*self._own, *self._peers)]
+
+    def numbers(self, step: int) -> list[float]:
+        """Return the knobs of all runs at a step."""
+        return self._rules.numbers_at(step)
+
+    def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
+        """Write the direction of every run by what is drawn; return the own losses."""
+        batches = [each.table.of(row) for each, row in zip((*self._own, *self._peers), drawn, strict=True)]
+        return self._directions(batches, partial(self._rules.repeat, numbers=numbers))
+
+    def taken(self, n: int, losses: Tensor) -> None:
+        """Count n steps of a block."""
+        self.own_loss = losses[-1].to(self.own_loss)
+        self.losses += losses.sum(0).to(self.losses)
+        self._rules.taken(n)
+        self.step += n
 
     def failed(self) -> list[bool]:
         """Say of each run whether one of its gradients was not finite, so that its parameters are of no use."""

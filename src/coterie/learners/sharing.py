@@ -29,9 +29,9 @@ class Pass:
     table: Table  # the batches of each group
     shares: Tensor  # of shape (G, M, R), what each example weighs for each run
 
-    def gradients(self, copies: Copies, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def gradients(self, copies: Copies, x: Tensor, batches: tuple[Tree, Tree]) -> tuple[Tensor, Tensor]:
         """Return the gradients of the weighted losses, of shape (G M, d), and those losses, of shape (G M,)."""
-        inputs, targets = self.table.at(step)
+        inputs, targets = batches
         counts = copies.counts(targets)
         shares = self.shares if counts is None else self.table.counted(self.shares, counts)
         gradients, losses = copies.gradients(self._rows(x), shares, inputs, targets)

@@ -191,6 +191,7 @@ def _take_state(new: Optimizer, olds: Sequence[Optimizer], origins: Sequence[Seq
 def _over(spec: RunSpec, x: Tensor, direction: Tensor) -> Optimizer:
     """Return a copy of the optimizer that holds rows of parameters, or one row, in the place of the model's."""
     model, optimizer = copy.deepcopy((spec.model, spec.made_optimizer))
+    optimizer._warned_capturable_if_run_uncaptured = True  # single steps beside captured ones are meant
     parameters = Parameters(model)
     names = {id(p): name for name, p in parameters.named.items()}
     values, slopes = parameters.unflatten(x), parameters.unflatten(direction)

@@ -1,14 +1,18 @@
 """The rules of many runs at once: each kind of rule is called once, on the gradients of all its runs."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from coterie.gradients.gradients import Gradients
 from coterie.rules.rule import FormulaRule, State, knob_names
+
+Call: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Directions from own gradients and the peers' sums."""
 
 
 class StackedRules:
@@ -25,11 +29,43 @@ class StackedRules:
 
     def __call__(self, own: Tensor, peers: Tensor) -> Tensor:
         """Return the direction of each run, and remember the state of its rule."""
-        if len(self._groups) == 1:
-            return self._groups[0](own, peers)
-        directions = torch.empty_like(own)
+        return self._directions(own, peers, self._groups)
+
+    def repeat(self, own: Tensor, peers: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        """Return the direction of each run by the knobs in `numbers`, those of `numbers_at`; `taken` counts it."""
+        calls, first = [], 0
         for group in self._groups:
-            some = group(own.index_select(0, group.rows), peers.index_select(0, group.rows))
+            last = first + len(group.names) * len(group.rows)
+            calls.append(partial(group.repeat, numbers=numbers[first:last]))
+            first = last
+        return self._directions(own, peers, calls)
+
+    def repeats(self) -> bool:
+        """Say whether the next step is the same work as those after it."""
+        return all(group.rule.repeats(group.state) for group in self._groups)
+
+    def numbers_at(self, step: int) -> list[float]:
+        """Return the knobs of all runs at a step."""
+        return [value for group in self._groups for value in group.numbers_at(step)]
+
+    def taken(self, n: int) -> None:
+        """Count n steps that were taken by `repeat`."""
+        for group in self._groups:
+            group.taken(n)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors in the rules' states."""
+        return [group.state[name] for group in self._groups for name in group.rule.memory]
+
+    def _directions(
+        self, own: Tensor, peers: Tensor, calls: Sequence[Callable[[Tensor, Tensor], Tensor]]
+    ) -> Tensor:
+        if len(self._groups) == 1:
+            return calls[0](own, peers)
+        directions = torch.empty_like(own)
+        for group, call in zip(self._groups, calls, strict=True):
+            some = call(own.index_select(0, group.rows), peers.index_select(0, group.rows))
             directions.index_copy_(0, group.rows, some)
         return directions
 
@@ -58,6 +94,7 @@ class _Group:
         self.state = self.rule.init(x[self.rows])
         plain = {name: value for name, value in self.state.items() if name not in self.rule.memory}
         self.plains = [plain] * len(distinct)
+        self._ahead = 0, self.plains  # at some step, the plain parts
         self.values: list[dict[str, float]] = []
         self.stacked: Any = self.rule
 
@@ -71,8 +108,38 @@ class _Group:
             self.values, self.stacked = values, self.rule.with_knobs(knobs)
         direction, state = self.stacked(Gradients(own, peers), self.state)
         self.plains = [plain for _, plain in following]
+        self._ahead = self.plains[0]["step"], self.plains
         self.state = {**state, **self.plains[0]}  # the numbers that a step depends on are the same in all runs
         return direction  # type: ignore[no-any-return]
+
+    def numbers_at(self, step: int) -> list[float]:
+        """Return the knobs at a step: of all runs, one knob after the other."""
+        pairs = zip(self.distinct, self._plains_at(step), strict=True)
+        values = [rule.next_knobs(plain)[0] for rule, plain in pairs]
+        return [values[place][name] for name in self.names for place in self.which]
+
+    def _plains_at(self, step: int) -> list[State]:
+        """Return the plain parts of the states before a step that is to come."""
+        at, plains = self._ahead if self._ahead[0] <= step else (self.plains[0]["step"], self.plains)
+        for _ in range(at, step):
+            plains = [rule.next_knobs(plain)[1] for rule, plain in zip(self.distinct, plains, strict=True)]
+        self._ahead = step, plains
+        return plains
+
+    def repeat(self, own: Tensor, peers: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        """Return the directions by the knobs in `numbers`; the state's tensors stay where they are."""
+        columns = torch.stack(list(numbers)).view(len(self.names), -1, 1) if numbers else ()
+        rule = self.rule.with_knobs(dict(zip(self.names, columns, strict=True)))
+        direction, state = rule(Gradients(own, peers), self.state)
+        for name in self.rule.memory:
+            if state[name] is not self.state[name]:
+                self.state[name].copy_(state[name])
+        return direction
+
+    def taken(self, n: int) -> None:
+        """Count n steps."""
+        self.plains = self._plains_at(self.plains[0]["step"] + n)
+        self.state = {**self.state, **self.plains[0]}
 
     def plain(self, place: int) -> State:
         """Return the plain part of a run's state."""

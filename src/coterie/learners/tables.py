@@ -58,10 +58,18 @@ class Table:
         """Return the inputs and targets of a step, each of shape (G, R, …)."""
         if self._kept is not None:
             return self._kept
-        taken = self.examples.take(self._indices.row(step, self.examples.device))
-        inputs, targets = (mapped(self._by_group, tree) for tree in taken)
+        batches = self.of(self._indices.row(step, self.examples.device))
         if self._whole:  # every batch is all there is
-            self._kept = inputs, targets
+            self._kept = batches
+        return batches
+
+    def block(self, step: int) -> Tensor:
+        """Return the rows of the pool that this step and some after it take."""
+        return self._indices.block(step)
+
+    def of(self, indices: Tensor) -> tuple[Tree, Tree]:
+        """Return the inputs and targets of one row of a block."""
+        inputs, targets = (mapped(self._by_group, tree) for tree in self.examples.take(indices))
         return inputs, targets
 
     def counted(self, shares: Tensor, counts: Tensor) -> Tensor:

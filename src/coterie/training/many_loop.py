@@ -10,6 +10,8 @@ import torch
 
 from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.evaluate import scores
+from coterie.learners.blocks import StackBlock
+from coterie.learners.capturable import why_not_capturable
 from coterie.learners.learner import Learner
 from coterie.learners.program import Program
 from coterie.learners.spec import RunSpec
@@ -19,6 +21,7 @@ from coterie.recording.progress import Show
 from coterie.recording.record import Record
 from coterie.recording.result import Point
 from coterie.rules import Alone
+from coterie.training.captured import Captured
 from coterie.training.loop import TrainingLoop
 from coterie.training.run import Run, Stopped
 from coterie.training.setup import costs_of
@@ -71,7 +74,7 @@ class ManyLoop:
         for loop, row in zip(self.loops, x, strict=True):
             loop.learner.x = loop.learner.parameters.share(row)
         self.program = Program(self.ready[0].engine.copies(), [each.spec for each in self.ready], stack)
-        self.losses = torch.zeros_like(self.program.own_loss)
+        self.captured = self._captured()
         self.running = set(range(len(ready)))
         self.runs: dict[int, Run] = {}
 
@@ -80,8 +83,10 @@ class ManyLoop:
         stopped = False
         self._evaluate()
         while self.program.step < self.steps and self.running and not stopped:
-            self.program.advance()
-            self.losses += self.program.own_loss
+            until = min(self.every - self.program.step % self.every, self.steps - self.program.step)
+            one = any(each.spec.hooks for each in self.ready)
+            if self.captured is None or self.captured.advance(1 if one else until) is None:
+                self.program.advance()
             due = self.program.step % self.every == 0 or self.program.step == self.steps
             points = self._evaluate() if due else {}
             self._call_hooks(points)
@@ -90,13 +95,22 @@ class ManyLoop:
         self._finish(self.running, Stopped.CTRL_C if stopped else None)
         return self.runs, stopped
 
+    def _captured(self) -> Captured | None:
+        """Return the program's steps as captured ones, on a GPU, where that is possible."""
+        possible = all(why_not_capturable(each.spec.made_optimizer) is None for each in self.ready)
+        if not self.program.stack.x.is_cuda or not possible:
+            return None
+        for each, loop in zip(self.ready, self.loops, strict=True):
+            loop.record.configuration = replace(each.configuration, capture="a CUDA graph")
+        return Captured(StackBlock(self.program, undone=False))
+
     def _evaluate(self) -> dict[int, Point]:
         """Record a point of every run that goes on."""
         program, points = self.program, {}
         self._drop_failed()
         held_out, since = program.held_out(), program.step % self.every or self.every
-        losses = (self.losses / since).tolist()
-        self.losses.zero_()
+        losses = (program.losses / since).tolist()
+        program.losses.zero_()
         for run in sorted(self.running):
             loop = self._at_step(run)
             loop.losses = [losses[run]] if program.step else []
