@@ -1,18 +1,33 @@
-"""The page of a run."""
+"""The page of a run: what stands on it is what the record has, and its sentences agree."""
 
 from __future__ import annotations
 
+import html
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from tests.support.records import configuration
 from tests.support.regressions import users_with_validation
-from torch import nn
-from torch.nn.functional import mse_loss
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
 
 import coterie
-from coterie.recording import Point
+from coterie.recording import End, Point, Record
 from coterie.reporting.page import Section, write_page
-from coterie.reporting.run_page import sections
+from coterie.reporting.run_page import write_run_page
+from coterie.reporting.verdict import difference
+from coterie.reporting.whom import heard
+
+
+def text_of(page: Path) -> list[str]:
+    """Return the pieces of text of a page, without its markup."""
+    body = page.read_text(encoding="utf-8").split("<body>")[1]
+    pieces = re.split(r"<[^>]*>", re.sub(r"<svg.*?</svg>", "", body, flags=re.DOTALL))
+    return [" ".join(html.unescape(piece).split()) for piece in pieces if piece.strip()]
 
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:
@@ -20,17 +35,105 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     model = nn.Linear(20, 1).double()
     for rule in (coterie.WeightedAveraging("auto"), coterie.AdaptiveAveraging(), coterie.Alone()):
         run = coterie.train(model, mse_loss, users[0], users[1:], rule, steps=20, guard="held-out")
-        page = run.report(tmp_path / "report.html").read_text(encoding="utf-8")
-        assert "<svg" in page
-        assert ("Hessian gap δ_k" in page) == (not isinstance(rule, coterie.Alone))
-        assert ("When it stopped" in page) == isinstance(rule, coterie.AdaptiveAveraging)
+        page = run.report(tmp_path / "report.html")
+        text, source = text_of(page), page.read_text(encoding="utf-8")
+        assert "<svg" in source
+        assert ("Hessian gap δ_k" in text) == (not isinstance(rule, coterie.Alone))
+        assert ("When it stopped" in text) == isinstance(rule, coterie.AdaptiveAveraging)
         for line in run.summary().splitlines():
-            assert line.replace("'", "&#39;") in page
+            assert line in text
+        if (comparison := run.record.end.comparison) is not None:
+            for one in comparison.measures.values():
+                assert {difference(one), f"{one.ours:.4g}", f"{one.alone:.4g}"} <= set(text)
+        for peer in heard(run.record.configuration, run.record.end):
+            assert peer.name in text
+            assert not peer.share or f"{peer.share:.1%}" in text
+        assert not any(word in source for word in ("<script", 'src="', "@import", "http"))
 
 
-def test_a_page_has_what_the_record_tells(tmp_path: Path) -> None:
-    record = coterie.Record(configuration(peers={}))
+def test_left_out_peers_stand_with_the_reason(tmp_path: Path) -> None:
+    record = Record(configuration(rule="WeightedAveraging(alpha=0.5)", peers={"a": 1, "b": 2, "c": 3}))
     record.add(Point(step=9, own_loss=0.5))
-    assert [section.title for section in sections(record, ["done"])] == ["Result", "Learning curves"]
-    page = write_page(tmp_path / "page.html", "A title", [Section("Result", ["a < b"], [[{"loss": 1.0}]])])
+    left_out = {"a": {"no answer": 2}, "b": {"not finite": 20}}
+    record.finish(End(step=20, best_step=20, tau={"a": 1.0, "c": 0.0}, left_out=left_out, test={"loss": 0.25}))
+    text = text_of(write_run_page(tmp_path / "page.html", record))
+    assert "left out at times: no answer in 2 steps" in text
+    assert "not finite in 20 steps" in text
+    assert "by the rule's knobs" in text
+    assert "0.25" in text
+
+
+def test_many_peers_are_added_up(tmp_path: Path) -> None:
+    names = dict.fromkeys((f"peer {k}" for k in range(40)), 5)
+    record = Record(configuration(rule="WeightedAveraging(alpha=0.5)", peers=names))
+    record.finish(End(step=20, best_step=20, tau=dict.fromkeys(names, 1 / 40)))
+    text = text_of(write_run_page(tmp_path / "page.html", record))
+    assert text[text.index("26 more") + 1] == "65.0%"
+
+
+def test_what_is_not_ours_is_escaped(tmp_path: Path) -> None:
+    page = write_page(tmp_path / "page.html", "A title", [Section("Result", ["a < b"], [[{"loss": "<b>"}]])])
     assert "a &lt; b" in page.read_text(encoding="utf-8")
+    record = Record(configuration(rule="WeightedAveraging(alpha=0.5)", peers={"<script>": 1, "b": 2}))
+    record.finish(End(step=20, best_step=20, tau={"<script>": 1.0}))
+    assert "<script>" not in write_run_page(tmp_path / "page.html", record).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# No two sentences of a page disagree.
+
+BETTER = re.compile(r"\b(better|helped|pays|outperforms|improves?|gains?|times the speed|fewer steps)\b", re.I)
+WORSE = re.compile(r"\b(worse|hurts?|harm(s|ed)?|does not pay|loses)\b", re.I)
+
+
+def examples(n: int, seed: int, slope: float, classes: bool) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(n, 4, generator=drawn)
+    outputs = slope * inputs[:, 0] - inputs[:, 1] + torch.randn(n, generator=drawn)
+    return inputs, (outputs > 0).long() if classes else outputs[:, None]
+
+
+def light_runs() -> Iterator[coterie.Run]:
+    """Yield 30 runs: peers alike, unlike, contrary; classes, numbers; rules; with and without held-out sets."""
+    rules: list[tuple[Any, dict[str, Any]]] = [
+        (coterie.AdaptiveAveraging(), {"guard": "auto"}),
+        (coterie.AdaptiveAveraging(), {"guard": "held-out"}),
+        (coterie.WeightedAveraging(0.7), {"guard": "held-out"}),
+        (coterie.BiasCorrection("auto", "auto"), {"guard": "held-out"}),
+        (coterie.WeightedAveraging("auto"), {"guard": "off"}),
+    ]
+    for seed, slope in enumerate((1.0, 0.3, -1.0)):
+        for classes in (True, False):
+            for number, (rule, options) in enumerate(rules):
+                held_out = {"validation": examples(20, 2 + seed, 1.0, classes)}
+                if (seed + number) % 3:
+                    held_out["test"] = examples(60, 3 + seed, 1.0, classes)
+                if options["guard"] == "auto" and not classes:
+                    held_out.pop("validation")
+                me = coterie.User("me", *examples(8, 1 + seed, 1.0, classes), **held_out)
+                peers = [coterie.User(f"peer {k}", *examples(30, 10 + k, slope, classes)) for k in range(3)]
+                torch.manual_seed(seed)
+                model, loss = nn.Linear(4, 2 if classes else 1), cross_entropy if classes else mse_loss
+                yield coterie.train(model, loss, me, peers, rule, lr=0.05, steps=12, seed=seed, **options)
+
+
+def test_no_two_sentences_of_a_page_disagree(tmp_path: Path) -> None:
+    findings = set()
+    for run in light_runs():
+        said = run.verdict
+        findings.add(said.finding)
+        assert run.summary().splitlines()[0] == said.sentence == run.record.end.verdict
+        others = [piece for piece in text_of(run.report(tmp_path / "page.html")) if piece != said.sentence]
+        others += run.summary().splitlines()[1:]
+        headline, *rest = [piece for piece in others if BETTER.search(piece) or WORSE.search(piece)] or [""]
+        allowed = {"better": "Better than alone", "worse": "Worse than alone", "mixed": "Better in one measure"}
+        assert headline.startswith(allowed.get(said.finding, headline))
+        told_before = run.record.configuration.choice.get("sentence")  # what the theory expected, before a step
+        kept = {piece for piece in rest if "right of the mark is better" not in piece and piece != told_before}
+        assert kept == set(), said.sentence
+    assert {"better", "unclear", "alone", "unknown"} <= findings
+
+
+@pytest.mark.parametrize("finding", ["better", "worse"])
+def test_the_words_that_must_agree_are_found(finding: str) -> None:
+    assert (BETTER if finding == "better" else WORSE).search(f"collaboration was {finding}")

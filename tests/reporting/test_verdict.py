@@ -10,10 +10,11 @@ from scipy import stats
 from tests.support.records import configuration
 
 from coterie.recording import Comparison, Configuration, Difference, End, GuardDecision
-from coterie.reporting.verdict import Verdict, chance, listened_to, verdict
+from coterie.reporting.verdict import Verdict, chance, verdict
+from coterie.reporting.whom import listened_to
 
 ASKED = configuration(rule="WeightedAveraging(alpha=0.5)")
-ON = "40 test examples that chose neither"
+ON = "40 test examples that neither was chosen by"
 
 
 def end(**changed: Any) -> End:
@@ -49,14 +50,14 @@ def test_both_measures_count(accuracy: tuple[float, float], loss: tuple[float, f
 
 def test_the_sentences() -> None:
     assert verdict(ASKED, compared((0.1, 0.02), (-0.125, 0.05))).sentence == (
-        "The model for me is better than one trained alone: accuracy +0.1 ± 0.02, loss -0.125 ± 0.05 on 40 test "
-        "examples that chose neither (one standard error, paired); chance alone would show as much in less than "
-        "1 of 1000 such comparisons."
+        "The model for me is better than one trained alone: accuracy +0.100 ± 0.020, loss -0.125 ± 0.050 on 40 "
+        "test examples that neither was chosen by (one standard error, paired); chance alone would show as much in "
+        "less than 1 of 1000 such comparisons."
     )
     assert verdict(ASKED, compared((0.0, 0.02), (0.01, 0.02))).sentence == (
-        "It is not clear whether the model for me is better or worse than one trained alone: accuracy +0 ± 0.02, "
-        "loss +0.01 ± 0.02 on 40 test examples that chose neither (one standard error, paired); clear would be "
-        "0.047 in accuracy, 0.047 in loss."
+        "It is not clear whether the model for me is better or worse than one trained alone: accuracy +0.000 ± "
+        "0.020, loss +0.010 ± 0.020 on 40 test examples that neither was chosen by (one standard error, paired); "
+        "clear would be 0.047 in accuracy, 0.047 in loss."
     )
     mixed = verdict(ASKED, compared((0.1, 0.02), (0.1, 0.02))).sentence
     assert mixed.startswith("The model for me is better than one trained alone in accuracy and worse in loss: ")
@@ -91,7 +92,7 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
     assert verdict(ASKED, end(guard=guard)) == Verdict(
         "alone",
         "The model trained alone is served to me: the one trained with peers was not better on 6 validation "
-        "examples (loss +0.5 ± 0.1).",
+        "examples (loss +0.50 ± 0.10).",
     )
     assert verdict(ASKED, end(account={"path": "alone"})).finding == "alone"
     assert (
@@ -104,7 +105,7 @@ def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:
     account = {"path": "branch", "validation_loss": 0.5, "difference": -0.5, "error": 0.1}
     found = verdict(ASKED, end(account=account))
     assert found.finding == "better"
-    assert "loss -0.5 ± 0.1 on 6 validation examples, each judged by choices made without it" in found.sentence
+    assert "loss -0.50 ± 0.10 on 6 validation examples, each judged by choices made without it" in found.sentence
     tested = compared((0.0, 0.1), (0.0, 0.1))
     assert (
         verdict(ASKED, End(step=1, best_step=1, account=account, comparison=tested.comparison)).finding == "unclear"

@@ -85,7 +85,7 @@ def test_helpful_peers_are_left_to_help(me: coterie.User) -> None:
     assert guarded.record.curve("validation_loss") == free.record.curve("validation_loss")
     comparison = guarded.record.end.comparison
     assert comparison is not None
-    assert comparison.on == "50 test examples that chose neither"
+    assert comparison.on == "50 test examples that neither was chosen by"
     assert comparison.measures["loss"].difference < 0
 
 

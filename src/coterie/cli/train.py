@@ -15,7 +15,7 @@ from coterie.engines.torch_distributed.engine import TorchDistributed, join
 from coterie.errors import KnobError
 from coterie.registry import RunFacts
 from coterie.reporting.summary import beside_alone
-from coterie.reporting.verdict import listened_to
+from coterie.reporting.whom import listened_to
 from coterie.rules import RULES
 from coterie.tables import cluster
 

@@ -24,7 +24,7 @@ def _compared(end: End, spec: RunSpec, model: nn.Module, alone: nn.Module) -> Co
     """Compare on the test examples where there are any, else on the validation examples, which also chose."""
     test, validation = spec.me.test, spec.me.validation
     if end.test and test is not None:
-        on = f"{len(test)} test examples that chose neither"
+        on = f"{len(test)} test examples that neither was chosen by"
         return compare(model, alone, spec.loss, test, spec.metrics, on=on)
     if test is None and validation is not None and not end.account:
         on = f"{len(validation)} validation examples, which also chose both, so that it may look larger than it is"

@@ -145,4 +145,4 @@ def label_axes(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
 
 def add_legend(axes: Axes, **options: Any) -> None:
     """Add the legend in the style that all figures share."""
-    axes.legend(fontsize=8, framealpha=0.85, edgecolor="none", **options)
+    axes.legend(fontsize=8, framealpha=0.85, facecolor="#fdfdfd", edgecolor="none", **options)

@@ -1,5 +1,6 @@
-"""One self-contained HTML page: text, tables and figures in a single file that opens anywhere."""
+"""One self-contained HTML page, one look for all: text, tables and charts in a single file that opens anywhere."""
 
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,21 +10,53 @@ from typing import TYPE_CHECKING, Any
 from coterie.recording import files
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A number that stands by itself: its name, the number, and a few words below."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """What a page says first: the conclusion in a word and in a sentence, and the numbers that it rests on."""
+
+    sentence: str
+    headline: str = ""
+    finding: str = ""  # "better" and "worse" have colours
+    tiles: Sequence[Tile] = ()
+
+
+@dataclass(frozen=True)
 class Section:
-    """A part of a page: a title, paragraphs, tables and figures, in this order."""
+    """A part of a page: a title, paragraphs, charts, tables and figures, in this order."""
 
     title: str
     text: Sequence[str] = ()  # paragraphs of plain text; what is between backquotes is set as code
     tables: Sequence[Sequence[Mapping[str, Any]]] = ()  # each a list of rows, a row what stands in each column
     figures: Sequence["Figure"] = ()  # drawn into the page as SVG
+    charts: Sequence[str] = ()  # HTML of `coterie.reporting.charts`
+    folded: bool = False  # shown as its title, which opens by a click
 
 
-def write_page(path: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Write a page of sections to one HTML file that needs nothing else, and return its path."""
+def write_page(
+    path: Path, title: str, sections: Sequence[Section], *, lead: Lead | None = None, script: str = ""
+) -> Path:
+    """Write a page to one HTML file that needs nothing else, and return its path; what is folded comes last."""
+    text = _template().render(title=title, lead=lead, sections=sections, script=script)
+    files.write(path, text.encode())
+    return path
+
+
+@functools.cache
+def _template() -> "Template":
+    """Return the skeleton that all pages have."""
     import jinja2
     from markupsafe import Markup, escape
 
@@ -35,17 +68,38 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> Path:
         loader=jinja2.PackageLoader("coterie.reporting", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"prose": prose, "svg": lambda figure: Markup(_svg(figure))}  # noqa: S704  # our own drawing
-    text = environment.get_template("page.html").render(title=title, sections=sections)
-    files.write(path, text.encode())
-    return path
+    return environment.get_template("page.html")
+
+
+_THEMED = {
+    "#fdfdfd": "var(--page)",
+    "#000000": "currentColor",
+    "#262626": "currentColor",
+    "#444444": "var(--soft)",
+    "#555555": "var(--soft)",
+    "#dddddd": "var(--line)",
+    "#bbbbbb": "var(--line)",
+    "#0072b2": "var(--c0)",
+    "#e69f00": "var(--c1)",
+    "#009e73": "var(--c2)",
+    "#cc79a7": "var(--c3)",
+    "#d55e00": "var(--c4)",
+    "#56b4e9": "var(--c5)",
+}
+"""What colours of a figure are in a page, so that they suit a dark one too."""
 
 
 def _svg(figure: "Figure") -> str:
-    """Return a figure as an SVG element; the same figure gives the same text."""
+    """Return a figure as an SVG element as wide as its place; the same figure gives the same text."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "coterie", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    text = text[text.index("<svg") :]
+    head, rest = text.split(">", 1)
+    head = " ".join(part for part in head.split(" ") if not part.startswith(("width=", "height=")))
+    for colour, themed in _THEMED.items():
+        rest = rest.replace(f": {colour}", f": {themed}")
+    return f'{head} fill="currentColor">{rest}'

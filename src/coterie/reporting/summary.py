@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from coterie.recording.record import Record
 from coterie.recording.result import End
 from coterie.recording.traffic import Traffic
-from coterie.reporting.verdict import difference, listened_to, verdict
+from coterie.reporting.verdict import difference, verdict
+from coterie.reporting.whom import listened_to
 from coterie.theory.estimates import Estimates
 
 

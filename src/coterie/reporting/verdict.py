@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scipy import special
@@ -13,9 +13,6 @@ from coterie.recording.result import Comparison, Difference, End
 LEVEL = 0.05
 """How often a verdict of better or worse may be made by chance, both measures counted."""
 
-NAMED = 5
-"""How many peers without weight are named; beyond one more, the rest is counted."""
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -24,6 +21,7 @@ class Verdict:
     finding: Literal["better", "worse", "mixed", "unclear", "alone", "unknown"]
     sentence: str
     comparison: Comparison | None = None  # what it rests on, where there is such a thing
+    clear: Mapping[str, bool] = field(default_factory=dict)  # in which measures it is clear, and whether better
 
     @property
     def measures(self) -> Mapping[str, Difference]:
@@ -86,12 +84,10 @@ def _of_comparison(name: str, comparison: Comparison) -> Verdict:
     if len(set(clear.values())) > 1:
         good, bad = (next(key for key, better in clear.items() if better is wanted) for wanted in (True, False))
         sentence = f"The model for {name} is better than one trained alone in {good} and worse in {bad}: {told}."
-        return Verdict("mixed", sentence, comparison)
+        return Verdict("mixed", sentence, comparison, clear)
     finding: Literal["better", "worse"] = "better" if all(clear.values()) else "worse"
-    sure = _by_chance(min(p[key] for key in clear))
-    return Verdict(
-        finding, f"The model for {name} is {finding} than one trained alone: {told}; {sure}.", comparison
-    )
+    told = f"{told}; {_by_chance(min(p[key] for key in clear))}"
+    return Verdict(finding, f"The model for {name} is {finding} than one trained alone: {told}.", comparison, clear)
 
 
 def difference(one: Difference) -> str:
@@ -99,9 +95,22 @@ def difference(one: Difference) -> str:
 
     Example:
         >>> difference(Difference(ours=0.75, alone=0.5, error=0.02, less_is_better=False))
-        '+0.25 ± 0.02'
+        '+0.250 ± 0.020'
     """
-    return f"{one.difference:+.3g} ± {one.error:.2g}"
+    return with_error(one.difference, one.error)
+
+
+def with_error(value: float, error: float) -> str:
+    """Return a value with its sign and its standard error, to two digits of the error.
+
+    Example:
+        >>> with_error(-0.07154, 0.0384), with_error(1234.5, 321.0), with_error(0.0, 0.0)
+        ('-0.072 ± 0.038', '+1234 ± 321', '+0 ± 0')
+    """
+    if not math.isfinite(error) or error <= 0:
+        return f"{value:+.3g} ± {error:.2g}"
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:+.{decimals}f} ± {error:.{decimals}f}"
 
 
 def _judging(comparison: Comparison) -> dict[str, Difference]:
@@ -140,7 +149,7 @@ def _why_alone(configuration: Configuration, end: End) -> str:
     where = f"{validation} validation examples" if validation else "own examples that were held out"
     loss = ""
     if end.guard is not None and end.guard.served == "alone":
-        loss = f" (loss {end.guard.difference:+.3g} ± {end.guard.error:.2g})"
+        loss = f" (loss {with_error(end.guard.difference, end.guard.error)})"
     return f"the one trained with peers was not better on {where}{loss}"
 
 
@@ -148,22 +157,3 @@ def _why_unknown(configuration: Configuration, account: Mapping[str, Any]) -> st
     if account:
         return "no examples were held out; give user 0 a test set"
     return f"no model was trained alone beside it (guard {configuration.guard})"
-
-
-def listened_to(configuration: Configuration, end: End) -> str:
-    """Name the peers with most weight, where weights differ, and those with none; "" where all are alike."""
-    tau, names = end.tau, list(configuration.peers)
-    if not tau or serves_alone(end):
-        return ""
-    most = sorted(tau, key=lambda name: tau[name], reverse=True)[:3]
-    without = [name for name in names if tau.get(name, 0.0) < 0.001]
-    shares = [tau[name] for name in tau if name not in without]
-    parts = []
-    if max(shares) > 1.01 * min(shares) or len(shares) == 1 < len(names):
-        parts.append(
-            "most weight among peers: " + ", ".join(f"{name} {tau[name]:.2g}" for name in most if tau[name])
-        )
-    if without:
-        more = f" and {len(without) - NAMED} more" if len(without) > NAMED + 1 else ""
-        parts.append(f"no weight: {', '.join(without[: NAMED if more else None])}{more}")
-    return "; ".join(parts)

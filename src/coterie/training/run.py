@@ -62,7 +62,7 @@ class Run:
         return "\n".join(summary(self.record, self.state.get("weight")))
 
     def report(self, path: Path | str) -> Path:
-        """Write one HTML page with the run's curves, weights, measured constants and plan, and return its path."""
+        """Write one HTML page: the verdict, whom the model listens to, the cost, details; and return its path."""
         from coterie.reporting.run_page import write_run_page
 
-        return write_run_page(Path(path), self.record, self.summary().splitlines())
+        return write_run_page(Path(path), self.record, self.state.get("weight"))

@@ -1,0 +1,161 @@
+"""The details of a run's page, folded: how it was trained, its curves, weights, looks and measured constants."""
+
+from typing import Any
+
+from coterie.recording.record import Record
+from coterie.reporting.charts import Points, line_chart
+from coterie.reporting.page import Section
+from coterie.reporting.summary import summary
+from coterie.theory import plan_for_peers
+from coterie.theory.estimates import Estimates, Measured
+from coterie.theory.phrases import cells, note, numbers
+
+
+def details(record: Record, weight: float | None = None) -> list[Section]:
+    """Return the folded sections of a run's page, as far as the record has something to say."""
+    told = Section("How it was trained", summary(record, weight)[1:], folded=True)
+    return [
+        told,
+        *_curves(record),
+        *_weights(record),
+        *_candidates(record),
+        *_constants(record),
+        _peers(record),
+        _settings(record),
+    ]
+
+
+def _curves(record: Record) -> list[Section]:
+    wanted = {
+        "own_loss": "own training loss",
+        "validation_loss": "validation loss",
+        "alone_validation_loss": "validation loss of the model trained alone beside it",
+    }
+    curves: dict[str, Points] = {
+        title: record.curve(name) for name, title in wanted.items() if record.curve(name)[0]
+    }
+    restarts = max(record.curve("guard_restarts")[1], default=0)
+    text = [f"The guard let the run start again from the model trained alone {restarts} times."] if restarts else []
+    charts = [line_chart(curves, "steps", "loss")]
+    return [Section("Learning curves", text, charts=charts, folded=True)] if curves else []
+
+
+def _weights(record: Record) -> list[Section]:
+    charts = []
+    steps, weight = record.curve("weight")
+    if any(weight):
+        charts.append(line_chart({"all peers": (steps, weight)}, "steps", "weight of the peers in the run"))
+    account = record.end.account
+    if account.get("weights"):
+        peers = sorted(account["weights"].items(), key=lambda one: one[1][-1], reverse=True)
+        lines = {"nobody": account["nobody"], **dict(peers[:5])}
+        shown: dict[str, Points] = {name: (account["steps"], values) for name, values in lines.items()}
+        most = "" if len(peers) <= 5 else ", the five largest"
+        charts.append(line_chart(shown, "steps", f"weights in the first half, where the own examples judge{most}"))
+    return [Section("Weights over the run", charts=charts, folded=True)] if charts else []
+
+
+def _candidates(record: Record) -> list[Section]:
+    account = record.end.account
+    if not account:
+        return []
+    rows = [
+        {
+            "path": name + (" (served)" if name == account["path"] else ""),
+            "step": str(step),
+            "best in": f"{share:.0%}",
+        }
+        for name, looks in account["looks"].items()
+        for step, share in zip(looks["steps"], looks["frequencies"], strict=True)
+        if share
+    ]
+    text = [
+        "In how many resamples of the judging examples each look was the best of its path.",
+    ]
+    return [Section("When it stopped", text, [rows], folded=True)]
+
+
+def _constants(record: Record) -> list[Section]:
+    configuration = record.configuration
+    if configuration.not_measured:
+        return [Section("Constants", [f"Not measured: {configuration.not_measured}."], folded=True)]
+    if not configuration.estimates:
+        return []
+    estimates, steps = Estimates.from_plain(configuration.estimates), configuration.steps
+    peers = estimates.constants(steps)
+    choices = plan_for_peers(peers, steps)
+    rows = {name: numbers(choice) for name, choice in choices.items()}
+    own = {
+        "noise σ_0": _shown(estimates.noise),
+        "gradient ‖∇f_0‖": _shown(estimates.gradient),
+        "smoothness L": _shown(estimates.smoothness),
+        "PL constant μ": f"{estimates.pl:.3g}",
+        "loss, for F_0": f"{estimates.loss:.3g}",
+    }
+    table = [{"constant": name, "value": value} for name, value in own.items()]
+    each = [
+        {
+            "peer": name,
+            "noise σ_k": _shown(peer.noise),
+            "bias ζ_k": _shown(peer.bias_floor),
+            "its growth m_k": _shown(peer.bias_growth),
+            "Hessian gap δ_k": _shown(peer.hessian_gap),
+        }
+        for name, peer in estimates.peers.items()
+    ]
+    text = [
+        f"From {estimates.batches} batches, at the start of training and a little downhill, ± one standard error "
+        "over batches. The least loss is taken to be 0; curvature is that on the way from one point to the other."
+    ]
+    plan = [
+        "What the theory's bounds give for these constants, each method at its best knobs.",
+        note(rows),
+    ]
+    return [
+        Section("Constants, measured", text, [table, each], folded=True),
+        Section(
+            "What the theory makes of them", plan, [[cells(name, row) for name, row in rows.items()]], folded=True
+        ),
+    ]
+
+
+def _shown(one: Measured) -> str:
+    return f"{one.value:.3g} ± {one.error:.2g}"
+
+
+def _peers(record: Record) -> Section:
+    """Return what each user has, and what the run asked of it."""
+    costs, me = record.end.costs, record.configuration.me
+    everyone = {me.name: me.examples, **record.configuration.peers}
+    rows = [
+        {
+            "user": name,
+            "examples": examples,
+            "gradients computed": f"{costs[name].gradients:,}" if name in costs else "–",
+            "numbers sent": f"{costs[name].numbers_sent:,}" if name in costs else "–",
+        }
+        for name, examples in everyone.items()
+    ]
+    return Section("Users and what it cost each", tables=[rows], folded=True)
+
+
+def _settings(record: Record) -> Section:
+    """Return what the run was asked to do, and by which versions it was done."""
+    asked = record.configuration
+    shown: dict[str, Any] = {
+        name.replace("_", " "): getattr(asked, name)
+        for name in (
+            "rule",
+            "optimizer",
+            "scheduler",
+            "loss",
+            "model",
+            "steps",
+            "batch_size",
+            "seed",
+            "guard",
+            "capture",
+        )
+    }
+    rows = [{"setting": name, "value": value} for name, value in {**shown, **record.versions}.items()]
+    return Section("Settings and versions", tables=[rows], folded=True)

@@ -1,0 +1,81 @@
+"""Whom the model listens to: each peer's share of the peers' weight, and why some have none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coterie.recording.configuration import Configuration
+from coterie.recording.result import End
+from coterie.reporting.charts import Bar, bar_chart
+from coterie.reporting.verdict import serves_alone
+
+SMALL = 0.001
+"""Below this share a peer counts as not listened to."""
+NAMED = 5
+"""How many peers without weight a line of text names; beyond one more, the rest is counted."""
+BARS = 14
+"""How many peers a chart shows; beyond one more, the rest is added up."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A peer, its share of the peers' weight, and why it is left out or was at times."""
+
+    name: str
+    share: float
+    reason: str = ""
+
+
+def heard(configuration: Configuration, end: End) -> list[Heard]:
+    """Return all peers, those with most weight first; nobody has any where the model trained alone is served."""
+    nobody = configuration.alone or serves_alone(end)
+    shares = {} if nobody else {name: share for name, share in end.tau.items() if share >= SMALL}
+    names = sorted(configuration.peers, key=lambda name: -shares.get(name, 0.0))
+    return [Heard(name, shares.get(name, 0.0), _reason(name, configuration, end, name in shares)) for name in names]
+
+
+def _reason(name: str, configuration: Configuration, end: End, listened: bool) -> str:
+    """Say why a peer has no weight, or when it was left out; "" where nothing is to be said."""
+    missed = ", ".join(f"{why} in {count} steps" for why, count in end.left_out.get(name, {}).items())
+    if listened:
+        return missed and f"left out at times: {missed}"
+    reasons = {
+        "not asked": configuration.alone,
+        "the model trained alone is served": serves_alone(end),
+        missed: missed,
+        str(configuration.choice.get("left_out", {}).get(name)): name in configuration.choice.get("left_out", {}),
+        "no weights are known for this rule": not end.tau,
+        "the own examples did not ask for it": end.account,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "by the rule's knobs")
+
+
+def whom_chart(configuration: Configuration, end: End) -> str:
+    """Return bars of whom the model listens to; peers that are left out come last, with the reason."""
+    peers = heard(configuration, end)
+    shown = peers if len(peers) <= BARS + 1 else peers[:BARS]
+    bars = [
+        Bar(peer.name, peer.share, f"{peer.share:.1%}" if peer.share else "none", peer.reason) for peer in shown
+    ]
+    if rest := peers[len(shown) :]:
+        share = sum(peer.share for peer in rest)
+        bars.append(Bar(f"{len(rest)} more", share, f"{share:.1%}" if share else "none"))
+    return bar_chart(bars, "whom the model listens to: each peer's share of the peers' weight")
+
+
+def listened_to(configuration: Configuration, end: End) -> str:
+    """Name the peers with most weight, where weights differ, and those with none; "" where all are alike."""
+    peers = heard(configuration, end)
+    some, without = ([peer for peer in peers if bool(peer.share) is wanted] for wanted in (True, False))
+    if not some:
+        return ""
+    parts = []
+    if some[0].share > 1.01 * some[-1].share or len(some) == 1 < len(peers):
+        parts.append("most weight among peers: " + ", ".join(f"{peer.name} {peer.share:.2g}" for peer in some[:3]))
+    if without:
+        parts.append(f"no weight: {_named([peer.name for peer in without])}")
+    return "; ".join(parts)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED + 1 else ""
+    return ", ".join(names[: NAMED if more else None]) + more
