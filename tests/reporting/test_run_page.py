@@ -105,7 +105,7 @@ def light_runs() -> Iterator[coterie.Run]:
     for seed, slope in enumerate((1.0, 0.3, -1.0)):
         for classes in (True, False):
             for number, (rule, options) in enumerate(rules):
-                held_out = {"validation": examples(20, 2 + seed, 1.0, classes)}
+                held_out: dict[str, Any] = {"validation": examples(20, 2 + seed, 1.0, classes)}
                 if (seed + number) % 3:
                     held_out["test"] = examples(60, 3 + seed, 1.0, classes)
                 if options["guard"] == "auto" and not classes:
