@@ -16,8 +16,9 @@ from torch import nn
 import coterie
 from coterie.engines.flare.messages import answer_message
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Caps, Peer, Request, clipped, frozen_digest, to_array
+from coterie.engines.peer import Caps, Peer, Request, clipped, to_array
 from coterie.errors import KnobError
+from coterie.gradients.trained_part import frozen_digest
 
 LOSS = nn.functional.cross_entropy
 Users = Callable[..., list[coterie.User]]

@@ -29,6 +29,7 @@ CONFIGURATION: dict[str, Any] = {
     "guard": "held-out: 100 validation examples",
     "evaluate_every": 5,
     "data": "",
+    "frozen": "",
     "choice": {},
     "estimates": {},
     "not_measured": "no peer's gradient can be used",

@@ -1,6 +1,5 @@
 """The looks of a run: losses of examples that copies have not seen, noted on every path, and what they choose."""
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.choosing.when import Chosen, Path, Resampled, standard_error
+from coterie.gradients.trained_part import copied
 from coterie.learners.points import Points
 from coterie.learners.spec import RunSpec
 from coterie.recording.result import GuardDecision
@@ -51,7 +51,7 @@ class Looks:
 
     def guarded(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
         """Return the model, or Alone at its best look where its validation loss is lower; see `Learner.served`."""
-        model = copy.deepcopy(self.spec.model)
+        model = copied(self.spec.model)
         if self.chosen is None or self.spec.me.validation is None:
             return model, {}, None
         point = self.points.start()[None]  # the model is what is served
@@ -86,7 +86,7 @@ class Looks:
         """Return a copy of the model with the parameters and buffers of a point."""
         served = self.points.start()
         self.points.serve(point)
-        model = copy.deepcopy(self.spec.model)
+        model = copied(self.spec.model)
         self.points.serve(served)
         return model
 

@@ -11,7 +11,6 @@
 What is served is the mean of one path's points at its looks, by how often each look is the best under resampling.
 """
 
-import copy
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -27,6 +26,7 @@ from coterie.choosing.looks import Looks
 from coterie.choosing.when import Path
 from coterie.choosing.whom import GRAMS, Array, FittedWeights, by_size
 from coterie.engines.engine import Engine
+from coterie.gradients.trained_part import copied, load_trained_state, trained_state
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.points import Own, Sums
 from coterie.learners.spec import RunSpec
@@ -217,7 +217,7 @@ class TrunkAndBranch(Learner):
 
     def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
         """Return the model to serve; under a guard Alone's best look where its validation loss is lower."""
-        return self.looks.guarded() if self.guarded else (copy.deepcopy(self.model), {}, None)
+        return self.looks.guarded() if self.guarded else (copied(self.model), {}, None)
 
     def trained_alone(self) -> nn.Module | None:
         """Return the model trained alone beside this one."""
@@ -301,9 +301,10 @@ class TrunkAndBranch(Learner):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
         plain = {name: getattr(self, name) for name in ("step", "half", "trunk", "buffers", "state", "unheard")}
-        parts = {name: getattr(self, name).state_dict() for name in ("model", "alone", "peers")}
+        parts = {name: getattr(self, name).state_dict() for name in ("alone", "peers")}
         return {
             **plain,
+            "model": trained_state(self.model),
             **parts,
             "by_size": torch.from_numpy(self.by_size),
             "fitted": [fitted.state_dict() for fitted in self.fitted],
@@ -316,7 +317,7 @@ class TrunkAndBranch(Learner):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state."""
         self.step, self.half, self.trunk, self.state = (state[key] for key in ("step", "half", "trunk", "state"))
-        self.model.load_state_dict(state["model"])
+        load_trained_state(self.model, state["model"])
         self.by_size, self._kept = state["by_size"].cpu().numpy(), None
         self.peers = Stack.of(self.spec, state["peers"]["x"].to(self.x))
         self.alone.load_state_dict(state["alone"])

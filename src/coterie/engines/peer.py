@@ -5,7 +5,6 @@ differ only in what carries requests and replies.
 """
 
 import functools
-import hashlib
 import math
 import secrets
 import time
@@ -17,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger, kept_secret
 from coterie.engines.own_draws import OwnDraws, secret_number
 from coterie.errors import KnobError
+from coterie.gradients.trained_part import frozen_digest
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
 from coterie.users.trees import Tree
@@ -259,15 +259,6 @@ def clipped(gradient: Tensor, max_norm: float | None) -> tuple[Tensor, float]:
     if max_norm is None or not math.isfinite(norm) or norm * scale <= max_norm:
         return gradient, norm * scale
     return gradient / scale * (max_norm / norm), norm * scale
-
-
-def frozen_digest(model: nn.Module) -> str:
-    """Return a digest of the parameters that are not trained, which do not travel and must be alike everywhere."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            digest.update(name.encode() + to_array(parameter).tobytes())
-    return digest.hexdigest()
 
 
 def to_array(tensor: Tensor) -> np.ndarray[Any, Any]:

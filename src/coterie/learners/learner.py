@@ -14,6 +14,7 @@ from coterie.engines.engine import Engine
 from coterie.errors import blaming
 from coterie.gradients.gradients import Gradients, cut, is_finite
 from coterie.gradients.parameters import Parameters
+from coterie.gradients.trained_part import copied, load_trained_state, trained_state
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
 from coterie.recording.result import GuardDecision
@@ -105,7 +106,7 @@ class Learner:
     def consider(self, validation_loss: float) -> None:
         """Keep the model if it is the best by validation loss so far, and tell a scheduler that wants to know."""
         if validation_loss < self.best.get("loss", float("inf")):
-            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.model.state_dict().items()}
+            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in trained_state(self.model).items()}
             self.best = {"step": self.step, "loss": validation_loss, "model": state}
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(validation_loss)
@@ -122,9 +123,9 @@ class Learner:
 
     def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
         """Return the model to serve, what it was the best of, and how it compares with Alone, if known."""
-        model = copy.deepcopy(self.model)
+        model = copied(self.model)
         if self.best:
-            model.load_state_dict(self.best["model"])
+            load_trained_state(model, self.best["model"])
         return model, self.best, None
 
     def trained_alone(self) -> nn.Module | None:
@@ -150,7 +151,7 @@ class Learner:
         return {
             "step": self.step,
             "listens_from": self.listens_from,
-            "model": self.model.state_dict(),
+            "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rule": self.state,
@@ -159,7 +160,7 @@ class Learner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state."""
-        self.model.load_state_dict(state["model"])
+        load_trained_state(self.model, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])

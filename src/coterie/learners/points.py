@@ -17,6 +17,7 @@ from coterie.engines.engine import Engine
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.evaluation.evaluate import example_losses
 from coterie.gradients.parameters import Parameters
+from coterie.gradients.trained_part import copied
 from coterie.learners.spec import RunSpec
 from coterie.users.examples import Examples, FromDataset, InMemory
 from coterie.users.user import User
@@ -58,7 +59,7 @@ class Points:
         ]
         moves = self._own[0].support.moves_buffers
         self._buffers = [b for b in spec.model.buffers() if b.is_floating_point()] if moves else []
-        self._model = copy.deepcopy(spec.model)
+        self._model = copied(spec.model)
 
     def start(self) -> Tensor:
         """Return the point where the model is."""

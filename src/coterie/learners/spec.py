@@ -1,6 +1,5 @@
 """The specification of a run: what is trained, for whom, with whom and how."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
@@ -31,6 +30,7 @@ from coterie.errors import KnobError, ModelError, blaming
 from coterie.evaluation.losses import as_loss
 from coterie.evaluation.metrics import Metric
 from coterie.gradients.parameters import Parameters
+from coterie.gradients.trained_part import copied
 from coterie.users.user import PEERS, USER, Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
@@ -146,10 +146,10 @@ class RunSpec:
                 raise KnobError(
                     f"`lr` ({self.lr}) and an optimizer that has its own were both given; set it in the optimizer"
                 )
-            model, optimizer = _copied((self.model, self.optimizer))
+            model, optimizer = _copied((self.model, self.optimizer), self.model)
             model = _moved(model, self.device)
         else:
-            model = _moved(_copied(self.model), self.device)
+            model = _moved(_copied(self.model, self.model), self.device)
             trainable = list(Parameters(model).named.values())
             optimizer = _made(self.optimizer or Adam, trainable, {} if self.lr is None else {"lr": self.lr})
         ours = {id(p) for p in model.parameters()}
@@ -194,9 +194,9 @@ class RunSpec:
         return made
 
 
-def _copied(thing: Any) -> Any:
+def _copied(thing: Any, model: nn.Module) -> Any:
     with blaming("a copy of the model, which stays as it is,"):
-        return copy.deepcopy(thing)
+        return copied(thing, model)
 
 
 def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:

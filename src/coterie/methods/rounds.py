@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from coterie.gradients.parameters import Parameters
+from coterie.gradients.trained_part import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.methods.clients import Clients
@@ -75,7 +76,7 @@ class Rounds(Learner):
 
     def models(self) -> dict[str, nn.Module]:
         """Return the personal model of each user, as it is now."""
-        models = {name: copy.deepcopy(self.model) for name in self.users.names}
+        models = {name: copied(self.model) for name in self.users.names}
         rows = self.method.models(self.state).expand(len(models), -1)
         for model, row in zip(models.values(), rows, strict=True):
             Parameters(model).load(row)

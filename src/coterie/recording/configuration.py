@@ -42,6 +42,7 @@ class Configuration:
     guard: str = "off"  # whether there is a guard, and why or why not
     capture: str = "off"  # how steps were taken as one program, or why not
     data: str = ""  # fingerprints of everybody's examples, where there is a folder to resume from
+    frozen: str = ""  # a digest of the frozen parameters, which no checkpoint holds, where there are any
     engine: Mapping[str, Any] = field(default_factory=dict)  # what the engine says of itself
     choice: Mapping[str, Any] = field(
         default_factory=dict

@@ -7,7 +7,6 @@ worse it restarts from the shadow and listens to nobody for a while, twice as lo
 the better of the two.
 """
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from coterie.evaluation.evaluate import example_losses
+from coterie.gradients.trained_part import copied, load_trained_state
 from coterie.learners.learner import Learner
 from coterie.recording.result import GuardCheck, GuardDecision
 from coterie.users.examples import Examples
@@ -65,8 +65,8 @@ class Guard:
         """Return the best of the shadow, the model trained alone; None before the first comparison."""
         if not self.shadow.best:
             return None
-        alone = copy.deepcopy(self.shadow.model)
-        alone.load_state_dict(self.shadow.best["model"])
+        alone = copied(self.shadow.model)
+        load_trained_state(alone, self.shadow.best["model"])
         return alone
 
     def restart(self, learner: Learner) -> None:

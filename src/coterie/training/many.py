@@ -13,6 +13,7 @@ from coterie.arguments import instance, listed
 from coterie.choosing import chooser_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError
+from coterie.gradients.trained_part import copied
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import why_not_stacked
 from coterie.recording.interruption import interruptible
@@ -155,8 +156,8 @@ def _alike(model: nn.Module, spec: RunSpec) -> bool:
     trained = {name: p for name, p in other.items() if p.requires_grad}
     try:
         with torch.no_grad(), seeded(spec.seed, spec.me.name, 0, device):
-            expected = called(copy.deepcopy(spec.model), inputs)
-            output = functional_call(copy.deepcopy(model).to(device), trained, *as_arguments(inputs))
+            expected = called(copied(spec.model), inputs)
+            output = functional_call(copied(model).to(device), trained, *as_arguments(inputs))
             return all(torch.allclose(*pair) for pair in zip(leaves(output), leaves(expected), strict=True))
     except Exception:  # a model that does not fit says so better where it is tried by itself
         return False

@@ -1,6 +1,5 @@
 """Set up a run: its specification is checked, the engine opened, the learner and its guard made."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from coterie.errors import DataError, KnobError, ModelError, blaming
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import ignored_class, is_over_classes
 from coterie.evaluation.metrics import binary_accuracy, metrics_for
+from coterie.gradients.trained_part import copied, frozen_digest
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
 from coterie.methods.clients import Clients
@@ -217,7 +217,9 @@ def check_rule(rule: Rule | Chooser | Method | MakesLearner, engine: Engine) -> 
             require(engine, "rows", whose)
 
 
-def configuration_of(spec: RunSpec, engine: Engine, *, guard: str = "off", data: str = "") -> Configuration:
+def configuration_of(
+    spec: RunSpec, engine: Engine, *, guard: str = "off", data: str = "", frozen: str = ""
+) -> Configuration:
     """Return what the record and a resumed run should know of what was asked for."""
     me, groups = spec.me, spec.made_optimizer.param_groups
     rates = "/".join(dict.fromkeys(f"{group['lr']:g}" for group in groups))
@@ -239,7 +241,13 @@ def configuration_of(spec: RunSpec, engine: Engine, *, guard: str = "off", data:
         evaluate_every=spec.every,
         guard=guard,
         data=data,
+        frozen=frozen,
     ).with_engine(engine.describe())
+
+
+def frozen_part(spec: RunSpec) -> str:
+    """Return a digest of the frozen parameters; empty where there are none."""
+    return "" if all(p.requires_grad for p in spec.model.parameters()) else frozen_digest(spec.model)
 
 
 def costs_of(spec: RunSpec, names: Sequence[str], peers: Mapping[str, int | str]) -> Costs:
@@ -274,7 +282,7 @@ def guard_mode(guard: str, spec: RunSpec) -> tuple[bool, str]:
 
 def guard_of(spec: RunSpec, costs: Costs, forward_options: ForwardOptions) -> Guard:
     """Return a guard whose shadow starts where the model does, with an optimizer and batches like its own."""
-    model, optimizer = copy.deepcopy((spec.model, spec.made_optimizer))
+    model, optimizer = copied((spec.model, spec.made_optimizer), spec.model)
     alone = replace(spec, model=model, optimizer=optimizer, peers=())
     engine = alone.in_process(forward_options=forward_options)
     shadow = Learner(alone, Alone(), engine, costs)

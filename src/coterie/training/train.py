@@ -65,9 +65,10 @@ def train(
     """Train a personal model for user 0 with its peers' gradients.
 
     At every step all users compute a gradient at the same point, the rule makes a direction of them, and the
-    optimizer follows it (Algorithm 1). The model that is passed in is not changed. Ctrl-C ends the run after
-    the step it is in, with everything saved; pressed twice it stops at once. Before the first step the theory's
-    constants are measured, in eight passes that change nothing; see docs/estimates.md.
+    optimizer follows it (Algorithm 1). The model that is passed in is not changed; that which is
+    returned shares its frozen parameters. Ctrl-C ends the run after the step it is in, with everything saved;
+    pressed twice it stops at once. Before the first step the theory's constants are measured, in eight passes that
+    change nothing; see docs/estimates.md.
 
     Args:
         model: any module; training starts from its parameters, in the mode (train or eval) it is in.
@@ -152,7 +153,8 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
     with ExitStack() as stack:
         engine = setup.opened(spec, options, stack)
         data = "" if folder is None else " ".join(user.fingerprint() for user in (spec.me, *spec.peers))
-        configuration = setup.configuration_of(spec, engine, guard=guard, data=data)
+        frozen = "" if folder is None else setup.frozen_part(spec)
+        configuration = setup.configuration_of(spec, engine, guard=guard, data=data, frozen=frozen)
         configuration = with_earlier_choice(configuration, folder, options.resume)
 
         rule, configuration = choose(spec, engine, configuration, progress=options.progress)

@@ -15,9 +15,10 @@ from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.flare.messages import pack_request, read_reply
 from coterie.engines.flare.sites import Replies, Sites
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.peer import Request, frozen_digest
+from coterie.engines.peer import Request
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, is_finite
+from coterie.gradients.trained_part import frozen_digest
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User, check_names
 
