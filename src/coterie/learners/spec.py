@@ -1,5 +1,6 @@
 """The specification of a run: what is trained, for whom, with whom and how."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
