@@ -150,8 +150,7 @@ def test_what_could_not_be_written_comes_with_the_next_line(
     record.add(Point(step=2))
     assert [point.step for point in Record.load(path).points] == [0, 1, 2]
     shutil.rmtree(path.parent)
-    with pytest.raises(FileError, match=r"record.jsonl cannot be written \(No such file"):
-        record.add(Point(step=3))
+    record.add(Point(step=3))
     record.finish(End(step=4, best_step=1))
     assert [point.step for point in Record.load(path).points] == [0, 1, 2, 3]
     assert Record.load(path).end == record.end

@@ -92,11 +92,10 @@ class Store:
     def __init__(self, out: Path, steps: int) -> None:
         if steps < 1:
             raise KnobError(f"`steps` must be at least 1, got {steps}")
-        if out.exists() and not out.is_dir():
-            raise KnobError(f"`out` must be a folder, {str(out)!r} is a file; name another")
         self.cells, self.steps = out / "cells", steps
         self.settings = {"steps": steps, "rates": list(RATES), "version": coterie.__version__}
-        self.cells.mkdir(parents=True, exist_ok=True)
+        with files.writing(self.cells):
+            self.cells.mkdir(parents=True, exist_ok=True)
         path = out / "settings.json"
         if path.exists():
             remedy = (

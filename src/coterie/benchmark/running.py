@@ -20,6 +20,7 @@ from coterie.benchmark.settings import Contender
 from coterie.benchmark.tasks import task_of
 from coterie.benchmark.tuning import Tuning
 from coterie.errors import KnobError
+from coterie.recording.claim import claimed
 from coterie.registry import import_from_environment
 from coterie.users.sampling import seeded
 
@@ -66,10 +67,12 @@ def run(
         ['alone', 'mine']
     """
     selection = Selection(sets, methods, conditions, models, users, seeds)
-    store, folder = Store(Path(out), steps), None if data is None else Path(data)
-    for _ in measure_cells(list(selection.cells(folder)), selection, store, folder, jobs=jobs):
-        pass
-    return write_results(store, Path(out))
+    folder = None if data is None else Path(data)
+    with claimed(Path(out)):
+        store = Store(Path(out), steps)
+        for _ in measure_cells(list(selection.cells(folder)), selection, store, folder, jobs=jobs):
+            pass
+        return write_results(store, Path(out))
 
 
 def measure_cells(

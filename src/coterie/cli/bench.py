@@ -1,6 +1,7 @@
 """`coterie bench`: methods compared on real users."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,12 +9,13 @@ import typer
 from typer import Option
 
 from coterie import benchmark
-from coterie.benchmark import SETS
+from coterie.benchmark import SETS, Cell, Selection, Store
 from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.methods import DEFAULT
 from coterie.benchmark.methods import names as all_methods
 from coterie.cli.terminal import bar, rich_table
 from coterie.errors import KnobError
+from coterie.recording.claim import claimed
 
 
 def bench(
@@ -56,25 +58,31 @@ def bench(
     cells = list(selection.cells(data))
     if not cells:
         raise KnobError(f"nothing to measure: no set among {', '.join(chosen)} takes a model among {models}")
-    store = benchmark.Store(out, steps)
-    stopped = False
+    with claimed(out):
+        store = benchmark.Store(out, steps)
+        stopped = _measure(cells, selection, store, data, jobs or os.cpu_count() or 1)
+        if any(cell in store for cell in cells):
+            frame = benchmark.write_results(store, out)
+            places = "Methods over all sets and conditions, compared with Alone"
+            console.print(rich_table(places, benchmark.in_short(benchmark.overall(frame))))
+            console.print(f"By set, condition and user: index.html, results.json, results.parquet in {out}")
+    if stopped:
+        console.print("stopped; what is finished is kept, and the same command goes on")
+        raise typer.Exit(130)
+
+
+def _measure(cells: Sequence[Cell], selection: Selection, store: Store, data: Path | None, jobs: int) -> bool:
+    """Measure cells and show how it goes; say whether Ctrl-C stopped it."""
     with bar("benchmark", len(cells)) as advance:
         there = sum(cell in store for cell in cells)
         advance(f"{there} of {len(cells)} were there", there)
         try:
-            for done in benchmark.measure_cells(cells, selection, store, data, jobs=jobs or os.cpu_count() or 1):
+            for done in benchmark.measure_cells(cells, selection, store, data, jobs=jobs):
                 first = done[0]
                 advance(f"{first.set}, {first.condition}, {first.user}, seed {first.seed}", len(done))
         except KeyboardInterrupt:
-            stopped = True
-    if any(cell in store for cell in cells):
-        frame = benchmark.write_results(store, out)
-        places = "Methods over all sets and conditions, compared with Alone"
-        console.print(rich_table(places, benchmark.in_short(benchmark.overall(frame))))
-        console.print(f"By set, condition and user: index.html, results.json, results.parquet in {out}")
-    if stopped:
-        console.print("stopped; what is finished is kept, and the same command goes on")
-        raise typer.Exit(130)
+            return True
+    return False
 
 
 def _sets_at_hand(data: Path | None) -> list[str]:

@@ -1,6 +1,5 @@
 """User 0's run: the ordinary training, with sites for peers."""
 
-import fcntl
 import functools
 import logging
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from coterie.errors import KnobError
 from coterie.federation.participants import lead_participant
 from coterie.federation.settings import FILE, LeadSettings, lead_settings
 from coterie.recording import files
+from coterie.recording.claim import claimed
 from coterie.registry import RunFacts
 from coterie.rules import RULES, Rule
 from coterie.tables.fit import fit
@@ -24,6 +24,8 @@ from coterie.tables.model_files import save_model
 from coterie.training.train import train
 
 RUN = "run"
+SECONDS_FOR_THE_LAST_ONE = 60.0
+"""How long to wait for another process that trains here: one whose server was killed may need a moment to end."""
 NEWS = "news.log"
 """What happened on the way: sites that were dropped or taken back."""
 SUMMARY = "summary.txt"
@@ -38,10 +40,9 @@ def lead(folder: Path, sites: Sites) -> None:
     """Train, or go on training, with the settings in user 0's folder; all results go to `run` in it."""
     settings, out = lead_settings(folder), folder / RUN
     torch.set_num_threads(settings.threads)
-    out.mkdir(exist_ok=True)
-    for name in (SUMMARY, REFUSED):
-        (out / name).unlink(missing_ok=True)
-    with _only_one(out), _news(out / NEWS):
+    with claimed(out, SECONDS_FOR_THE_LAST_ONE), _news(out / NEWS):
+        for name in (SUMMARY, REFUSED):
+            (out / name).unlink(missing_ok=True)
         if not (out / "record.jsonl").exists():
             check_plan(settings, sites, out)
         held, task = lead_participant(folder, settings)
@@ -97,14 +98,6 @@ def rule_of(settings: LeadSettings) -> Rule | MakesLearner:
     if isinstance(rule, Chooser) or chooser_for(rule):
         raise KnobError(f"`rule` {training.rule!r} chooses by rows of sites, which stay there; set all its knobs")
     return rule
-
-
-@contextmanager
-def _only_one(out: Path) -> Iterator[None]:
-    """Wait until no other process trains here: one whose server was killed may need a moment to end."""
-    with (out / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

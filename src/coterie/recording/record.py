@@ -26,7 +26,8 @@ class Record:
     With a path, every addition is written to it at once, one JSON object a line: first the configuration and
     the versions, then the points, last the end. A run that is killed leaves what it had recorded. The lines are
     chained (`ChainedLines`), and a line before every checkpoint tells that all points up to it were there.
-    Where a line cannot be written, a `FileError`, the record goes on in memory and the next line brings all.
+    Where a line cannot be written, a `FileError`, it stays in memory, and the next brings all; so it is where the
+    file was deleted.
 
     Args:
         configuration: what the run was asked to do.
@@ -129,7 +130,7 @@ class Record:
         return record
 
     def _append(self, line: dict[str, Any]) -> None:
-        if self._behind or self._lines is None:
+        if self._lines is None or self._behind or not self._lines.path.exists():
             return self._rewrite()  # of which the line is a part
         self._behind = True
         self._lines.append(line)

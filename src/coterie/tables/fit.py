@@ -13,6 +13,7 @@ from coterie.data import Preparation, TableTask
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.evaluation.metrics import METRICS, Metric, accuracy, rmse
+from coterie.recording.claim import claimed
 from coterie.rules import Rule
 from coterie.tables import models
 from coterie.tables.model_files import save_model
@@ -50,12 +51,13 @@ def fit(
     made = models.build(model, task.n_inputs, task.n_outputs)
     loss = models.loss_of(task.preparation)
     settings = {"guard": "held-out", **settings, "seed": seed, "metrics": reported}
-    run = train(made, loss, task.me, task.peers, rule, out=out, engine=engine, **settings)
-    if run.stopped is Stopped.CTRL_C:
-        return None
-    task.preparation.save(out)
-    save_model(out, run.model, model, task.n_inputs, task.n_outputs)
-    run.report(out / "index.html")
+    with claimed(out):
+        run = train(made, loss, task.me, task.peers, rule, out=out, engine=engine, **settings)
+        if run.stopped is Stopped.CTRL_C:
+            return None
+        task.preparation.save(out)
+        save_model(out, run.model, model, task.n_inputs, task.n_outputs)
+        run.report(out / "index.html")
     return run
 
 

@@ -1,10 +1,11 @@
 """The training loop: a learner and its guard take steps, evaluated, recorded, saved and resumed."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -13,6 +14,7 @@ from coterie.evaluation.evaluate import evaluate
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.recording import checkpoint
+from coterie.recording.claim import Claim
 from coterie.recording.configuration import Configuration
 from coterie.recording.costs import Cost
 from coterie.recording.record import Record
@@ -24,6 +26,8 @@ from coterie.training.choose import MAY_DIFFER, check_free
 from coterie.training.guard import Guard
 from coterie.training.hooks import Hook, HookLike, Start, as_hook, tell
 from coterie.training.run import Run, Step, Stopped
+
+T = TypeVar("T")
 
 
 class TrainingLoop:
@@ -51,14 +55,16 @@ class TrainingLoop:
         self.travelled: dict[str, Traffic] = {}  # before this session
         self.losses: list[float] = []
         self.out: Path | None = None
+        self.claim: Claim | None = None
         self.saved_at: int | None = None
         self.whole = True  # whether the state is that after a whole step, evaluated where that is due
         self.first: Mapping[str, float] | None = None  # what the validation set says before the first step
         self.record: Record
 
-    def open(self, configuration: Configuration, out: Path | None, resume: bool) -> None:
-        """Begin the record, or resume the run that was left in `out`."""
-        self.out = out
+    def open(self, configuration: Configuration, claim: Claim | None, resume: bool) -> None:
+        """Begin the record, or resume the run that was left in the folder that was claimed."""
+        out = None if claim is None else claim.folder
+        self.claim, self.out = claim, out
         path = out and out / "record.jsonl"
         saved = checkpoint.saved(out / "checkpoints") if out else []
         if out and resume and saved and path and path.exists():
@@ -177,7 +183,7 @@ class TrainingLoop:
             validation=validation or {},
             guard=None if self.guard is None else self.guard.check(learner),
         )
-        self.record.add(point)
+        self._write("record", lambda: self.record.add(point))
         self.whole = True
         tell(self.hooks, "on_evaluation", point)
         return point
@@ -216,7 +222,7 @@ class TrainingLoop:
         )
         alone = learner.trained_alone() if self.guard is None else self.guard.alone()
         end = with_verdict(end, self.record.configuration, spec, model, None if broken else alone)
-        self.record.finish(end)
+        self._write("record", lambda: self.record.finish(end))
         run = Run(
             model,
             self.record,
@@ -227,6 +233,7 @@ class TrainingLoop:
             stopped,
             learner.models(),
             alone,
+            self._unwritten(),
         )
         try:
             tell(self.hooks, "on_end", run)
@@ -237,14 +244,34 @@ class TrainingLoop:
         return run
 
     def save(self) -> Path | None:
-        """Write a checkpoint, where there is a folder for it and this step has none yet."""
+        """Write a checkpoint, where there is a folder for it and this step has none yet, and return its path."""
         if self.out is None:
             return None
-        if self.saved_at == self.learner.step:
-            return checkpoint.saved(self.out / "checkpoints")[-1]
+        there = checkpoint.saved(self.out / "checkpoints")
+        if there and self.saved_at == self.learner.step:
+            return there[-1]
+        return self._write("checkpoint", self._save)
+
+    def _save(self) -> Path | None:
+        if self.out is None:
+            return None
         self.record.before_checkpoint(self.learner.step)
+        path = checkpoint.save(self.out / "checkpoints", self.learner.step, self.state_dict())
         self.saved_at = self.learner.step
-        return checkpoint.save(self.out / "checkpoints", self.learner.step, self.state_dict())
+        return path
+
+    def _unwritten(self) -> str:
+        """Say what could not be written to the folder, last of all in a warning; nothing where all is there."""
+        missing = "; ".join(map(str, self.claim.unwritten.values())) if self.claim else ""
+        if missing:
+            warnings.warn(
+                f"not all of this run is in {self.out}: {missing}. The run returned is whole", stacklevel=3
+            )
+        return missing
+
+    def _write(self, what: str, write: Callable[[], T]) -> T | None:
+        """Write something to the folder, if there is one; a run does not end because that fails."""
+        return write() if self.claim is None else self.claim.attempt(what, write)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""

@@ -51,6 +51,7 @@ class Run:
     stopped: Stopped | None = None  # what ended the run early
     models: Mapping[str, nn.Module] = field(default_factory=dict)  # of every user, where a method makes them
     alone: nn.Module | None = None  # the one trained alone beside it, with which the verdict compares
+    unwritten: str = ""  # what could not be written to `out`, and why; empty where all of the run is there
 
     @property
     def verdict(self) -> Verdict:
@@ -59,7 +60,8 @@ class Run:
 
     def summary(self) -> str:
         """Return the run in a few lines of text, the verdict first."""
-        return "\n".join(summary(self.record, self.state.get("weight")))
+        missing = [f"Not all of this run is in its folder: {self.unwritten}."] if self.unwritten else []
+        return "\n".join([*summary(self.record, self.state.get("weight")), *missing])
 
     def report(self, path: Path | str) -> Path:
         """Write one HTML page: the verdict, whom the model listens to, the cost, details; and return its path."""

@@ -1,7 +1,9 @@
 """Trackers by name: hooks that are made for a run's folder. TensorBoard is the first."""
 
 import importlib.util
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +31,29 @@ class TensorBoard(Hook):
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder))
+            with self._or_not_at_all():
+                self._writer = SummaryWriter(str(self._folder))
 
     def on_evaluation(self, point: Point) -> None:
         """Write the point."""
         if self._writer is not None:
-            for name, value in point.to_plain().items():
-                if name != "step":
-                    self._writer.add_scalar(name, value, point.step)
-            self._writer.flush()
+            with self._or_not_at_all():
+                for name, value in point.to_plain().items():
+                    if name != "step":
+                        self._writer.add_scalar(name, value, point.step)
+                self._writer.flush()
 
     def on_end(self, run: Run) -> None:
         """Close the file."""
         if self._writer is not None:
-            self._writer.close()
+            with self._or_not_at_all():
+                self._writer.close()
+
+    @contextmanager
+    def _or_not_at_all(self) -> Iterator[None]:
+        """Write no more where that fails: a run does not end for its curves."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            warnings.warn(f"TensorBoard's {self._folder} is written no more: {error}", stacklevel=2)

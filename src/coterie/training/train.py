@@ -20,6 +20,7 @@ from coterie.errors import KnobError
 from coterie.evaluation.metrics import Metric
 from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
 from coterie.methods.rounds import Method
+from coterie.recording.claim import claimed
 from coterie.recording.interruption import interruptible
 from coterie.rules import Rule
 from coterie.training import setup
@@ -150,11 +151,12 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
     trackers = [] if folder is None else [TRACKERS[name](folder) for name in options.trackers]
     spec = setup.with_rule(spec, options.guard).prepared()
     guarded, guard = setup.guard_mode(options.guard, spec)
-    with ExitStack() as stack:
+    with ExitStack() as held, ExitStack() as stack:
         engine = setup.opened(spec, options, stack)
         data = "" if folder is None else " ".join(user.fingerprint() for user in (spec.me, *spec.peers))
         frozen = "" if folder is None else setup.frozen_part(spec)
         configuration = setup.configuration_of(spec, engine, guard=guard, data=data, frozen=frozen)
+        claim = None if folder is None else held.enter_context(claimed(folder))
         configuration = with_earlier_choice(configuration, folder, options.resume)
 
         rule, configuration = choose(spec, engine, configuration, progress=options.progress)
@@ -169,6 +171,7 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
         hooks = [*trackers, ProgressHook(options.progress, stack), *spec.hooks]
         loop = TrainingLoop(spec, learner, hooks, save_every=save_every, guard=watch, captured=captured)
         interrupted = stack.enter_context(interruptible())
-        loop.open(replace(configuration, capture=how), folder, options.resume)
+        loop.open(replace(configuration, capture=how), claim, options.resume)
         stopped = loop.run(interrupted)
-    return loop.finish(stopped, time.monotonic() - began)
+        stack.close()  # whom the engine has asked need not wait for the end
+        return loop.finish(stopped, time.monotonic() - began)
