@@ -108,7 +108,7 @@ def test_the_account_is_complete_and_plain() -> None:
     assert list(found["weights"]) == [peer.name for peer in peers]
     np.testing.assert_allclose(kappa.sum(0), 1)
     assert found["steps"] == list(range(0, 30, 2))
-    assert found["cost"] == {"runs": 4.5, "rows": 15 * 3}
+    assert found["cost"] == {"runs": 4.5, "rows": 15 * 3, "messages": 0, "bytes": 0}
     assert {name: len(looks["steps"]) for name, looks in found["looks"].items()} == {
         "alone": 21,
         "branch": 11,

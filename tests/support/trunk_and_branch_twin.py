@@ -96,6 +96,7 @@ def trunk_and_branch(
             look("alone", alone[0], alone[1:])
         for q, w in enumerate(trunks):
             rows = np.array([gradient(w, p) for p in peers])
+            trunks[q] = w - lr * weights[q] @ rows  # by the weights found before
             if t % max(1, half // 12) == 0:
                 lacking = np.vstack([np.zeros_like(w), rows]) - gradient(w, parts[1 + q])
                 grams[q].append(lacking @ lacking.T)
@@ -104,7 +105,6 @@ def trunk_and_branch(
                 norms[q].append(np.linalg.norm(rows, axis=1))
                 if kappas[q][-1][1:].sum() > 1e-6:  # else nobody points the right way
                     weights[q] = kappas[q][-1][1:] / kappas[q][-1][1:].sum()
-            trunks[q] = w - lr * weights[q] @ rows
         pooled = pooled - lr * by_size @ np.array([gradient(pooled, p) for p in peers])
         alone = [w - lr * gradient(w, part) for w, part in zip(alone, parts, strict=True)]
     late = max(1, len(kappas[0]) // 3)

@@ -9,13 +9,14 @@ from coterie.choosing.chooser import Choice
 from coterie.choosing.looks import Looks, split
 from coterie.choosing.repeated_steps import RepeatedSteps
 from coterie.choosing.trunk_and_branch import TrunkAndBranch
-from coterie.engines.capabilities import Stackable, require
+from coterie.engines.capabilities import AsksAtPoints, Stackable, require
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.learners.blocks import Block, StackBlock
 from coterie.learners.capturable import why_not_capturable
 from coterie.learners.learner import Learner
 from coterie.learners.points import Points
+from coterie.learners.points_exchanged import PointsExchanged
 from coterie.learners.points_together import PointsTogether
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
@@ -87,7 +88,8 @@ class AdaptiveAveraging:
     def check(self, engine: Engine) -> None:
         """Refuse an engine that has no peers, or cannot give what this needs."""
         weights_over(None, engine.names)
-        require(engine, "rows", "`AdaptiveAveraging`")
+        if engine.capabilities.sketch is None:  # it is by sketches that peers are weighed elsewhere
+            require(engine, "rows", "`AdaptiveAveraging`")
 
     def instead(self, spec: RunSpec) -> Choice | None:
         """Return another rule where user 0's examples cannot be split into folds, else None."""
@@ -111,6 +113,8 @@ class AdaptiveAveraging:
         parts = torch.cat([torch.ones(1, len(folds), dtype=torch.bool), blind])
         if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
             points: Points = PointsTogether(spec, engine, parts)
+        elif isinstance(engine, AsksAtPoints) and engine.capabilities.many_points:
+            points = PointsExchanged(spec, engine, parts, forward_options)
         else:
             points = Points(spec, engine, parts, forward_options)
         looks = Looks(spec, points, folds, nested=self.plan.nested)

@@ -28,11 +28,12 @@ from coterie.choosing.whom import GRAMS, Array, FittedWeights, by_size
 from coterie.engines.engine import Engine
 from coterie.gradients.trained_part import copied, load_trained_state, trained_state
 from coterie.learners.learner import Learner, NextStep
-from coterie.learners.points import Own, Sums
+from coterie.learners.points import Judged, Own, Sums
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
 from coterie.recording.costs import Costs
 from coterie.recording.result import GuardDecision
+from coterie.recording.traffic import Traffic
 from coterie.rules import Alone
 
 FIRST, LAST = 2.2, -4.6
@@ -63,7 +64,8 @@ class TrunkAndBranch(Learner):
         self.peers = Stack.of(spec, start[:d].expand(self.n_trunks + 1, -1))
         self.buffers = [start[d:].expand(len(stack.x), -1).clone() for stack in (self.alone, self.peers)]
         self.trunk_weights = self._tensor([*(fitted.weights for fitted in self.fitted), self.by_size])
-        self.rows_asked = self.gradients_asked = 0
+        self.sketch = engine.capabilities.sketch
+        self.grams = self.gradients_asked = 0
         self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
         self._kept: tuple[Tensor, list[Array], Tensor] | None = None
 
@@ -79,32 +81,28 @@ class TrunkAndBranch(Learner):
         return self._trunk_step() if self.step < self.half else self._branch_step()
 
     def _trunk_step(self) -> NextStep:
-        step, trunks, points = self.step, self.n_trunks, self._points(1)
-        own, parts = self.points.own(self._points(0), step, range(self.n_folds + 1)), self._judging()
-        if step % self._between_grams == 0:
-            everyone = torch.ones(trunks, len(self.by_size), dtype=torch.bool, device=points.device)
-            rows, left_out = self.points.rows(points[:trunks], step, everyone)
-            judged = self.points.on_all(points[:trunks], step, parts)
-            pooled = self.points.sums(points[trunks:], step, self._tensor([self.by_size]))
-            take = partial(self._take_gram, own, rows, judged, pooled)
-            left_out = {**left_out, **pooled.left_out}
-        else:
-            asked = self.points.sums(points, step, self.trunk_weights)
-            take, left_out = partial(self._take_trunk, own, asked), dict(asked.left_out)
-        return NextStep(own.gradients[0], own.loss, left_out, take)
+        step, points = self.step, self._points(1)
+        if step % self._between_grams:
+            asking = self.points.ask(points, step, self.trunk_weights)
+            own = self.points.own(self._points(0), step, range(self.n_folds + 1))
+            asked = asking()
+            return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_trunk, own, asked))
+        judging = self.points.judge(points, step, self.trunk_weights, self._judging())
+        own = self.points.own(self._points(0), step, range(self.n_folds + 1))
+        judged = judging()
+        return NextStep(own.gradients[0], own.loss, judged.left_out, partial(self._take_gram, own, judged))
 
-    def _take_gram(self, own: Own, rows: Tensor, judged: Tensor, pooled: Sums) -> None:
-        """Fit the weights again, and step by them."""
-        for fitted, theirs, ours in zip(self.fitted, rows, judged, strict=True):
+    def _take_gram(self, own: Own, judged: Judged) -> None:
+        """Step by the weights that were asked for, and fit those of the next steps."""
+        sums = judged.sums(self.trunk_weights)
+        for fitted, theirs, ours in zip(self.fitted, judged.theirs, judged.ours, strict=True):
             fitted.add(theirs, ours)
         self._weigh()
-        there = rows.isfinite().all(2)
-        present = self.trunk_weights[: len(rows)] * there
-        sums = torch.einsum("rn,rnd->rd", present, rows.masked_fill(~there.unsqueeze(2), 0.0))
-        self.rows_asked += 1
-        self.costs.compute([self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=len(rows))
-        together = Sums(torch.cat([sums, pooled.sums]), torch.cat([present.sum(1), pooled.answered]))
-        self._take_trunk(own, together)
+        self.grams += 1
+        self.costs.compute([self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_trunks)
+        if self.sketch:
+            self.costs.exchange(self.engine.names, down=0, up=self.n_trunks * self.sketch)
+        self._take_trunk(own, sums)
 
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
@@ -128,8 +126,9 @@ class TrunkAndBranch(Learner):
         own_points, parts = points[:copies], [*range(copies), *range(copies)]
         if self.buffers[1].shape[1]:  # pooled needs no own gradient, but running statistics
             own_points, parts = points, [*parts, 0]
+        asking = self.points.ask(points, step, self.second_half()[0])
         own = self.points.own(torch.cat([self._points(0), own_points]), step, parts)
-        asked = self.points.sums(points, step, self.second_half()[0])
+        asked = asking()
         return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_branch, own, asked))
 
     def _take_branch(self, own: Own, asked: Sums) -> None:
@@ -248,9 +247,10 @@ class TrunkAndBranch(Learner):
         weights = self._weights()[0 if self.looks.chosen.path == "branch" else -1]
         return dict(zip(self.engine.names, weights.tolist(), strict=True))
 
-    def account(self) -> dict[str, Any]:
+    def account(self, travelled: Mapping[str, Traffic]) -> dict[str, Any]:
         """Return who was listened to, when it stopped, what that cost, and what may be said of it."""
         names, chosen, paths = self.engine.names, self.looks.chosen, self.looks.paths
+        mine = travelled.get(self.costs.me, Traffic())
         if chosen is None:
             return {}
         kappa = np.mean([np.array(fitted.kappa) for fitted in self.fitted], axis=0)
@@ -269,7 +269,12 @@ class TrunkAndBranch(Learner):
             "nobody": kappa[:, 0].tolist() if kappa.size else [],
             "weights": dict(zip(names, kappa[:, 1:].T.tolist(), strict=True)) if kappa.size else {},
             "unheard": int(self.unheard),
-            "cost": {"runs": self.gradients_asked / max(1, self.step), "rows": self.rows_asked * self.n_trunks},
+            "cost": {
+                "runs": self.gradients_asked / max(1, self.step),
+                "sketches" if self.sketch else "rows": self.grams * self.n_trunks,
+                "messages": sum(each.messages for each in travelled.values()),
+                "bytes": mine.bytes_sent + mine.bytes_received,
+            },
             **compared(chosen, len(self.looks.folds), nested=self.nested),
         }
         return account | {"sentence": sentence(account, self.looks.held_out)}
@@ -311,7 +316,7 @@ class TrunkAndBranch(Learner):
             "paths": {name: dict(vars(path)) for name, path in self.looks.paths.items()},
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
-            "asked": [self.rows_asked, self.gradients_asked],
+            "asked": [self.grams, self.gradients_asked],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -331,5 +336,5 @@ class TrunkAndBranch(Learner):
             self.scheduler.load_state_dict(state["scheduler"])
         for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
-        self.rows_asked, self.gradients_asked = state["asked"]
+        self.grams, self.gradients_asked = state["asked"]
         self.unheard = state["unheard"].to(self.x.device)

@@ -18,6 +18,7 @@ from coterie.gradients.trained_part import copied, load_trained_state, trained_s
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
 from coterie.recording.result import GuardDecision
+from coterie.recording.traffic import Traffic
 from coterie.rules import Rule, State, weights_in
 
 
@@ -132,8 +133,8 @@ class Learner:
         """Return the model trained alone beside this one, where there is one."""
         return None
 
-    def account(self) -> Mapping[str, Any]:
-        """Return what was found out on the way, as plain data; empty where nothing was."""
+    def account(self, travelled: Mapping[str, Traffic]) -> Mapping[str, Any]:
+        """Return what was found out on the way, and by which traffic, as plain data; empty where nothing was."""
         return {}
 
     def models(self) -> dict[str, nn.Module]:

@@ -1,13 +1,15 @@
 """Everybody's gradients at several points in one step, and the losses there: point by point, on any engine.
 
-User 0 computes its own here, on all of its examples or on all but one fold. `PointsTogether` takes one pass. A
-point is a row of parameters, followed by the model's buffers where passes move them (BatchNorm).
+User 0 computes its own here, on all of its examples or on all but one fold. `PointsTogether` takes one pass,
+`PointsExchanged` one exchange with peers elsewhere. A point is a row of parameters, followed by the model's buffers
+where passes move them (BatchNorm).
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,24 @@ class Sums:
     sums: Tensor  # of shape (R, d)
     answered: Tensor  # of shape (R,): the weight that is in each
     left_out: Mapping[str, str] = field(default_factory=dict)  # the others, each with the reason
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """What whom to listen to is judged by: each peer's gradient or its sketch at all points but the last."""
+
+    theirs: Tensor  # of shape (R − 1, N, m); not numbers where there is none
+    ours: Tensor  # of shape (R − 1, m): user 0's, in the same way
+    heard: Sums  # at the last point; at all where `theirs` are sketches
+    left_out: Mapping[str, str]
+
+    def sums(self, weights: Tensor) -> Sums:
+        """Return the peers' sums at all points: by these weights, or where they came as sums by those asked for."""
+        if len(self.heard.sums) == len(weights):
+            return self.heard
+        first = combined(self.theirs, weights[:-1], {})
+        sums = torch.cat([first.sums, self.heard.sums])
+        return Sums(sums, torch.cat([first.answered, self.heard.answered]), self.left_out)
 
 
 class Points:
@@ -86,6 +106,21 @@ class Points:
                     gradient, _ = self._own[part].on(user.name, point[: self.d], some, step)
                     total.add_(gradient, alpha=len(some) / len(user))
         return gradients
+
+    def ask(self, points: Tensor, step: int, weights: Tensor) -> Callable[[], Sums]:
+        """Ask for the peers' sums by weights (R, N), and return what waits for them."""
+        return partial(self.sums, points, step, weights)
+
+    def judge(self, points: Tensor, step: int, weights: Tensor, parts: Sequence[int]) -> Callable[[], Judged]:
+        """Ask for what whom to listen to is judged by, with user 0's gradients on all examples of these parts."""
+        return partial(self._judged, points, step, weights, parts)
+
+    def _judged(self, points: Tensor, step: int, weights: Tensor, parts: Sequence[int]) -> Judged:
+        everyone = torch.ones_like(weights[:-1], dtype=torch.bool)
+        rows, left_out = self.rows(points[:-1], step, everyone)
+        ours = self.on_all(points[:-1], step, parts)
+        last = self.sums(points[-1:], step, weights[-1:])
+        return Judged(rows, ours, last, {**left_out, **last.left_out})
 
     def sums(self, points: Tensor, step: int, weights: Tensor) -> Sums:
         """Return the peers' sums by weights (R, N)."""

@@ -20,6 +20,7 @@ class Traffic:
     seconds_waiting: float = 0.0  # for others
     seconds_computing: float = 0.0  # gradients
     rounding: float = 0.0  # the largest relative error of compression in what it sent; 0 where there is none
+    messages: int = 0  # sent: questions, or answers to them
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
@@ -28,6 +29,7 @@ class Traffic:
             self.seconds_waiting + other.seconds_waiting,
             self.seconds_computing + other.seconds_computing,
             max(self.rounding, other.rounding),
+            self.messages + other.messages,
         )
 
 

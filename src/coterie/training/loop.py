@@ -206,6 +206,7 @@ class TrainingLoop:
                 validation, test = scores
         except UserCodeError as error:
             failed, stopped, broken = error, Stopped.USER_CODE, True
+        traffic = total(self.travelled, learner.engine.traffic())
         end = End(
             step=learner.step,
             best_step=best.get("step", learner.step),
@@ -217,8 +218,8 @@ class TrainingLoop:
             tau=self.tau(),
             left_out=self.left_out,
             costs=learner.costs.by_user(),
-            traffic=total(self.travelled, learner.engine.traffic()),
-            account=learner.account(),
+            traffic=traffic,
+            account=learner.account(traffic),
         )
         alone = learner.trained_alone() if self.guard is None else self.guard.alone()
         end = with_verdict(end, self.record.configuration, spec, model, None if broken else alone)

@@ -140,6 +140,7 @@ class Flare:
         message = pack_request(request)  # a copy: a late site may still be sent to when the points have moved on
         size = message["points"].nbytes + sum(buffer.nbytes for buffer in message["buffers"].values())
         self._mine.bytes_sent += size * len(names)
+        self._mine.messages += len(names)
         for name in names:
             self._traffic[name].bytes_received += size
         return self.sites.ask(names, "gradients", self.timeout, request=message)
@@ -198,6 +199,7 @@ class Flare:
         if isinstance(answer, Tensor):
             self._mine.bytes_received += reply["gradients"].nbytes
             self._traffic[name].bytes_sent += reply["gradients"].nbytes
+            self._traffic[name].messages += 1
             self._traffic[name].seconds_computing += _seconds(reply.get("seconds"), self.timeout)
         return "no answer" if answer is None else answer
 

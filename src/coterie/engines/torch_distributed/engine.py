@@ -242,9 +242,9 @@ class TorchDistributed:
             shown = exchange.sketches[0].nbytes
             up, received = up + shown, received + shown * len(notes)
         rounding = relative_error(exchange.question.points, self.wire.request.points)
-        self._traffic[self.me] += Traffic(down, received, seconds[1], seconds[0], rounding)
+        self._traffic[self.me] += Traffic(down, received, seconds[1], seconds[0], rounding, 1)
         for name, note in notes.items():
-            self._traffic[name] += Traffic(up, down, note.waiting, note.computing, note.rounding)
+            self._traffic[name] += Traffic(up, down, note.waiting, note.computing, note.rounding, 1)
         return notes
 
     def _check_told_to_end(self) -> None:

@@ -1,0 +1,189 @@
+"""Adaptive averaging with peers elsewhere: one exchange a step, sketches, sums only, late attackers, lost peers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # what an optimizer's first step would import in every child
+from tests.support import processes
+from tests.support.engines import ENGINES
+from tests.support.linear_users import TRUTH, D, user
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import coterie
+from coterie import User
+from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.sites import LocalReplies, LocalSites
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Peer, Reply, Request
+from coterie.engines.torch_distributed.engine import TorchDistributed, serve
+from coterie.gradients.parameters import Parameters
+
+STEPS = 60
+shy = functools.partial(serve, sums_only=True, timeout=processes.PATIENCE)
+
+
+def users(own: int = 12, *, late: int = 0) -> tuple[User, list[User]]:
+    peers = [user(f"alike {k}", 40, TRUTH) for k in range(3)]
+    peers += [user(f"late {k}", 40, TRUTH) for k in range(late)] or [user("contrary", 60, -TRUTH)]
+    return user("me", own, TRUTH), peers
+
+
+def train(me: User, peers: Sequence[User], **changed: Any) -> coterie.Run:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"lr": 0.1, "steps": STEPS, "batch_size": 10, "measure": False, "progress": False}
+    return coterie.train(nn.Linear(D, 1), mse_loss, me, peers, **(settings | changed))
+
+
+def distance(run: coterie.Run) -> float:
+    return float((Parameters(run.model).vector()[:D] - TRUTH).norm())
+
+
+def variation(one: coterie.Run, other: coterie.Run) -> float:
+    """Return the total variation between the peers' weights, from the last third of the trunk."""
+
+    def late(run: coterie.Run) -> torch.Tensor:
+        found = run.record.end.account
+        kappa = torch.tensor([found["weights"][name] for name in sorted(found["weights"])])
+        kappa = kappa[:, -max(1, kappa.shape[1] // 3) :]
+        return (kappa / kappa.sum(0)).mean(1)
+
+    return float((late(one) - late(other)).abs().sum() / 2)
+
+
+@pytest.mark.parametrize("where", ["torch.distributed", "NVFLARE's, over sites in this process"])
+def test_a_step_is_one_exchange_and_the_run_is_that_in_process(where: str) -> None:
+    me, peers = users()
+    with ENGINES[where]() as engine:
+        run = train(me, peers, engine=engine)
+    found, inside = run.record.end, train(me, peers).record.end
+    assert found.account["tau"] == pytest.approx(inside.account["tau"], abs=1e-4)
+    assert (found.account["path"], found.account["stop"]) == (inside.account["path"], inside.account["stop"])
+    assert all(found.traffic[name].messages == STEPS for name in found.account["tau"])
+    cost = found.account["cost"]
+    assert cost["rows"] == inside.account["cost"]["rows"] == 15 * 3
+    assert cost["messages"] == sum(each.messages for each in found.traffic.values())
+    assert cost["bytes"] == found.traffic["me"].bytes_sent + found.traffic["me"].bytes_received
+
+
+def test_peers_that_give_sums_only_are_weighed_by_sketches() -> None:
+    me, peers = users()
+    with processes.torch_distributed([shy] * 4) as engine:
+        run = train(me, peers, engine=engine)
+    account = run.record.end.account
+    assert account["path"] == "branch"
+    assert account["tau"].get("contrary", 0.0) < 0.05
+    assert account["cost"]["sketches"] == 15 * 3
+    assert distance(run) < distance(train(me, peers, rule=coterie.Alone()))
+    assert run.record.end.costs["alike 0"].gradients == STEPS * 4.5
+    shown = 15 * 3 * ((D + 1) // 2)
+    assert run.record.end.costs["alike 0"].numbers_sent == STEPS * 4.5 * (D + 1) + shown
+
+
+def test_sketches_find_the_same_weights_on_digits() -> None:
+    task = coterie.data.digits_by_writer(me=3, own_examples=30)
+    peers = [*task.peers[:3], coterie.attacks.flip_labels(task.peers[4], 10)]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))  # 1,810 numbers
+    options: dict[str, Any] = {"lr": 0.01, "steps": 40, "measure": False, "progress": False}
+    with processes.torch_distributed() as engine:
+        run = coterie.train(model, cross_entropy, task.me, peers, engine=engine, **options)
+    assert run.record.end.account["cost"]["sketches"] == 20 * 3
+    inside = coterie.train(model, cross_entropy, task.me, peers, **options)
+    assert variation(run, inside) < 0.05
+    assert run.record.end.account["tau"].get(peers[3].name, 0.0) < 0.05
+
+
+def turning(model: nn.Module, loss: Any, one: User) -> None:
+    """Serve, and from the second half on send −10 times the gradient."""
+    honest = Peer.answer
+
+    def answer(peer: Peer, request: Request, caller: str = "user 0") -> Reply:
+        reply = honest(peer, request, caller)
+        if reply.gradients is None or request.step < STEPS // 2:
+            return reply
+        return Reply(-10 * reply.gradients)
+
+    Peer.answer = answer  # type: ignore[assignment,method-assign]  # in a fork
+    shy(model, loss, one)
+
+
+def test_an_attacker_who_behaves_while_it_is_judged_is_survived_by_sums() -> None:
+    me, peers = users(8, late=2)
+    with processes.torch_distributed([shy, shy, shy, turning, turning]) as engine:
+        run = train(me, peers, engine=engine)
+        fixed = train(me, peers, engine=engine, rule=coterie.WeightedAveraging(0.9))
+    assert run.record.end.account["unheard"] > STEPS // 4
+    assert distance(run) < distance(train(me, peers, rule=coterie.Alone())) < distance(fixed)
+
+
+class Absent(LocalSites):
+    """Sites of which one is silent in some steps."""
+
+    def __init__(self, peers: Sequence[User], silent: Callable[[int], bool]) -> None:
+        super().__init__({peer.name: Peer(peer, Passes(nn.Linear(D, 1), mse_loss)) for peer in peers})
+        self.silent = silent
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        there = [n for n in names if n != "alike 1" or not self.silent(arguments["request"]["step"])]
+        return super().ask(there, method, timeout, **arguments)
+
+
+@pytest.mark.parametrize(
+    "silent", [lambda step: step % 3 == 0, lambda step: step >= 10], ids=["now and then", "gone"]
+)
+def test_a_site_that_is_late_or_lost_is_judged_by_what_it_answered(silent: Callable[[int], bool]) -> None:
+    me, peers = users(8)
+    names = [peer.name for peer in peers]
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=Absent(peers, silent), names=names, misses=STEPS, **options)
+
+    run = train(me, peers, engine=flare)
+    account = run.record.end.account
+    assert run.record.end.left_out["alike 1"]["no answer"] >= 20
+    assert account["tau"].get("contrary", 0.0) < 0.05
+    assert account["weights"]["alike 1"][-1] > 0
+    assert distance(run) < distance(train(me, peers, rule=coterie.Alone()))
+
+
+def test_a_killed_peer_ends_the_run_which_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    me, peers = users()
+    peers = peers[2:]
+
+    def once(out: Path, die_at: int | None) -> list[int]:
+        """Train in three processes, of which the peers kill themselves at a step."""
+
+        def dying(one: User) -> None:
+            honest = Peer.answer
+
+            def answer(peer: Peer, request: Request, caller: str = "user 0") -> Reply:
+                if request.step == die_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return honest(peer, request, caller)
+
+            Peer.answer = answer  # type: ignore[assignment,method-assign]  # in a fork
+            shy(nn.Linear(D, 1), mse_loss, one)
+
+        def lead() -> None:
+            engine = functools.partial(TorchDistributed, timeout=processes.PATIENCE)
+            run = train(me, [], engine=engine, out=out, resume=True, checkpoint_every=10)
+            told = {key: value for key, value in run.record.end.account.items() if key != "cost"}
+            (out / "digest").write_text(f"{Parameters(run.model).vector().tolist()} {told}", encoding="utf-8")
+
+        return processes.Started([lead, *(functools.partial(dying, one) for one in peers)]).end()
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert once(whole, None) == [0] * 3
+    for step in (13, 44):  # in the trunk and in the branch
+        assert 0 not in once(cut, step)
+    assert once(cut, None) == [0] * 3
+    assert (cut / "digest").read_text(encoding="utf-8") == (whole / "digest").read_text(encoding="utf-8")
