@@ -67,6 +67,7 @@ END: dict[str, Any] = {
             "seconds_waiting": 0.5,
             "seconds_computing": 1.5,
             "rounding": 0.0,
+            "messages": 0,
         }
     },
     "seconds": 2.5,
