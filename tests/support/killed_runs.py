@@ -162,8 +162,8 @@ def whole(folder: Path) -> bool:
     return True
 
 
-def main(folder: Path, kills: int, seed: int) -> None:
-    """Kill runs at moments spread over the whole of them, until enough kills have hit training."""
+def outcomes(folder: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Kill runs at moments spread over the whole of them, until enough kills have hit training; yield what came."""
     rng = np.random.default_rng(seed)
     wanted = {name: finished(name, folder / f"{name}, whole") for name in RUNS}
     done = attempt = 0
@@ -184,14 +184,19 @@ def main(folder: Path, kills: int, seed: int) -> None:
                 raise RuntimeError(f"a checkpoint of {out} is not whole")
             torn |= {path.stat().st_mtime_ns for path in (out / "checkpoints").glob("*.new")}
         done += len(killed_at)
-        line = {
+        yield {
             "run": name,
             "killed_at": killed_at,
             "torn": len(torn),
             "digest": finished(name, out),
             "wanted": wanted[name],
         }
-        print(json.dumps(line), flush=True)
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
+    """Print what comes of kills, one JSON object a line."""
+    for outcome in outcomes(folder, kills, seed):
+        print(json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":

@@ -323,7 +323,8 @@ class TrainingLoop:
 
     def _where(self) -> str:
         """Say where the state is that was saved last."""
-        saved = checkpoint.saved(self.out / "checkpoints") if self.out else []
+        there = self.claim is not None and not self.claim.unwritten
+        saved = checkpoint.saved(self.out / "checkpoints") if self.out and there else []
         return (
             f"what was computed is saved in {saved[-1]}" if saved else "what was computed is in this error's `run`"
         )
