@@ -188,7 +188,14 @@ PEERS = [coterie.User(f"peer {k}", *examples(60, 10 + k, spread=0.5)) for k in r
 ATTACKERS = [peer.name for peer in PEERS[:F]]
 
 
-def train(rule: coterie.Rule, attack: Attack | None, guard: Any = "off", steps: int = 150) -> coterie.Run:
+def train(
+    rule: coterie.Rule,
+    attack: Attack | None,
+    guard: Any = "off",
+    steps: int = 150,
+    norm_bound: float | None = None,
+) -> coterie.Run:
+    """Train with nothing but the rule, and the guard where it is wanted, against the attackers."""
     torch.manual_seed(0)
     model = nn.Linear(D, 1)
     where: coterie.Engine = coterie.InProcess(model, mse_loss, ME, PEERS, batch_size=16)
@@ -204,6 +211,7 @@ def train(rule: coterie.Rule, attack: Attack | None, guard: Any = "off", steps: 
         batch_size=16,
         evaluate_every=10,
         guard=guard,
+        norm_bound=norm_bound,
         engine=where if attack is None else Attacked(where, ATTACKERS, attack),
     )
 
@@ -235,6 +243,11 @@ def test_averaging_with_a_pool_survives_what_the_mean_does_not(name: str) -> Non
 def test_correction_with_a_pool_survives_what_the_mean_does_not(name: str) -> None:
     assert at_the_end(train(coterie.BiasCorrection(0.9, 0.05, aggregator=POOLS[name]), Scaled(-30.0), steps=60)) < 3
     assert not at_the_end(train(coterie.BiasCorrection(0.9, 0.05), Scaled(-30.0), steps=60)) < 1e3
+
+
+@pytest.mark.parametrize("rule", [coterie.WeightedAveraging(0.95), coterie.BiasCorrection(0.9, 0.05)])
+def test_a_bound_on_norms_survives_it_too(rule: coterie.Rule) -> None:
+    assert at_the_end(train(rule, Scaled(-30.0), steps=60, norm_bound=3.0)) < 3
 
 
 @pytest.mark.parametrize("name", POOLS)

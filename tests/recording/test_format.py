@@ -28,6 +28,7 @@ CONFIGURATION: dict[str, Any] = {
     "engine": {"engine": "in process", "device": "cpu", "average": "one pass", "rows": "by layer"},
     "guard": "held-out: 100 validation examples",
     "evaluate_every": 5,
+    "norm_bound": 3.0,
     "data": "",
     "frozen": "",
     "choice": {},

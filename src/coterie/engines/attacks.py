@@ -204,7 +204,12 @@ class Attacked:
     def capabilities(self) -> Capabilities:
         """What can be had under attack: rows where the engine has them, and nothing that would avoid the attack."""
         can = self.engine.capabilities
-        return Capabilities(rows=can.rows, examples=can.examples, batch_size=can.batch_size)
+        return Capabilities(
+            rows=can.rows,
+            rows_at_hand=can.rows and bool(self.attackers),
+            examples=can.examples,
+            batch_size=can.batch_size,
+        )
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x, the attackers' replaced; see `Engine.gradients`."""

@@ -21,6 +21,7 @@ class Capabilities:
 
     Args:
         rows: every peer's own gradient can be had.
+        rows_at_hand: they cost no more than the weighted sum, which is made of them here.
         own_points: every user answers at a point of its own; the engine is then `AnswersAtOwnPoints`.
         local: all users' examples are in this process: other batch sizes can be asked for, and gradients cost
             nothing but time; the engine is then `Local`.
@@ -40,6 +41,7 @@ class Capabilities:
     """
 
     rows: bool = True
+    rows_at_hand: bool = False
     own_points: bool = False
     local: bool = False
     same_bits: bool = False

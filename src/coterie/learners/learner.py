@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from coterie.engines.engine import Engine
 from coterie.errors import blaming
 from coterie.gradients.gradients import Gradients, cut, is_finite
+from coterie.gradients.norm_bound import NormBound
 from coterie.gradients.parameters import Parameters
 from coterie.gradients.trained_part import copied, load_trained_state, trained_state
 from coterie.learners.spec import RunSpec
@@ -53,6 +54,7 @@ class Learner:
         self.state = self.initial_state()
         self.step = 0
         self.listens_from = 0
+        self.bound = None if spec.norm_bound is None else NormBound(spec.norm_bound, self.x)
         self.best: dict[str, Any] = {}
 
     @property
@@ -72,9 +74,11 @@ class Learner:
     def gradients(self) -> Gradients:
         """Ask everybody for gradients at x; nobody but user 0 before step `listens_from`."""
         weights = self.rule.weights(self.engine.names) if self.step >= self.listens_from else {}
-        g = self.engine.gradients(self.x, self.step, weights, self.rule.needs_rows)
+        rows = self.rule.needs_rows
+        at_hand = self.bound is not None and self.engine.capabilities.rows_at_hand
+        g = self.engine.gradients(self.x, self.step, weights, rows or at_hand)
         self.count([*weights])
-        return g
+        return g if self.bound is None or not weights else self.bound.kept(g, weights, rows=rows)
 
     def count(self, asked: list[str], steps: int = 1) -> None:
         """Count what steps cost: a gradient of everybody asked, and the parameters sent there and back."""
@@ -156,6 +160,7 @@ class Learner:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rule": self.state,
+            "longest": self.bound and self.bound.longest,
             "best": self.best,
         }
 
@@ -167,3 +172,5 @@ class Learner:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.listens_from = state["step"], state["listens_from"]
         self.state, self.best = state["rule"], state["best"]
+        if self.bound is not None:
+            self.bound.longest.copy_(state["longest"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie.engines.in_process.copies import Copies
+from coterie.gradients.norm_bound import NormBound
 from coterie.learners.sharing import Needs, Pass, passes
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
@@ -45,6 +46,8 @@ class Program:
         rules = {run: specs[run].rule for run in heard}
         self._rules = StackedRules(rules, stack.x[heard])
         self._listening = set(heard)
+        factors = [specs[run].norm_bound or torch.inf for run in heard]
+        self._bound = NormBound(stack.x.new_tensor(factors), stack.x[heard])
         self.own_loss = stack.x.new_zeros(len(specs), dtype=torch.float64)  # in the last step
         self.losses = torch.zeros_like(self.own_loss)  # added up; whoever reads them sets them to zero
         self._sums = stack.x.new_zeros(len(specs))
@@ -70,15 +73,17 @@ class Program:
             pairs = zip(self._peers, peers_batches, strict=True)
             peers = [each.gradients(self.copies, x, batch)[0] for each, batch in pairs]
             own = direction.index_select(0, self._heard)
-            heard = rules(own, peers[0] if len(peers) == 1 else torch.cat(peers))
-            direction.index_copy_(0, self._heard, heard)
+            theirs = peers[0] if len(peers) == 1 else torch.cat(peers)
+            direction.index_copy_(0, self._heard, rules(own, theirs))
+            too_long = self._bound.long_sums(own, theirs)
+            self._sums.index_add_(0, self._heard, torch.zeros_like(own[:, 0]).masked_fill_(too_long, torch.nan))
         self._sums += direction.sum(1)
         return own_loss
 
     @property
     def held(self) -> list[Tensor]:
         """What a step reads and changes beside the parameters; see `learners.blocks`."""
-        return [self._sums, *self._rules.memory]
+        return [self._sums, self._bound.longest, *self._rules.memory]
 
     def repeats(self) -> int:
         """Return how many of the next steps are the same work: all, once the optimizers have their state."""
@@ -105,7 +110,7 @@ class Program:
         self.step += n
 
     def failed(self) -> list[bool]:
-        """Say of each run whether one of its gradients was not finite, so that its parameters are of no use."""
+        """Say of each run whether a gradient was not finite, or too long, so that its parameters are of no use."""
         # A finite sum has finite terms, and no knob hides what is not finite: 0 · ∞ is not a number.
         return (~self._sums.isfinite()).tolist()
 

@@ -24,12 +24,14 @@ from coterie.arguments import (
     listed,
     mapped,
     optional,
+    real,
     shown,
 )
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import KnobError, ModelError, blaming
 from coterie.evaluation.losses import as_loss
 from coterie.evaluation.metrics import Metric
+from coterie.gradients.norm_bound import FACTOR
 from coterie.gradients.parameters import Parameters
 from coterie.gradients.trained_part import copied
 from coterie.users.user import PEERS, USER, Loss, User
@@ -67,6 +69,7 @@ CHECKS: Mapping[str, Check] = {
     ),
     "lr": optional(POSITIVE),
     "clip_norm": optional(POSITIVE),
+    "norm_bound": optional(real("be at least 1, or None", lambda value: value >= 1)),
     "scheduler": optional(
         function(
             "a function of the optimizer that returns a learning-rate scheduler",
@@ -127,6 +130,7 @@ class RunSpec:
     evaluate_every: int | None = None
     hooks: Sequence[Any] = ()
     clip_norm: float | None = None
+    norm_bound: float | None = FACTOR
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)

@@ -39,6 +39,7 @@ class Configuration:
     batch_size: int = 32  # examples each user draws for a gradient
     seed: int = 0  # what batches are drawn from, with the user's name and the step
     evaluate_every: int = 1  # steps between evaluations
+    norm_bound: float | None = None  # how many times as long as the median a gradient must not be
     guard: str = "off"  # whether there is a guard, and why or why not
     capture: str = "off"  # how steps were taken as one program, or why not
     data: str = ""  # fingerprints of everybody's examples, where there is a folder to resume from

@@ -175,6 +175,6 @@ def _by_itself(spec: RunSpec, progress: bool | None, why: str | None) -> Run:
         run = train_spec(spec, RunOptions(guard="off", measure=False, progress=progress))
     except GradientError as error:  # the others must not be lost with it
         run = error.run
-    why = why or "with the others, a gradient was not finite"
+    why = why or "with the others, a gradient was not finite, or too long"
     run.record.configuration = replace(run.record.configuration, runs=f"by itself: {why}")
     return run

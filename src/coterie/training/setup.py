@@ -239,6 +239,7 @@ def configuration_of(
         seed=spec.seed,
         steps=spec.steps,
         evaluate_every=spec.every,
+        norm_bound=spec.norm_bound,
         guard=guard,
         data=data,
         frozen=frozen,

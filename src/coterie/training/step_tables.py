@@ -22,7 +22,7 @@ class StepTables:
         self.device = learner.x.device
         self.scheduler = None if isinstance(learner.scheduler, ReduceLROnPlateau) else learner.scheduler
         self.counter = torch.zeros(1, dtype=torch.long, device=self.device)  # the row of the next step
-        self.total = learner.x.new_zeros(())  # of all directions: not finite if a gradient is not
+        self.total = learner.x.new_zeros(())  # of all directions: not finite if a gradient is not, or too long
         self.indices, self.numbers = self.counter.new_zeros(0, 0), learner.x.new_zeros(0, 0)
         self.losses = learner.x.new_zeros(0)
         self.first = -1  # the step of the first row
@@ -91,6 +91,8 @@ class StepTables:
             if key in state:
                 tensor.copy_(state[key])
         self.total.add_(direction.sum())
+        if learner.bound is not None and self.weights:  # a block with what is too long is undone, too
+            self.total.masked_fill_(learner.bound.exceeded(g), torch.nan)
         rates = numbers[len(self.knobs) :] if self.device.type == "cuda" else self.rates[taken]
         with at_rates(learner.optimizer, rates):
             learner.optimize(direction)
@@ -161,5 +163,6 @@ class StepTables:
         self.after = {**after, **self.memory}
 
     def _changed(self) -> list[Tensor]:
-        """Return the parameters and what the optimizer remembers."""
-        return [self.learner.x, *state_tensors(self.learner.optimizer)]
+        """Return the parameters, and what the bound and the optimizer remember."""
+        bound = [] if self.learner.bound is None else [self.learner.bound.longest]
+        return [self.learner.x, *bound, *state_tensors(self.learner.optimizer)]

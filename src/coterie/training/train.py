@@ -18,6 +18,7 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import KnobError
 from coterie.evaluation.metrics import Metric
+from coterie.gradients.norm_bound import FACTOR
 from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
 from coterie.methods.rounds import Method
 from coterie.recording.claim import claimed
@@ -52,6 +53,7 @@ def train(
     metrics: Mapping[str, Metric] | None = None,
     evaluate_every: int | None = None,
     hooks: Sequence[HookLike] = (),
+    norm_bound: float | None = FACTOR,
     out: Path | str | None = None,
     trackers: Sequence[str] = ("tensorboard",),
     checkpoint_every: int | None = None,
@@ -94,6 +96,9 @@ def train(
         evaluate_every: steps between evaluations; a fiftieth of the run when None.
         hooks: called as the run goes on: functions of a `Step`, called after every step, or instances of
             `coterie.Hook`. One that returns True from a step ends the run.
+        norm_bound: leave out of a step what is more than so many times as long as the median of all peers'
+            gradients, or, where only their sum is at hand, as the longest sum before. The record counts it as left
+            out; None leaves out nothing.
         out: a folder for the record, checkpoints and what trackers write.
         trackers: names of trackers that follow a run with `out`: TensorBoard, where it is installed, and those that
             are registered; see docs/extending.md.
@@ -122,6 +127,7 @@ def train(
         True
     """
     how: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "scheduler": scheduler, "clip_norm": clip_norm}
+    how |= {"norm_bound": norm_bound}
     how |= {"steps": steps, "batch_size": batch_size, "seed": seed, "device": device, "metrics": metrics}
     spec = RunSpec(model, loss, me, peers, rule, evaluate_every=evaluate_every, hooks=hooks, **how)
     if epochs is not None:

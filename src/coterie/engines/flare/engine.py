@@ -76,7 +76,7 @@ class Flare:
         self._mine = self._traffic[me.name]
         self._standing = {name: _Standing(probe_every) for name in self.names}
         self._alone = False
-        self.capabilities = Capabilities(batch_size=batch_size, many_points=True)
+        self.capabilities = Capabilities(rows_at_hand=True, batch_size=batch_size, many_points=True)
         self._frozen = frozen_digest(model)
 
     @property

@@ -1,0 +1,107 @@
+"""A bound on how long what peers send may be, so that no single step can destroy a run.
+
+A gradient that is too long is left out of its step, as one that is not finite: its weight goes back to g_0, and the
+record counts it. Too long is more than a few times
+
+    the median length of all peers' gradients in the same step, where each is at hand and there are three or more;
+    the longest sum before, where only sums are at hand;
+
+or than as many times g_0, where that is longer. The first sum has nothing to be compared with.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coterie.gradients.gradients import Gradients
+
+FACTOR = 3.0
+"""How many times as long as the median is too long: honest peers of real data sets stay below."""
+LEAST_ROWS = 3
+"""How many peers it takes for their median to be one of the good ones, if one of them is bad."""
+GROWTH = 1.1
+"""By what factor the longest sum that is remembered may grow in a step: sums that grow tenfold need 24 steps."""
+
+
+class NormBound:
+    """The bound of one run, or of R at once, with what it remembers: the length of the longest sum.
+
+    Args:
+        factor: how many times as long as the median is too long; a number, or one for each run, of shape (R,).
+        x: the parameters, of shape (d,) or (R, d).
+
+    Example:
+        >>> bound = NormBound(3.0, torch.zeros(2))
+        >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-40.0, 0.0]])
+        >>> g = Gradients(own=torch.ones(2), rows=rows, names=("a", "b", "c"), answered=1.0)
+        >>> bound.kept(g, dict.fromkeys("abc", 1 / 3), rows=True).left_out
+        {'c': 'more than 3 times as long as the median of all'}
+    """
+
+    def __init__(self, factor: float | Tensor, x: Tensor) -> None:
+        self.factor = factor
+        self.longest = torch.zeros(x.shape[:-1], dtype=_dtype(x), device=x.device)
+
+    def kept(self, g: Gradients, weights: Mapping[str, float], *, rows: bool) -> Gradients:
+        """Return the gradients less what is too long: as rows, or as their weighted sum."""
+        if g.rows is not None and len(g.rows) >= LEAST_ROWS:
+            good = (~long_rows(g.rows, g.own, self.factor)).tolist()
+            names = tuple(name for name, ok in zip(g.names, good, strict=True) if ok)
+            if rows and len(names) == len(g.names):
+                return g
+            why = f"more than {self.factor:g} times as long as the median of all"
+            left_out = dict(g.left_out) | {name: why for name in g.names if name not in names}
+            matrix = g.rows if all(good) else g.rows[torch.tensor(good, device=g.rows.device)]
+            return g.with_peers(matrix, names, weights, left_out, rows=rows)
+        total = _total(g)
+        if total is None or not bool(self.long_sums(g.own, total)):
+            return g if rows or g.rows is None else g.with_peers(g.rows, g.names, weights, g.left_out, rows=False)
+        why = f"the sum is more than {self.factor:g} times as long as any before"
+        left_out = dict(g.left_out) | {name: why for name in weights if name not in g.left_out}
+        none = g.own.new_empty(0, *g.own.shape)
+        return replace(g, rows=none, names=(), peers=None).with_peers(none, (), weights, left_out, rows=rows)
+
+    def exceeded(self, g: Gradients) -> Tensor:
+        """Say whether something is too long, without a wait for the device."""
+        if g.rows is not None and len(g.rows) >= LEAST_ROWS:
+            return long_rows(g.rows, g.own, self.factor).any()
+        total = _total(g)
+        return torch.zeros_like(g.own[0], dtype=torch.bool) if total is None else self.long_sums(g.own, total)
+
+    def long_sums(self, own: Tensor, sums: Tensor) -> Tensor:
+        """Say of each sum whether it is too long after those before, and remember its length."""
+        length, begun = _lengths(sums), self.longest > 0
+        too_long = length.isinf() | (begun & (length > self.factor * torch.maximum(self.longest, _lengths(own))))
+        grown = torch.maximum(self.longest, torch.minimum(length, GROWTH * self.longest))
+        self.longest.copy_(torch.where(begun, grown, length).nan_to_num(0.0, 0.0))
+        return too_long
+
+
+def _total(g: Gradients) -> Tensor | None:
+    """Return the peers' sum, or the mean of a few rows; None where nobody answered."""
+    if g.rows is not None:
+        return g.rows.mean(0) if len(g.rows) else None
+    return g.peers if g.answered else None
+
+
+def long_rows(rows: Tensor, own: Tensor, factor: float | Tensor) -> Tensor:
+    """Say of each of n rows whether it is too long beside the others (the lower median) and g_0.
+
+    Example:
+        >>> long_rows(torch.tensor([[1.0], [2.0], [-9.0]]), torch.tensor([1.0]), 3.0)
+        tensor([False, False,  True])
+    """
+    lengths = _lengths(rows)
+    median = lengths.sort().values[(len(lengths) - 1) // 2]
+    return lengths > factor * torch.maximum(median, _lengths(own))
+
+
+def _lengths(vectors: Tensor) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=_dtype(vectors))
+    return lengths
+
+
+def _dtype(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)  # half a precision would overflow
