@@ -163,12 +163,11 @@ class StackBlock:
 
     def save(self) -> Callable[[], None]:
         """Save what a block of steps changes, and return what undoes the block."""
-        changed = self._changed()
-        values = [tensor.clone() for tensor in changed]
+        values = [tensor.clone() for tensor in self._changed()]
         schedules = [copy.deepcopy(stack.schedules()) for stack in self.learner.stacks]
 
         def restore() -> None:
-            for tensor, value in zip(changed, values, strict=True):
+            for tensor, value in zip(self._changed(), values, strict=True):  # some may have moved to the device
                 tensor.copy_(value)
             for stack, schedule in zip(self.learner.stacks, schedules, strict=True):
                 stack.load_schedules(schedule)

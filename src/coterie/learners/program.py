@@ -123,10 +123,11 @@ class Program:
         return self._rules.state(run) if run in self._listening else {"step": self.step, "weight": 0.0}
 
     def held_out(self) -> dict[int, tuple[Tree, Tree]]:
-        """Return the outputs and targets on the validation set of each run that has one in memory."""
+        """Return the outputs and targets on the validation set of each run that has one in memory, on the host."""
         by_run = {}
         for each in self._held_out:
-            outputs, targets = each.outputs(self.copies, self.stack.x)
+            passed = each.outputs(self.copies, self.stack.x)
+            outputs, targets = (mapped(Tensor.cpu, tree) for tree in passed)
             sizes = [sum(stream.size for stream in group) for group in each.table.groups]
             for place, run in enumerate(each.runs.tolist()):
                 group, copy_ = divmod(place, each.shares.shape[1])

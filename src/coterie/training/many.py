@@ -86,6 +86,7 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
 def _ready(specs: Sequence[RunSpec], progress: bool | None) -> list[ReadyRun]:
     """Return every run before its first step; those that cannot take part with the reason."""
     engines: dict[Hashable, InProcess] = {}
+    first_engines: dict[Hashable, InProcess] = {}
     models: dict[Hashable, nn.Module] = {}
     forms: dict[Hashable, Hashable] = {}
     ready: list[ReadyRun] = []
@@ -97,7 +98,10 @@ def _ready(specs: Sequence[RunSpec], progress: bool | None) -> list[ReadyRun]:
         key = (program, users, asked.batch_size, None if alike else place)
         if key not in engines:
             setup.check(spec)
-            engines[key] = spec.in_process()
+            first = first_engines.get((program, _form(spec.me), spec.batch_size)) if alike else None
+            engines[key] = spec.in_process(like=first)
+            if alike:
+                first_engines.setdefault((program, _form(spec.me), spec.batch_size), engines[key])
         setup.check_rule(spec.rule, engines[key])
         why = _why_by_itself(spec, engines[key])
         if not alike:

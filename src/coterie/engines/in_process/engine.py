@@ -47,6 +47,7 @@ class InProcess:
         one_by_one: take users one by one even where they could share a pass: slower, and to the same bits as
             where every user has a process of its own.
         forward_options: autocast, channels last and compilation, for training only.
+        like: an engine over a model and users of the same form; what was found out about them is taken over.
 
     Example:
         >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
@@ -67,6 +68,7 @@ class InProcess:
         seed: int = 0,
         one_by_one: bool = False,
         forward_options: ForwardOptions = DEFAULT_FORWARD,
+        like: Self | None = None,
     ) -> None:
         me, peers = USER("me", me), PEERS("peers", peers)
         batch_size, seed = COUNT("batch_size", batch_size), SEED("seed", seed)
@@ -77,12 +79,17 @@ class InProcess:
         device = self.parameters.device
         self.sampler = BatchSampler(me, peers, batch_size=batch_size, seed=seed, device=device)
         self.users: Mapping[str, User] = self.sampler.users
-        with seeded(seed, me.name, 0, device):
-            x, batch = self.parameters.vector(), self.sampler.one(me.name, 0)
-            output, self.support = probe(self.passes, x, batch, [me, *peers], together=not one_by_one)
+        if like is None:
+            with seeded(seed, me.name, 0, device):
+                x, batch = self.parameters.vector(), self.sampler.one(me.name, 0)
+                together = not one_by_one
+                self._output, self.support = probe(self.passes, x, batch, [me, *peers], together=together)
+        else:
+            self._output, self.support = like._output, like.support
+            self.passes.take_over(like.passes)
         self._peers: dict[str, Peer] = {}
         self._tau: tuple[Any, Weights] | None = None
-        check_classes(loss, output, [me, *peers])
+        check_classes(loss, self._output, [me, *peers])
         self.passes.set_forward_options(forward_options)
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:

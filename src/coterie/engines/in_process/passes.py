@@ -82,6 +82,12 @@ class Passes:
         self._memory = ReusedMemory()
         self._kept_order: tuple[tuple[int, ...], Tensor] | None = None
 
+    def take_over(self, other: "Passes") -> None:
+        """Take over what is known of a model and a loss like these."""
+        self.per_example, self.vmap_loss, self.whole = other.per_example, other.vmap_loss, other.whole
+        self.by_layer = None if other.by_layer is None else ByLayer(self.model, self.parameters)
+        self.bytes_an_example = other.bytes_an_example
+
     def set_forward_options(self, forward_options: ForwardOptions) -> None:
         """Use these options for every pass from now on."""
         self.forward_options = forward_options
