@@ -1,12 +1,13 @@
 """A model in many copies at once: the losses and gradients of all, on batches that groups of them share."""
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from coterie.engines.in_process.passes import Passes, zeros_for_none
+from coterie.engines.in_process.passes import MAX_MAPPED_SIZE, Passes, zeros_for_none
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import is_over_classes
 from coterie.users.trees import Tree, as_arguments, called, leaves, mapped, n_rows
@@ -33,6 +34,9 @@ class Copies:
     def __init__(self, passes: Passes) -> None:
         self.passes, self.parameters = passes, passes.parameters
         self._layers = _layers(passes.model, set(self.parameters.named))
+        # On a CPU large models are faster one after the other than mapped.
+        large = passes.parameters.size > MAX_MAPPED_SIZE and passes.parameters.device.type == "cpu"
+        self._one_by_one = large and self._layers is None
         self._width: int | None = None
         if passes.per_example is None:
             raise AssertionError("`not_stacked` keeps losses that are no means over examples away")
@@ -44,6 +48,8 @@ class Copies:
         `shares`, of shape (G, M, R), is what each example weighs for each copy; where examples count differently,
         over what those of its user count in all, see `counts`.
         """
+        if self._one_by_one and x.shape[:2].numel() > 1:
+            return self._each_gradient(x, shares, inputs, targets)
         leaves = self._pieces(x)
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -52,6 +58,17 @@ class Copies:
             gradients = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
         whole = zeros_for_none(gradients, leaves.values())
         return torch.cat([g.flatten(2) for g in whole], dim=2), sums.detach()
+
+    def _each_gradient(self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor]:
+        """Return the gradients of one copy after the other."""
+        gradients, sums = torch.empty_like(x), x.new_empty(x.shape[:2])
+        for group in range(len(x)):
+            only = slice(group, group + 1)
+            batch = [mapped(itemgetter(only), tree) for tree in (inputs, targets)]
+            for copy in range(x.shape[1]):
+                one = only, slice(copy, copy + 1)
+                gradients[one], sums[one] = self.gradients(x[one], shares[one], *batch)
+        return gradients, sums
 
     def losses(self, x: Tensor, inputs: Tree, targets: Tree) -> Tensor:
         """Return the loss of each example by itself under each copy, of shape (G, M, R), in evaluation mode."""
@@ -130,6 +147,9 @@ class Copies:
             return vmap(vmap(function, in_dims=(0, *shared)))(dict(values), *batch)
         alone = {name: value.squeeze(0) for name, value in values.items()}
         only = [mapped(lambda leaf: leaf.squeeze(0), tree) for tree in batch]
+        if self._one_by_one and len(next(iter(alone.values()))) == 1:
+            output = function({name: value.squeeze(0) for name, value in alone.items()}, *only)
+            return mapped(lambda leaf: leaf[None, None], output)
         return mapped(lambda leaf: leaf.unsqueeze(0), vmap(function, in_dims=(0, *shared))(alone, *only))
 
     def _through_layers(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
