@@ -132,13 +132,16 @@ def test_an_altered_or_lost_line_is_told_and_one_cut_by_a_kill_is_not(tmp_path: 
     Ledger(path).give(caller="user 0")
     assert Ledger(path).given == 5
     damaged = [whole.replace(b'"gradients": 1', b'"gradients": 0', 1), b"".join(lines[1:]), b"\n" + whole]
-    damaged += [lines[0] + lines[2], whole[:40] + b"\xff" + whole[41:]]
+    damaged += [lines[0] + lines[2], whole[:40] + b"\xff" + whole[41:], b"".join(lines[:3]), b""]
     for content in damaged:
         path.write_bytes(content)
         with pytest.raises(FileError, match=r"log .* put it back as it was"):
             Ledger(path).give(caller="user 0")
     path.write_bytes(whole)
     ledger = Ledger(path)
+    with pytest.raises(FileError, match=r"log.count tells of 5 lines, and 4 are there"):
+        _ = ledger.given
+    (tmp_path / "log.count").write_text(f"000000000004 {json.loads(lines[3])['chain']}\n", encoding="utf-8")
     assert ledger.given == 4
     path.write_bytes(lines[0])
     with pytest.raises(FileError, match="has become shorter"):
@@ -148,7 +151,7 @@ def test_an_altered_or_lost_line_is_told_and_one_cut_by_a_kill_is_not(tmp_path: 
 def test_log_and_secret_are_their_owners_alone(tmp_path: Path) -> None:
     peer, _ = site(Caps(), tmp_path / "log")
     peer.refuse("no")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.secret"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.count", "log.secret"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
     (tmp_path / "log.secret").chmod(0o644)
     with pytest.raises(KnobError, match=r"others may read the secret .* `chmod 600"):

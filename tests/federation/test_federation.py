@@ -191,7 +191,7 @@ def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: py
     ("text", "message"),
     [
         (None, r"coterie.toml cannot be read .*`coterie federate init` writes it"),
-        ('name = "a"\ncaps = 3', r"\[caps\] in .* must be a table of settings"),
+        ('name = "a"\ncaps = 3', "`caps` must be a table of settings"),
         ("name = ", "cannot be read"),
         ('name = "a"\nhobby = 1', "'hobby', which is not a setting"),
         ('name = "a"\n[caps]\ngradient = 1', "'gradient', which is not a setting"),
@@ -200,6 +200,8 @@ def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: py
         ('name = "a"\n[data]\nloader = "nowhere"', "must be module.path:function"),
         ('name = "a"\n[data]\nloader = "nowhere.at:all"', "cannot be found"),
         ("threads = 1", "must have 'name'"),
+        ('name = "a"\nthreads = "two"', "`threads` must be a whole number"),
+        ('name = "a"\n[data]\ntable = 3', "`table` must be a text, got 3"),
         ('name = "a"\n[data]\nloader = "pathlib:Path"', "must return a coterie.User"),
     ],
 )

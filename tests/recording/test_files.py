@@ -104,3 +104,42 @@ def test_a_cut_line_is_overwritten_and_a_strangers_is_not(tmp_path: Path) -> Non
     with pytest.raises(FileError, match="cannot be written"):
         lines.append({"step": 3})
     assert not path.exists()
+
+
+def test_lines_that_are_counted_cannot_be_lost_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.touch()
+    lines = ChainedLines(path, "ask", counted=True)
+    assert lines.read() == []
+    assert lines.count_path is not None
+    for step in range(12):
+        lines.append({"step": step})
+        count = lines.count_path.read_bytes()
+        assert len(ChainedLines(path, "", counted=True).read()) == step + 1
+    whole = path.read_bytes().splitlines(keepends=True)
+    for fewer in range(12):
+        path.write_bytes(b"".join(whole[:fewer]))
+        with pytest.raises(FileError, match=rf"ledger.jsonl.count tells of 12 lines, and {fewer} are there; ask"):
+            ChainedLines(path, "ask", counted=True).read()
+    path.write_bytes(b"".join(whole))
+    lines.count_path.write_bytes(b"000000000011" + count[12:])
+    with pytest.raises(FileError, match=r"is damaged, or not that of ledger.jsonl; ask"):
+        ChainedLines(path, "ask", counted=True).read()
+    lines.count_path.unlink()
+    with pytest.raises(FileError, match=r"ledger.jsonl.count cannot be read .*; ask"):
+        ChainedLines(path, "ask", counted=True).read()
+
+
+def test_a_kill_between_a_line_and_its_count_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.touch()
+    lines = ChainedLines(path, "ask", counted=True)
+    lines.append({"step": 0})
+    assert lines.count_path is not None
+    count = lines.count_path.read_bytes()
+    lines.append({"step": 1})
+    lines.count_path.write_bytes(count)
+    assert ChainedLines(path, "", counted=True).read() == [{"step": 0}, {"step": 1}]
+    assert lines.read_on() == []
+    lines.append({"step": 2})
+    assert len(ChainedLines(path, "", counted=True).read()) == 3

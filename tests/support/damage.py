@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pandas as pd
 import coterie
 from coterie.benchmark import Cell, Store
 from coterie.data import from_table
+from coterie.engines.ledger import Ledger
 from coterie.errors import CoterieError
 from coterie.recording import checkpoint
 from coterie.tables.fit import fit
@@ -107,6 +109,13 @@ def _store(file: str) -> Callable[[Path], Path]:
     return make
 
 
+def _ledger(path: Path, file: str = "requests.jsonl") -> Path:
+    ledger = Ledger(path / "requests.jsonl")
+    for step in range(5):
+        ledger.give(at_most=9, caller="user 0", step=step)
+    return path / file
+
+
 def _lines(path: Path) -> list[Any]:
     record = coterie.Record.load(path)
     points = [point.to_plain() for point in record.points]
@@ -128,5 +137,9 @@ KINDS = {
     "model.json": Kind(_run_folder("model.json"), _prediction),
     "preparation": Kind(_run_folder("preparation.json"), _prediction),
     "bench settings": Kind(_store("settings.json"), lambda path: Store(path.parent, 3)),
+    "ledger": Kind(_ledger, lambda path: Ledger(path).given),
+    "ledger's count": Kind(
+        partial(_ledger, file="requests.jsonl.count"), lambda path: Ledger(path.with_suffix("")).given
+    ),
     "bench cell": Kind(_store("cells/*.json"), lambda path: Store(path.parent.parent, 3).rows()),
 }

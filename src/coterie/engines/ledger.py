@@ -23,7 +23,7 @@ class Ledger:
 
     Processes that share the file count each other's: a line is added under a lock, after those of the others were
     read. It is written before the gradient leaves, so that a process that is killed has counted what it gave. An
-    altered line is told. Without a path nothing is written, and what this process gave is counted.
+    altered or lost line is told. Without a path nothing is written, and what this process gave is counted.
 
     Example:
         >>> import tempfile
@@ -38,9 +38,8 @@ class Ledger:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path, self._given = path, 0
-        self._lines = (
-            None if path is None else ChainedLines(path, "it counts what was given: put it back as it was")
-        )
+        remedy = "it counts what was given: put it back as it was"
+        self._lines = None if path is None else ChainedLines(path, remedy, counted=True)
 
     @property
     def given(self) -> int:

@@ -7,12 +7,27 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from coterie.arguments import ANYTHING, COUNT, POSITIVE, SEED, SHARE, Check, instance, listed, mapped, whole
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.recording import files
 
 FILE = "coterie.toml"
-_TABLES = {"data", "model", "caps", "training"}
+_TEXT = instance(str, "a text")
+_TABLE = instance(dict, "a table of settings")
+CHECKS: Mapping[str, Check] = {
+    **dict.fromkeys(("name", "kit", "me", "table", "loader", "target", "loss", "rule"), _TEXT),
+    **dict.fromkeys(("data", "model", "caps", "training"), _TABLE),
+    **dict.fromkeys(("threads", "own_examples", "n_inputs", "n_outputs", "steps", "batch_size"), COUNT),
+    **dict.fromkeys(("misses", "probe_every", "minimum"), whole(0)),
+    **dict.fromkeys(("alpha", "beta"), SHARE),
+    **dict.fromkeys(("lr", "timeout"), POSITIVE),
+    "sites": listed(_TEXT, "a list of names"),
+    "columns": mapped(_TEXT, 'a table of names: ours = "yours"'),
+    "knobs": mapped(ANYTHING, "a table of knobs"),
+    "seed": SEED,
+}
+"""What each setting may be; caps say themselves."""
 SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
 """What a site gives at most unless it sets otherwise: two runs of 1000 steps with the default rule."""
 
@@ -90,16 +105,18 @@ def site_settings(folder: Path) -> SiteSettings:
     caps = vars(SITE_CAPS) | settings.get("caps", {})
     caps |= {name: None for name in ("gradients", "norm") if caps[name] == math.inf}
     parts = _parts(settings | {"caps": caps}, data=Data, model=Model, caps=Caps)
-    name, kit = str(settings["name"]), str(settings.get("kit", ""))
-    return SiteSettings(name=name, threads=int(settings.get("threads", 1)), kit=kit, **parts)
+    return SiteSettings(
+        **{name: settings[name] for name in ("name", "threads", "kit") if name in settings}, **parts
+    )
 
 
 def lead_settings(folder: Path) -> LeadSettings:
     """Read user 0's settings."""
     settings = _read(folder / FILE, ("me", "sites"), {"threads", "data", "model", "training"})
     parts = _parts(settings, data=Data, model=Model, training=Training)
-    sites = tuple(settings["sites"])
-    return LeadSettings(me=str(settings["me"]), sites=sites, threads=int(settings.get("threads", 1)), **parts)
+    return LeadSettings(
+        **{name: settings[name] for name in ("me", "sites", "threads") if name in settings}, **parts
+    )
 
 
 def _read(path: Path, needed: Sequence[str], optional: set[str]) -> dict[str, Any]:
@@ -114,15 +131,14 @@ def _read(path: Path, needed: Sequence[str], optional: set[str]) -> dict[str, An
         raise KnobError(f"{path} must have {missing[0]!r}")
     if stray:
         raise KnobError(f"{path} has {sorted(stray)[0]!r}, which is not a setting; it may have {sorted(known)}")
-    for name in _TABLES & set(settings):
-        if not isinstance(settings[name], dict):
-            raise KnobError(f"[{name}] in {path} must be a table of settings, got {settings[name]!r}")
-    return settings
+    return {name: CHECKS[name](name, value) for name, value in settings.items()}
 
 
 def _parts(settings: Mapping[str, Any], **kinds: type[Any]) -> dict[str, Any]:
+    parts = {}
     for name, kind in kinds.items():
         part, known = settings.get(name, {}), [f.name for f in fields(kind)]
         if stray := sorted(set(part) - set(known)):
             raise KnobError(f"[{name}] has {stray[0]!r}, which is not a setting; it may have {known}")
-    return {name: kind(**settings.get(name, {})) for name, kind in kinds.items()}
+        parts[name] = kind(**{k: CHECKS.get(k, ANYTHING)(k, value) for k, value in part.items()})
+    return parts

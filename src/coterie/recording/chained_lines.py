@@ -13,6 +13,7 @@ from coterie.recording import files
 
 _CHAIN = re.compile(rb'"chain": "([0-9a-f]{12})"\}')
 _LENGTH = len('"chain": "0123456789ab"}')
+_DIGITS = 12
 
 
 class ChainedLines:
@@ -20,14 +21,16 @@ class ChainedLines:
 
     The last entry of a line, `chain`, is a hash over the rest of it and the chain of the line before. A line that
     was altered, and one before which a line is missing, is a `FileError` with its number. A last line without an
-    end, as a kill leaves it, is left out when the file is read, and overwritten when a line is added. Whether whole
-    lines are missing at the end cannot be seen here: what must be there has to be known from elsewhere.
+    end, as a kill leaves it, is left out when the file is read, and overwritten when a line is added. Lines that
+    are missing at the end are told where they are counted, in a file beside; else what must be there has to be
+    known from elsewhere.
 
     One process writes at a time; another may `read_on` and then write, where a lock keeps them apart.
 
     Args:
         path: the file.
         remedy: what to do where it is damaged.
+        counted: keep the number of lines and the last chain in a file beside, whose name ends in `.count`.
 
     Example:
         >>> import tempfile
@@ -42,8 +45,9 @@ class ChainedLines:
         [{'step': 0}, {'step': 1}]
     """
 
-    def __init__(self, path: Path, remedy: str) -> None:
+    def __init__(self, path: Path, remedy: str, *, counted: bool = False) -> None:
         self.path, self.remedy = path, remedy
+        self.count_path = path.with_name(f"{path.name}.count") if counted else None
         self._last, self._end = "", 0  # the chain at the last whole line, and where that ends in the file
         self._count = 0  # of whole lines up to there
 
@@ -56,10 +60,13 @@ class ChainedLines:
         whole = b"".join(texts)
         files.write(self.path, whole)
         self._last, self._end, self._count = last, len(whole), len(texts)
+        self._write_count()
 
     def append(self, line: Mapping[str, Any], *, sync: bool = False) -> None:
         """Add a line to the file, which must be as this object has read or written it; `sync`: to the disk."""
         text, last = _chained(line, self._last)
+        if not self._count:
+            self._write_count()  # so that there is never a line without a count
         with files.writing(self.path):
             descriptor = os.open(self.path, os.O_RDWR)  # one that was deleted is not begun anew without its lines
             try:
@@ -71,6 +78,7 @@ class ChainedLines:
             finally:
                 os.close(descriptor)
         self._last, self._end, self._count = last, self._end + len(text), self._count + 1
+        self._write_count()
 
     def read(self) -> list[dict[str, Any]]:
         """Return all whole lines, without their chains."""
@@ -79,18 +87,50 @@ class ChainedLines:
 
     def read_on(self) -> list[dict[str, Any]]:
         """Return the whole lines that others have added since this object last read or wrote."""
-        data = files.read(self.path, self.remedy)
-        if len(data) < self._end:
-            raise FileError(f"{self.path} is damaged: it has become shorter; {self.remedy}")
-        *whole, rest = data[self._end :].split(b"\n")
-        last, lines = self._last, []
+        data = self._new_data()
+        *whole, rest = data.split(b"\n")
+        last, lines, chains = self._last, [], {self._count: self._last}
         for number, text in enumerate(whole, self._count + 1):
             line, last = self._checked(text, last, number)
             lines.append(line)
+            chains[number] = last
         if (more := _CHAIN.search(rest)) and more.end() < len(rest):  # a whole line whose end was altered
             raise self._damaged(self._count + len(whole) + 1)
-        self._last, self._end, self._count = last, len(data) - len(rest), self._count + len(whole)
+        self._check_count(chains)
+        self._last, self._end, self._count = last, self._end + len(data) - len(rest), self._count + len(whole)
         return lines
+
+    def _new_data(self) -> bytes:
+        """Return what stands after the lines that this object knows."""
+        with files.reading(self.path, self.remedy), self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._end:
+                raise FileError(f"{self.path} is damaged: it has become shorter; {self.remedy}")
+            file.seek(self._end)
+            return file.read()
+
+    def _write_count(self) -> None:
+        if self.count_path is None:
+            return
+        with files.writing(self.count_path):
+            descriptor = os.open(self.count_path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(descriptor, _counted(self._count, self._last), 0)  # in one piece, also where it is killed
+            finally:
+                os.close(descriptor)
+
+    def _check_count(self, chains: Mapping[int, str]) -> None:
+        """Refuse a file that has fewer lines than were counted, by the chains of those that are there."""
+        if self.count_path is None or (max(chains) == 0 and not self.count_path.exists()):
+            return
+        written = files.read(self.count_path, self.remedy)
+        count = int(written[:_DIGITS]) if written[:_DIGITS].isdigit() else -1
+        if count > max(chains):
+            raise FileError(
+                f"{self.path} is damaged: {self.count_path} tells of {count} lines, and {max(chains)} are there; "
+                f"{self.remedy}"
+            )
+        if count < 0 or (count in chains and written != _counted(count, chains[count])):
+            raise FileError(f"{self.count_path} is damaged, or not that of {self.path.name}; {self.remedy}")
 
     def sync(self) -> None:
         """Make sure that all lines are on the disk, not only with the operating system."""
@@ -125,6 +165,11 @@ class ChainedLines:
         return FileError(
             f"{self.path} is damaged: its line {number} was altered, or a line before it is lost; {self.remedy}"
         )
+
+
+def _counted(count: int, last: str) -> bytes:
+    """Return what the file with the count holds, always of the same length."""
+    return f"{count:0{_DIGITS}d} {last:0>12}\n".encode()
 
 
 def _hash(body: bytes, last: str) -> str:

@@ -73,12 +73,21 @@ def write(path: Path, *parts: bytes | memoryview) -> None:
             os.close(descriptor)
 
 
-def read(path: Path, remedy: str, error: type[FileError] = FileError) -> bytes:
-    """Return what a file holds."""
+@contextmanager
+def reading(path: Path, remedy: str, error: type[FileError] = FileError) -> Iterator[None]:
+    """Turn an operating system's error while a file is read into a `FileError` that names it and the remedy."""
     try:
-        return path.read_bytes()
+        yield
+    except FileError:
+        raise
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror or problem}); {remedy}") from problem
+
+
+def read(path: Path, remedy: str, error: type[FileError] = FileError) -> bytes:
+    """Return what a file holds."""
+    with reading(path, remedy, error):
+        return path.read_bytes()
 
 
 def checked(
