@@ -10,10 +10,6 @@ from coterie.reporting import figures
 def test_every_figure_says_what_it_shows() -> None:
     speedup = figures.gain_factor(mark=(0.5, 10)).axes[0]
     assert speedup.get_title() == "Speedup of weighted averaging over training alone"
-    curves = figures.learning_curves({"Alone": [([0, 1], [2.0, 1.0])]}, "loss").axes[0]
-    assert curves.get_ylabel() == "loss"
-    weights = figures.weights_over_steps({"own": ([0, 5], [1.0, 0.4])}, "weights").axes[0]
-    assert weights.get_ylabel() == "weight"
     compared = figures.differences({"digits": {"wga": (0.05, 0.01)}}, "honest", "accuracy").axes[0]
     assert compared.get_xlabel() == "difference to Alone, accuracy, ± 2 standard errors"
 

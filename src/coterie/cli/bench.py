@@ -25,8 +25,8 @@ def bench(
     methods: Annotated[
         str,
         Option(
-            help='Rules and methods (see `coterie list`), wga-AGGREGATOR, between commas; "all"; alone, pooled, '
-            "fine-tuned, wga, adaptive, bc if left out."
+            help='Rules and methods (see `coterie list`), wga-AGGREGATOR, between commas; or "all". If left out: '
+            f"{', '.join(DEFAULT)}."
         ),
     ] = "",
     conditions: Annotated[str, Option(help="Conditions, between commas; all if left out.")] = "",

@@ -1,4 +1,4 @@
-"""`coterie demo`: one digits writer, alone and with its peers."""
+"""`coterie demo`: one digits writer, by the default rule and by others."""
 
 import dataclasses
 import json
@@ -16,13 +16,14 @@ def demo(
     out: Annotated[Path, Option(help="Folder for the page and the numbers.")] = Path("coterie-demo"),
     me: Annotated[int, Option(help="The writer segment that is user 0, from 0 to 13.")] = 0,
     own_examples: Annotated[int, Option(help="How many examples user 0 learns from.")] = 30,
-    seeds: Annotated[int, Option(min=1, help="How often all is repeated, with other examples.")] = 5,
-    steps: Annotated[int, Option(min=1, help="Steps of each run.")] = 300,
+    seeds: Annotated[int, Option(min=1, help="How often all is repeated, with other examples.")] = 8,
+    steps: Annotated[int, Option(min=1, help="Steps of each run.")] = 200,
 ) -> None:
-    """Train a model for one writer of digits: alone, on pooled data, by averaging and by bias correction.
+    """Train a model for one writer of digits by the default rule, alone, on pooled data, and by the paper's two.
 
     Each method takes the step size that does best on the writer's validation examples and is then judged on
-    its test examples. The numbers are written as they come; Ctrl-C shows those there are.
+    its test examples. The numbers are written as they come; Ctrl-C shows those there are. The page begins with the
+    conclusion; whom.svg shows whom the writer listens to.
     """
     import torch
     from rich.console import Console
@@ -42,12 +43,12 @@ def demo(
         console.print(f"stopped after {len(results)} of {seeds * len(experiment.METHODS)} results")
         if not results:
             raise typer.Exit(130) from None
-    title = (
-        f"Writer segment {me} with {own_examples} own examples, {len(experiment.METHODS)} methods, {seeds} seeds"
-    )
+    title = f"Writer segment {me} with {own_examples} own examples, {seeds} seeds"
+    page = experiment.write_demo_page(out, me, title, results)
+    console.print(experiment.conclusion(results, me).sentence.replace("`", ""), highlight=False)
     console.print(rich_table(title, experiment.table(results)))
     console.print(
-        "± is one standard error over seeds; the difference is paired by seed. Every method chose its step size "
+        "± is one standard error over seeds; differences are paired by seed. Every method chose its step size "
         f"among {', '.join(f'{lr:g}' for lr in experiment.RATES)} by validation loss."
     )
-    console.print(f"Learning curves: {experiment.write_curves(out, title, results)}")
+    console.print(f"The page: {page}")

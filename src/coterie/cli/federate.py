@@ -11,7 +11,7 @@ from coterie.errors import KnobError
 from coterie.rules import RULES
 
 federate = typer.Typer(
-    name="federate", no_args_is_help=True, help="Train with other organisations, over NVFLARE (coterie[flare])."
+    name="federate", no_args_is_help=True, help="Train with other organisations, over NVFLARE (`coterie\\[flare]`)."
 )
 
 Folder = Annotated[Path, Argument(help="User 0's folder.")]

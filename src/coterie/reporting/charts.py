@@ -54,6 +54,29 @@ def bar_chart(bars: Sequence[Bar], label: str) -> str:
     return f'<div class="bars" role="list" aria-label="{escape(label)}">{"".join(rows)}</div>'
 
 
+def bar_picture(bars: Sequence[Bar], title: str) -> str:
+    """Return the same bars as an SVG file that stands by itself, with a title and colours of its own.
+
+    Example:
+        >>> bar_picture([Bar("a", 2.0, "two"), Bar("b", 1.0, "one")], "some").count("<rect")
+        3
+    """
+    most, row = max((bar.value for bar in bars), default=0) or 1.0, 24
+    height = 44 + row * len(bars)
+    drawn = [
+        f'<text x="16" y="{58 + row * i}">{escape(bar.name)}</text>'
+        f'<rect x="130" y="{45 + row * i}" width="{450 * bar.value / most:.1f}" height="16" rx="2" fill="#0b6e99"/>'
+        f'<text x="{138 + 450 * bar.value / most:.1f}" y="{58 + row * i}">{escape(bar.text)}</text>'
+        for i, bar in enumerate(bars)
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {height}" width="660" height="{height}" '
+        f'role="img" aria-label="{escape(title)}" font-family="sans-serif" font-size="14" fill="#1b1f24">'
+        f'<rect width="660" height="{height}" rx="6" fill="#f3f6f8"/>'
+        f'<text x="16" y="28" font-weight="600">{escape(title)}</text>{"".join(drawn)}</svg>\n'
+    )
+
+
 def interval_chart(intervals: Sequence[Interval], label: str) -> str:
     """Return values with two standard errors to either side, all on one axis with zero in sight.
 

@@ -1,6 +1,6 @@
 """Figures, one function each, drawn without global state: every function returns a Matplotlib `Figure`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -50,37 +50,6 @@ def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
             bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
         )
     axes.grid(visible=False)
-    return figure
-
-
-def learning_curves(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]], ylabel: str) -> Figure:
-    """Draw the mean curve of each method over its runs, with a band of one standard error.
-
-    The curves are (steps, values) of each run, by method; runs of one method have the same steps.
-    """
-    figure, axes = _new_figure(4.2, "", "steps taken", ylabel)
-    for i, (method, runs) in enumerate(curves.items()):
-        steps, values = runs[0][0], np.array([run[1] for run in runs])
-        mean, error = values.mean(0), values.std(0, ddof=min(1, len(runs) - 1)) / np.sqrt(len(runs))
-        axes.fill_between(steps, mean - error, mean + error, color=COLOURS[i], alpha=0.25, linewidth=0)
-        axes.plot(steps, mean, color=COLOURS[i], linestyle=DASHES[i], label=method)
-    axes.set_yscale("log")
-    axes.margins(x=0)
-    add_legend(axes)
-    return figure
-
-
-def weights_over_steps(weights: Mapping[str, tuple[Sequence[int], Sequence[float]]], title: str) -> Figure:
-    """Draw how weights went over the steps, a line a name, the most important first; beyond the sixth in grey."""
-    figure, axes = _new_figure(3.6, title, "steps taken", "weight")
-    for i, (name, (steps, values)) in enumerate(weights.items()):
-        if i < len(COLOURS):
-            axes.plot(steps, values, color=COLOURS[i], linestyle=DASHES[i], label=name)
-        else:
-            axes.plot(steps, values, color="#bbbbbb", linewidth=0.8)
-    axes.set_ylim(-0.02, 1.02)
-    axes.margins(x=0)
-    add_legend(axes)
     return figure
 
 

@@ -46,7 +46,7 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
         return Verdict(
             "unknown", f"Whether the model for {name} is better than one trained alone is not known: {why}."
         )
-    return _of_comparison(name, comparison)
+    return judged(name, comparison)
 
 
 def serves_alone(end: End) -> bool:
@@ -71,7 +71,8 @@ def chance(one: Difference, examples: int) -> float:
     )
 
 
-def _of_comparison(name: str, comparison: Comparison) -> Verdict:
+def judged(name: str, comparison: Comparison) -> Verdict:
+    """Return the verdict on a comparison of somebody's model with one trained alone."""
     measures, n = _judging(comparison), comparison.examples
     p = {key: min(1.0, len(measures) * chance(one, n)) for key, one in measures.items()}
     clear = {key: _is_better(one) for key, one in measures.items() if p[key] < LEVEL}

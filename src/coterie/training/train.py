@@ -70,7 +70,7 @@ def train(
     At every step all users compute a gradient at the same point, the rule makes a direction of them, and the
     optimizer follows it (Algorithm 1). The model that is passed in is not changed; that which is
     returned shares its frozen parameters. Ctrl-C ends the run after the step it is in, with everything saved;
-    pressed twice it stops at once. Before the first step the theory's constants are measured, in eight passes that
+    pressed twice it stops at once. Before the first step the theory's constants are measured, in a few passes that
     change nothing; see docs/estimates.md.
 
     Args:
@@ -108,7 +108,7 @@ def train(
         guard: "held-out" keeps a model trained alone beside, compares the two on the validation set at every
             evaluation, restarts from it where the peers do harm, and gives the better of the two; "off" does
             not; "auto" does where there are 100 validation examples.
-        measure: measure noise, bias and curvature before the first step, by nine passes over the users, and report
+        measure: measure noise, bias and curvature before the first step, by a few passes over the users, and report
             them with the plan that they imply.
         capture: take steps as one program that the host looks into only where something is recorded: on a GPU a
             captured CUDA graph. None: on a GPU. What cannot be captured is told, with the reason, and taken step
