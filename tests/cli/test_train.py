@@ -176,7 +176,7 @@ def test_weights_by_name_and_a_model_of_ones_own(
         (["--model", "forest"], "unknown model 'forest'"),
         (["--model", "no.such:net"], "cannot be found"),
         (["--leave-out", "b", "--leave-out", "c"], "no peers"),
-        (["--steps", "0"], "`steps` must be at least 1, got 0"),
+        (["--steps", "0"], "`steps` must be a whole number, at least 1, got 0"),
     ],
 )
 def test_bad_settings_are_one_message_and_leave_nothing(
