@@ -5,7 +5,7 @@
 Users of a set are user 0 in turn. Adaptive averaging goes through the first half of its steps in process, once with
 every peer's gradient, and once for each size with sums and sketches, as peers elsewhere give them. Shown is the
 total variation between both τ, the mean and the largest over users, and the weight that wrong peers get. "half" is
-half of the model's numbers, at most 1,024: what peers show that give sums only.
+half of the model's numbers, at most 2,048: what peers show that give sums only.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def test_the_account_is_complete_and_plain() -> None:
     assert "what is served is of the mean of steps" in run.summary()
     assert json.loads(json.dumps(found)) == found
     asked = run.record.end.costs["alike 0"]
-    assert asked.gradients == 60 * 4.5
-    assert asked.numbers_sent == 60 * 4.5 * (D + 1)
+    assert 60 * 4 < asked.gradients <= 60 * 4.5  # it is not asked where it has no weight
+    assert asked.numbers_sent == asked.gradients * (D + 1)
 
 
 def test_with_a_guard_the_better_of_two_by_validation_is_served() -> None:
@@ -206,7 +206,7 @@ def test_budgets() -> None:
 
 
 def test_wrong_uses_are_named() -> None:
-    with pytest.raises(KnobError, match="`budget` must be at least 3 runs, got 2"):
+    with pytest.raises(KnobError, match="`budget` must be at least 3 runs, or None, got 2"):
         AdaptiveAveraging(budget=2)
     assert not isinstance(AdaptiveAveraging(), coterie.Rule)  # it has no member that only raises
     with pytest.raises(KnobError, match="no peers"):

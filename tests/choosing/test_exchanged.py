@@ -23,7 +23,7 @@ from coterie import User
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer, Reply, Request
+from coterie.engines.peer import Caps, Peer, Reply, Request
 from coterie.engines.torch_distributed.engine import TorchDistributed, serve
 from coterie.gradients.parameters import Parameters
 
@@ -83,16 +83,15 @@ def test_peers_that_give_sums_only_are_weighed_by_sketches() -> None:
     assert account["tau"].get("contrary", 0.0) < 0.05
     assert account["cost"]["sketches"] == 15 * 3
     assert distance(run) < distance(train(me, peers, rule=coterie.Alone()))
-    assert run.record.end.costs["alike 0"].gradients == STEPS * 4.5
-    shown = 15 * 3 * ((D + 1) // 2)
-    assert run.record.end.costs["alike 0"].numbers_sent == STEPS * 4.5 * (D + 1) + shown
+    shown, cost = 15 * 3 * ((D + 1) // 2), run.record.end.costs["alike 0"]
+    assert cost.numbers_sent == cost.gradients * (D + 1) + shown
 
 
 def test_sketches_find_the_same_weights_on_digits() -> None:
     task = coterie.data.digits_by_writer(me=3, own_examples=30)
     peers = [*task.peers[:3], coterie.attacks.flip_labels(task.peers[4], 10)]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))  # 1,810 numbers
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))  # 2,410 numbers
     options: dict[str, Any] = {"lr": 0.01, "steps": 40, "measure": False, "progress": False}
     with processes.torch_distributed() as engine:
         run = coterie.train(model, cross_entropy, task.me, peers, engine=engine, **options)
@@ -187,3 +186,38 @@ def test_a_killed_peer_ends_the_run_which_resumes_to_the_same_bits(tmp_path: Pat
         assert 0 not in once(cut, step)
     assert once(cut, None) == [0] * 3
     assert (cut / "digest").read_text(encoding="utf-8") == (whole / "digest").read_text(encoding="utf-8")
+
+
+def test_pooled_weighs_sites_by_what_they_say_they_have() -> None:
+    me, peers = (
+        user("me", 12, TRUTH),
+        [user("small", 35, TRUTH), user("large", 170, TRUTH), user("silent", 60, TRUTH)],
+    )
+    held = {one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss), Caps(examples=10)) for one in peers[:2]}
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=LocalSites(held), names=[one.name for one in peers], misses=1, **options)
+
+    made: list[Any] = []
+
+    class Watched(coterie.AdaptiveAveraging):
+        def learner(self, *given: Any, **options: Any) -> Any:
+            made.append(super().learner(*given, **options))
+            return made[-1]
+
+    train(me, [], engine=flare, rule=Watched(), hooks=[lambda step: step.step == 5])
+    assert made[-1].by_size.tolist() == pytest.approx([30 / 300, 170 / 300, 100 / 300])  # whole tens; else the mean
+    train(me, [], engine=flare, rule=Watched())
+    assert made[-1].by_size.tolist() == pytest.approx([30 / 200, 170 / 200, 0.0])  # who never answered is out
+
+
+def test_costs_are_the_gradients_that_peers_were_asked_for() -> None:
+    me, peers = users()
+    held = {one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss)) for one in peers}
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=LocalSites(held), names=list(held), **options)
+
+    costs = train(me, [], engine=flare).record.end.costs
+    assert all(peer.ledger.given == costs[name].gradients for name, peer in held.items())
+    assert costs["contrary"].gradients < costs["alike 0"].gradients <= STEPS * 4.5

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from coterie.choosing.account import compared, sentence, stop_of
 from coterie.choosing.looks import Looks
 from coterie.choosing.when import Path
-from coterie.choosing.whom import GRAMS, Array, FittedWeights, by_size
+from coterie.choosing.whom import GRAMS, Array, FittedWeights, shares, sizes
 from coterie.engines.engine import Engine
 from coterie.gradients.trained_part import copied, load_trained_state, trained_state
 from coterie.learners.learner import Learner, NextStep
@@ -56,7 +56,8 @@ class TrunkAndBranch(Learner):
         self.n_trunks = self.n_folds if self.nested else 1  # one for each fold, judged without it; or one for all
         self.half = max(1, round(spec.steps / 2))
         self.fitted = [FittedWeights(len(engine.names)) for _ in range(self.n_trunks)]
-        self.by_size = by_size(engine)
+        self.sizes = sizes(engine)
+        self.by_size = shares(self.sizes)
         self._between_grams, self._between_looks = max(1, self.half // GRAMS), max(1, spec.steps // LOOKS)
         self.trunk = "fitted"
         start, d = self.points.start(), self.points.d
@@ -97,6 +98,9 @@ class TrunkAndBranch(Learner):
         sums = judged.sums(self.trunk_weights)
         for fitted, theirs, ours in zip(self.fitted, judged.theirs, judged.ours, strict=True):
             fitted.add(theirs, ours)
+        told = sizes(self.engine)  # sites tell theirs when they answer
+        self.sizes = np.where(np.isnan(told), self.sizes, told)
+        self.by_size = shares(self.sizes)
         self._weigh()
         self.grams += 1
         self.costs.compute([self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_trunks)
@@ -293,7 +297,9 @@ class TrunkAndBranch(Learner):
     def _count(self, n: int) -> None:
         """Count n steps: own gradients, and at every point a gradient of each peer that has weight there."""
         if self.step < self.half:
-            own, weights = self.n_folds + 1, [np.ones(len(self.by_size))] * (self.n_trunks + 1)
+            own, weights = self.n_folds + 1, [*(fitted.weights for fitted in self.fitted), self.by_size]
+            if self.step % self._between_grams == 0:  # everybody is judged
+                weights = [np.ones(len(self.by_size))] * len(weights)
         else:
             own, weights = 2 * (self.n_folds + 1), self.second_half()[1]
         self.costs.compute([self.costs.me], times=own * n)
@@ -311,6 +317,7 @@ class TrunkAndBranch(Learner):
             **plain,
             "model": trained_state(self.model),
             **parts,
+            "sizes": torch.from_numpy(self.sizes),
             "by_size": torch.from_numpy(self.by_size),
             "fitted": [fitted.state_dict() for fitted in self.fitted],
             "paths": {name: dict(vars(path)) for name, path in self.looks.paths.items()},
@@ -323,7 +330,8 @@ class TrunkAndBranch(Learner):
         """Take up a state."""
         self.step, self.half, self.trunk, self.state = (state[key] for key in ("step", "half", "trunk", "state"))
         load_trained_state(self.model, state["model"])
-        self.by_size, self._kept = state["by_size"].cpu().numpy(), None
+        self.sizes, self.by_size = (state[name].cpu().numpy() for name in ("sizes", "by_size"))
+        self._kept = None
         self.peers = Stack.of(self.spec, state["peers"]["x"].to(self.x))
         self.alone.load_state_dict(state["alone"])
         self.peers.load_state_dict(state["peers"])

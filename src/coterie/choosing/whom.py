@@ -88,9 +88,14 @@ class FittedWeights:
         self.kappa, self.norms = list(arrays["kappa"]), list(arrays["norms"])
 
 
-def by_size(engine: Engine) -> Array:
+def sizes(engine: Engine) -> Array:
+    """Return the peers' numbers of examples, as far as they are known now; else NaN."""
+    known = engine.capabilities.examples
+    return np.array([float(known.get(name) or np.nan) for name in engine.names])
+
+
+def shares(sizes: Array) -> Array:
     """Return the peers' shares of all examples; one whose number is not known counts as the mean of the others."""
-    known = [engine.capabilities.examples.get(name) for name in engine.names]
-    mean = float(np.mean([n for n in known if n])) if any(known) else 1.0
-    counts = np.array([float(n or mean) for n in known])
+    mean = 1.0 if np.isnan(sizes).all() else np.nanmean(sizes)
+    counts = np.where(np.isnan(sizes), mean, sizes)
     return np.asarray(counts / counts.sum())

@@ -83,6 +83,7 @@ class Reply:
     gradients: Tensor | None = None  # of shape (P, d)
     refused: str | None = None
     seconds: float = 0.0
+    examples: int | None = None  # about how many the peer has; None for a stream
 
 
 class Peer:
@@ -146,6 +147,12 @@ class Peer:
         """How many gradients are left to give; None where there is no limit."""
         return None if self.caps.gradients is None else max(0, self.caps.gradients - self.ledger.given)
 
+    @property
+    def size(self) -> int | None:
+        """How many examples there are, as far as it is told: whole blocks of `caps.examples`; None for a stream."""
+        least = self.caps.examples
+        return None if self.user.is_stream else len(self.user) // least * least
+
     def terms(self) -> dict[str, Any]:
         """Return what user 0 may know of the caps before it asks: whether and how much there is to give."""
         left = self.left
@@ -183,7 +190,7 @@ class Peer:
         }
         if not self.ledger.give(given, at_most=self.caps.gradients, **line):  # another process was faster
             return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
-        return Reply(gradients, seconds=time.perf_counter() - began)
+        return Reply(gradients, seconds=time.perf_counter() - began, examples=self.size)
 
     def refuse(self, reason: str, caller: str = "user 0", step: object = None) -> Reply:
         """Log a refusal and return it; for a request that cannot even be read, too."""

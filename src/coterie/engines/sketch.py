@@ -5,7 +5,7 @@ from torch import Tensor
 
 from coterie.users.sampling import random_key
 
-SKETCH = 1024
+SKETCH = 2048
 """How many numbers a sketch has. Weights found from so many were, on digits and MNIST, within .05 of those found
 from gradients (`benchmarks/sketches.py`)."""
 

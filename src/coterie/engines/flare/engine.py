@@ -76,8 +76,14 @@ class Flare:
         self._mine = self._traffic[me.name]
         self._standing = {name: _Standing(probe_every) for name in self.names}
         self._alone = False
-        self.capabilities = Capabilities(rows_at_hand=True, batch_size=batch_size, many_points=True)
+        self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
         self._frozen = frozen_digest(model)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do; numbers of examples as far as sites have told them."""
+        told = self._examples
+        return Capabilities(rows_at_hand=True, batch_size=self.batch_size, many_points=True, examples=told)
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -200,6 +206,7 @@ class Flare:
             self._mine.bytes_received += reply["gradients"].nbytes
             self._traffic[name].bytes_sent += reply["gradients"].nbytes
             self._traffic[name].messages += 1
+            self._examples[name] = _whole(reply.get("examples"))
             self._traffic[name].seconds_computing += _seconds(reply.get("seconds"), self.timeout)
         return "no answer" if answer is None else answer
 
@@ -235,6 +242,11 @@ class _Standing:
     since: int = 0  # the step that the pause is counted from
     silent_at: int = -1  # the last step that it missed
     probe: Replies | None = None  # the question whether it is back, where one is on its way
+
+
+def _whole(reported: Any) -> int | None:
+    """Return the number of examples that a site says it has, where it can be one."""
+    return reported if type(reported) is int and 0 < reported < 2**53 else None
 
 
 def _seconds(reported: Any, most: float) -> float:

@@ -36,7 +36,8 @@ def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
         return {"refused": f"it failed with {type(error).__name__}"}
     if reply.gradients is None:
         return {"refused": reply.refused}
-    return {"gradients": to_array(reply.gradients), "site": peer.user.name, "step": step, "seconds": reply.seconds}
+    about = {"site": peer.user.name, "step": step, "seconds": reply.seconds, "examples": reply.examples}
+    return {"gradients": to_array(reply.gradients), **about}
 
 
 def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str | None:
