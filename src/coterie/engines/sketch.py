@@ -6,8 +6,8 @@ from torch import Tensor
 from coterie.users.sampling import random_key
 
 SKETCH = 2048
-"""How many numbers a sketch has. Weights found from so many were, on digits and MNIST, within .05 of those found
-from gradients (`benchmarks/sketches.py`)."""
+"""How many numbers a sketch has. Weights found from so many were, on digits, WISDM and MNIST, within .04 of those
+found from gradients (`benchmarks/sketches.py`)."""
 
 
 def sketch_size(d: int, *, rows: bool) -> int | None:
