@@ -1,6 +1,8 @@
 """The command line: one file a command, gathered here."""
 
 import os
+import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,15 +25,44 @@ from coterie.registry import IMPORTS, import_from_environment
 
 
 class Commands(TyperGroup):
-    """All commands; what coterie raises on purpose is shown as one message, without a traceback."""
+    """All commands; an error is shown as one message, with a traceback only where `--debug` asks for it."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command asked for."""
-        try:
+        if ctx.params.get("debug"):
             return super().invoke(ctx)
-        except CoterieError as error:
-            typer.echo(f"coterie: {error}", err=True)
-            raise typer.Exit(2) from None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", category=UserWarning, module="coterie")
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except CoterieError as error:
+                message, code = str(error), 2
+            except OSError as error:
+                message, code = f"{error.strerror or error}: {error.filename or 'the system'}", 2
+            except MemoryError:
+                message, code = "there is not enough memory; take fewer rows or columns, or a smaller model", 2
+            except Exception as error:
+                if type(error).__module__.startswith(OF_THE_FRAMEWORK):
+                    raise
+                what = f"{type(error).__name__}: {error}"
+                message, code = f"an error that was not foreseen, {what}; `coterie --debug …` shows where", 1
+        typer.echo(f"coterie: {message}", err=True)
+        raise typer.Exit(code)
+
+
+OF_THE_FRAMEWORK = ("click", "typer")
+"""Where the errors come from by which commands end, and by which wrong options are told."""
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    typer.echo(f"coterie: {message}", err=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"coterie {metadata.version('coterie')}")
+        raise typer.Exit
 
 
 app = typer.Typer(
@@ -54,6 +85,10 @@ def main(
             f"{IMPORTS} in the environment does the same.",
         ),
     ] = None,
+    debug: Annotated[bool, Option("--debug", help="Show where an error comes from.")] = False,
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version, and end.")
+    ] = False,
 ) -> None:
     """Train your model with your peers' gradients: personalized collaborative learning."""
     named = [str(Path(name).absolute()) if name.endswith(".py") else name for name in imports or ()]

@@ -13,6 +13,7 @@ from coterie.benchmark import SETS, Cell, Selection, Store
 from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.methods import DEFAULT
 from coterie.benchmark.methods import names as all_methods
+from coterie.cli import terminal
 from coterie.cli.terminal import bar, rich_table
 from coterie.errors import KnobError
 from coterie.recording.claim import claimed
@@ -47,10 +48,9 @@ def bench(
     Your own rule or set beside them: coterie --import own.py bench --methods own --sets digits,mine --out bench
     """
     import torch
-    from rich.console import Console
 
     torch.set_num_threads(1)
-    console = Console()
+    console = terminal.console()
     chosen = _names(sets) or _sets_at_hand(data)
     compared = all_methods() if methods == "all" else _names(methods) or DEFAULT
     under = _names(conditions) or tuple(CONDITIONS)

@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from coterie.benchmark import demo as experiment
+from coterie.cli import terminal
 from coterie.cli.terminal import bar, rich_table
 
 
@@ -26,16 +27,15 @@ def demo(
     conclusion; whom.svg shows whom the writer listens to.
     """
     import torch
-    from rich.console import Console
 
     torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
-    console = Console()
+    console = terminal.console()
     results: list[experiment.Result] = []
-    out.mkdir(parents=True, exist_ok=True)
     try:
         with bar("digits", seeds * len(experiment.METHODS)) as advance:
             for result in experiment.results(me, own_examples, seeds, steps):
                 results.append(result)
+                out.mkdir(parents=True, exist_ok=True)
                 lines = [dataclasses.asdict(one) for one in results]
                 (out / "results.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")
                 advance(f"seed {result.seed}, {result.method}: test accuracy {result.test_accuracy:.3f}")

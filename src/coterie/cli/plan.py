@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from coterie import theory
+from coterie.cli import terminal
 from coterie.cli.terminal import rich_table
 from coterie.theory.phrases import cells, note, numbers, verdict
 
@@ -47,9 +48,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     else:
-        from rich.console import Console
-
-        console = Console()
+        console = terminal.console()
         console.print(rich_table(None, [cells(name, row) for name, row in rows.items()], note(rows)))
         for sentence in sentences:
             console.print(sentence, highlight=False)

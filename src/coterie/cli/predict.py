@@ -8,6 +8,7 @@ import typer
 from typer import Argument, Option
 
 from coterie.data import read_table
+from coterie.errors import KnobError
 from coterie.tables.predict import predict as predictions
 
 
@@ -23,6 +24,8 @@ def predict(
 
     Writes a CSV with the column `prediction`, and in classification its `probability`.
     """
+    if out is not None and not out.absolute().parent.is_dir():
+        raise KnobError(f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another")
     predictions(folder, read_table(file), model).to_csv(sys.stdout if out is None else out, index=False)
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

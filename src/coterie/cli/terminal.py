@@ -5,7 +5,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+
+
+def console(*, errors: bool = False) -> "Console":
+    """Return what prints to the terminal as it is: names may hold brackets, which are no markup."""
+    from rich.console import Console
+
+    return Console(stderr=errors, markup=False)
 
 
 def rich_table(title: str | None, rows: Sequence[Mapping[str, Any]], caption: str | None = None) -> "Table":
@@ -23,11 +31,15 @@ def rich_table(title: str | None, rows: Sequence[Mapping[str, Any]], caption: st
 @contextmanager
 def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
     """Give a function of what is done, and of how many more of `total` that makes (1); shown in a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console(errors=True), transient=True) as progress:
         task = progress.add_task(description, total=total)
 
         def advance(what: str, n: int = 1) -> None:

@@ -1,18 +1,20 @@
 """`coterie train`: a personal model from a table, beside the one trained alone."""
 
 import functools
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
 
+from coterie.cli import terminal
 from coterie.cli.registered import knobs_of
 from coterie.cli.terminal import rich_table
 from coterie.data import from_table
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.torch_distributed.engine import TorchDistributed, join
-from coterie.errors import KnobError
+from coterie.errors import DataError, KnobError
 from coterie.registry import RunFacts
 from coterie.reporting.summary import beside_alone
 from coterie.reporting.whom import listened_to
@@ -113,12 +115,11 @@ def train(
     With a process for each user: torchrun --nproc-per-node 4 -m coterie train --engine torch …
     """
     import torch
-    from rich.console import Console
 
     from coterie.tables.fit import fit
 
     torch.set_num_threads(threads)
-    console = Console()
+    console = terminal.console()
     entry = RULES.entry(rule)
     knobs = knobs_of(entry, knob or [], alpha=alpha, beta=beta)
     knobs |= {"tau": _weights(tau)} if tau else {}
@@ -126,6 +127,8 @@ def train(
     columns |= {"kind": kind, "categorical": categorical or (), "own_examples": own_examples, "seed": seed}
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
     settings |= {"trackers": tracker} if tracker else {}
+    if engine != "torch" and (gather or compress):
+        raise KnobError("`--gather` and `--compress` have no effect without `--engine torch`; leave them out")
     if engine == "torch":
         group = join(timeout)
         if group.rank:
@@ -156,6 +159,11 @@ def train(
         console.print(who, highlight=False)
     console.print(f"Model, preparation, record and a page (index.html): {out}")
     console.print(f"To apply it: coterie predict {out} FILE")
+    if wrong := [name for name, value in run.test.items() if not math.isfinite(value)]:
+        raise DataError(
+            f"the test {wrong[0]} is {run.test[wrong[0]]}, so the model is of no use; start again with a lower "
+            "`--lr`, or look for extreme values in the table"
+        )
 
 
 def _weights(pairs: list[str]) -> dict[str, float]:

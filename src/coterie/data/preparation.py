@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.data.columns import MAX_CATEGORIES
 from coterie.errors import DataError, FileError
 from coterie.recording import files
 
@@ -72,6 +73,11 @@ class Preparation:
             if types.is_datetime64_any_dtype(rows[column]):
                 remedy = "turn it into numbers, or leave it out of `features`"
                 raise DataError(f"column {column!r} holds dates; {remedy}")
+            if (different := rows[column].nunique()) > MAX_CATEGORIES:
+                raise DataError(
+                    f"column {column!r} has {different} different values, each of which would be an input; leave "
+                    f"it out of `features`, or join values until there are at most {MAX_CATEGORIES}"
+                )
         if not seen:
             raise DataError("user 0's training rows have no value in any feature; name others in `features`")
         transformer = _transformer(numeric, other).fit(_tidy(rows, numeric, other))
@@ -102,9 +108,17 @@ class Preparation:
     def targets(self, values: pd.Series[Any]) -> Tensor:
         """Return targets as class numbers, or as numbers of shape (rows, 1) in user 0's units."""
         if self.kind == "regression":
-            numbers = (values.to_numpy(dtype=float) - self.centre) / self.scale
+            try:
+                numbers = (values.to_numpy(dtype=float) - self.centre) / self.scale
+            except (TypeError, ValueError) as error:
+                raise DataError(f"column {values.name!r} should hold numbers: {error}; correct it") from error
+            if not np.isfinite(numbers).all():
+                raise DataError(f"column {values.name!r} holds a number that is not finite; drop the row")
             return torch.tensor(numbers, dtype=torch.float32)[:, None]
         number = {value: i for i, value in enumerate(self.classes)}
+        if unknown := [value for value in values.tolist() if value not in number]:
+            known = ", ".join(map(repr, self.classes[:12]))
+            raise DataError(f"column {values.name!r} has the class {unknown[0]!r}; the classes are {known}")
         return torch.tensor([number[value] for value in values.tolist()])
 
     def predictions(self, outputs: Tensor) -> pd.DataFrame:

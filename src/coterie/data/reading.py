@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coterie.arguments import shown
+from coterie.data.columns import check_names
 from coterie.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,7 +28,10 @@ def read_table(data: pd.DataFrame | Path | str) -> pd.DataFrame:
     import pandas as pd
 
     if isinstance(data, pd.DataFrame):
+        check_names(data.columns)
         return data
+    if not isinstance(data, str | Path):
+        raise DataError(f"a table must be a DataFrame or the path of a file, got {shown(data)}")
     frame = next(_pieces(Path(data), None))
     if frame.empty:
         raise DataError(f"{data} has no rows")
@@ -72,7 +77,10 @@ def _pieces(path: Path, rows: int | None = CHUNK_ROWS) -> Iterator[pd.DataFrame]
     try:
         if path.suffix in (".parquet", ".pq"):
             yield pd.read_parquet(path)
-        elif rows is None:
+            return
+        # pandas would rename the second column of a name without a word
+        check_names(pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna(), str(path))
+        if rows is None:
             yield pd.read_csv(path)
         else:
             yield from pd.read_csv(path, chunksize=rows)

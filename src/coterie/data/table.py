@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch import Tensor
 
+from coterie.arguments import COUNT, SEED, instance, listed, one_of, optional, real
+from coterie.data.columns import MAX_CLASSES, check_features, check_target, with_numbers
 from coterie.data.preparation import Kind, Preparation
 from coterie.data.reading import read_table, some
 from coterie.data.task import Task
 from coterie.errors import DataError
+from coterie.users.sampling import random_key
 from coterie.users.user import User
 
 if TYPE_CHECKING:
     import pandas as pd
 
-MAX_CLASSES = 20
-"""A target of whole numbers with more distinct values than this means regression."""
+_NAMES = listed(instance(str, ""), "a list of columns", {str: 'write `["age"]`'})
 
 
 @dataclass(frozen=True)
@@ -79,21 +82,25 @@ def from_table(
     """
     import pandas as pd
 
+    SEED("seed", seed)
+    one_of("auto", "classification", "regression")("kind", kind)
     frame = read_table(data)
+    features, categorical = optional(_NAMES)("features", features), _NAMES("categorical", categorical)
     for column in (user_column, target, *(features or ()), *categorical):
         if column not in frame.columns:
             raise DataError(f"the table has no column {column!r}; it has {some(frame.columns)}")
     _check_complete(frame, user_column, target)
+    frame = _kept(frame, user_column, str(me), [str(name) for name in leave_out])
+    columns = [c for c in (features or frame.columns) if c not in (user_column, target)]
+    if preparation is None:
+        if not isinstance(data, pd.DataFrame):
+            frame = with_numbers(frame, [*columns, target])
+        check_features(frame, columns, categorical)
+        check_target(frame[target], kind)
     names = frame[user_column].astype(str)
-    kept = ~names.isin([str(name) for name in leave_out])
-    frame, names = frame[kept], names[kept]
-    if str(me) not in set(names):
-        users = some(sorted(set(names)))
-        raise DataError(f"`me` names no user: column {user_column!r} has {users}, got {str(me)!r}")
     targets = pd.concat([frame[target], pd.Series(elsewhere)]) if elsewhere else frame[target]
     kind = _kind_of(targets) if kind == "auto" else kind
     parts = _split(frame[names == str(me)], target, kind, (validation, test), own_examples=own_examples, seed=seed)
-    columns = [c for c in (features or frame.columns) if c not in (user_column, target)]
     prepare = preparation or Preparation.fit(parts[0][columns], parts[0][target], targets, kind, categorical)
 
     def examples(rows: pd.DataFrame) -> tuple[Tensor, Tensor]:
@@ -101,9 +108,32 @@ def from_table(
 
     training, held_out, tested = (examples(part) for part in parts)
     mine = User(str(me), *training, validation=held_out, test=tested)
-    others = [name for name in dict.fromkeys(names) if name != str(me)]
-    peers = tuple(User(name, *examples(frame[names == name])) for name in others)
-    return TableTask(mine, peers, prepare.n_inputs, prepare.n_outputs, prepare)
+    peers = []
+    for name, rows in frame[names != str(me)].groupby(names, sort=False):
+        try:
+            _check_classes(rows[target], kind)
+            peers.append(User(str(name), *examples(rows)))
+        except DataError as error:
+            warnings.warn(f"the peer {name!r} is left out: {error}", stacklevel=2)
+    return TableTask(mine, tuple(peers), prepare.n_inputs, prepare.n_outputs, prepare)
+
+
+def _kept(frame: pd.DataFrame, user_column: str, me: str, leave_out: Sequence[str]) -> pd.DataFrame:
+    """Return the rows of those who are not left out."""
+    names = frame[user_column].astype(str)
+    there = set(names)
+    for option, name in (("me", me), *(("leave_out", name) for name in leave_out)):
+        if name not in there:
+            users = some(sorted(there))
+            raise DataError(f"`{option}` names no user: column {user_column!r} has {users}, got {name!r}")
+    if me in leave_out:
+        raise DataError(f"`leave_out` names {me!r}, who is user 0; name others")
+    return frame[~names.isin(leave_out)]
+
+
+def _check_classes(targets: pd.Series[Any], kind: Kind) -> None:
+    if kind == "classification" and targets.nunique() == 1:
+        raise DataError(f"its rows are of one class only ({targets.iloc[0]!r})")
 
 
 def distinct_targets(targets: pd.Series[Any], kind: str) -> list[Any] | None:
@@ -135,9 +165,9 @@ def _split(
     """Return user 0's training, validation and test rows, stratified by class where possible."""
     from sklearn.model_selection import train_test_split
 
-    for name, share in zip(("validation", "test"), shares, strict=True):
-        if not 0 < share < 1:
-            raise DataError(f"`{name}` must lie between 0 and 1, got {share}")
+    between = replace(real("lie between 0 and 1", lambda share: 0 < share < 1), error=DataError)
+    shares = between("validation", shares[0]), between("test", shares[1])
+    own_examples = optional(COUNT)("own_examples", own_examples)
     sizes = [max(1, round(share * len(own))) for share in shares]
     left = len(own) - sum(sizes)
     wanted = left if own_examples is None else own_examples
@@ -147,11 +177,13 @@ def _split(
             f"ask for 2 to {max(2, left)}, or hold out less"
         )
 
+    state = seed if 0 <= seed < 2**32 else random_key(seed, "split") % 2**32  # as scikit-learn takes it
+
     def cut(rows: pd.DataFrame, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         classes = rows[target] if kind == "classification" else None
         counts = None if classes is None else classes.value_counts()
         even = counts is not None and counts.min() >= 2 and len(counts) <= min(n, len(rows) - n)
-        a, b = train_test_split(rows, train_size=n, stratify=classes if even else None, random_state=seed)
+        a, b = train_test_split(rows, train_size=n, stratify=classes if even else None, random_state=state)
         return a, b
 
     tested, rest = cut(own, sizes[1])

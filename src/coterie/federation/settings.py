@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from coterie.arguments import ANYTHING, COUNT, POSITIVE, SEED, SHARE, Check, instance, listed, mapped, whole
+from coterie.arguments import (
+    ANYTHING, COUNT, POSITIVE, SEED, SHARE, Check, check_fields, instance, listed, mapped, whole,
+)
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.recording import files
@@ -73,6 +75,10 @@ class Training:
     misses: int = 3
     probe_every: int = 10
     minimum: int = 1
+
+    def __post_init__(self) -> None:
+        names = ("steps", "lr", "batch_size", "seed", "timeout", "misses", "probe_every", "minimum")
+        check_fields(self, {name: CHECKS[name] for name in names})
 
 
 @dataclass(frozen=True)

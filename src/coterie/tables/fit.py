@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.arguments import SEED
 from coterie.choosing import Chooser, MakesLearner
 from coterie.data import Preparation, TableTask
 from coterie.engines.engine import Engine, MakeEngine
@@ -47,8 +48,9 @@ def fit(
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, resume, …
     """
     reported = _metrics(task.preparation, metrics)
-    torch.manual_seed(seed)
-    made = models.build(model, task.n_inputs, task.n_outputs)
+    with torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
+        torch.manual_seed(SEED("seed", seed))
+        made = models.build(model, task.n_inputs, task.n_outputs)
     loss = models.loss_of(task.preparation)
     settings = {"guard": "held-out", **settings, "seed": seed, "metrics": reported}
     with claimed(out):

@@ -62,6 +62,7 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
         'one program of 4'
     """
     specs = listed(instance(RunSpec, ""), "a list of `coterie.RunSpec`s")("specs", specs)
+    specs = [setup.with_usable_peers(spec) for spec in specs]
     ready = _ready(specs, progress)
     programs: dict[Hashable, list[ReadyRun]] = {}
     for each in ready:

@@ -1,5 +1,6 @@
 """Set up a run: its specification is checked, the engine opened, the learner and its guard made."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
+from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, KnobError, ModelError, blaming
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import ignored_class, is_over_classes
@@ -132,10 +134,26 @@ def check(spec: RunSpec) -> None:
             'the loss adds up over the batch (`reduction="sum"`), so its size would depend on the batch size; use '
             '`reduction="mean"`'
         )
-    for user in (spec.me, *spec.peers):
-        _check_classes(user, spec)
+    _check_classes(spec.me, spec)
     for part, held_out in (("validation", spec.me.validation), ("test", spec.me.test)):
         _check_numbers(spec, part, held_out)
+
+
+def with_usable_peers(spec: RunSpec) -> RunSpec:
+    """Return the run without the peers that cannot be used, each told in a warning; an error where none is left."""
+    kept, named = [], getattr(spec.rule, "tau", None) or {}
+    for peer in spec.peers:
+        try:
+            _check_classes(peer, spec)
+            check_alike(spec.me, peer.examples, f"peer {peer.name!r}")
+            kept.append(peer)
+        except DataError as error:
+            if peer.name in named or len(spec.peers) == 1:
+                raise
+            warnings.warn(f"the peer {peer.name!r} is left out: {error}", stacklevel=4)
+    if spec.peers and not kept:
+        raise DataError("no peer can be used: all are left out; give peers whose examples are like user 0's")
+    return replace(spec, peers=tuple(kept)) if len(kept) < len(spec.peers) else spec
 
 
 def _reduction(loss: Loss) -> object:

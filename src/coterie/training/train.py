@@ -154,6 +154,7 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
     folder = None if options.out is None else Path(options.out)
     save_every = max(1, spec.steps // 10) if options.checkpoint_every is None else options.checkpoint_every
     setup.check(spec)
+    spec = setup.with_usable_peers(spec)
     trackers = [] if folder is None else [TRACKERS[name](folder) for name in options.trackers]
     spec = setup.with_rule(spec, options.guard).prepared()
     guarded, guard = setup.guard_mode(options.guard, spec)

@@ -84,10 +84,10 @@ class BatchSampler:
     def __init__(
         self, me: User, peers: Sequence[User], *, batch_size: int, seed: int, device: torch.device
     ) -> None:
-        _check_alike(me, me.validation, "the validation set")
-        _check_alike(me, me.test, "the test set")
+        check_alike(me, me.validation, "the validation set")
+        check_alike(me, me.test, "the test set")
         for peer in peers:
-            _check_alike(me, peer.examples, f"peer {peer.name!r}")
+            check_alike(me, peer.examples, f"peer {peer.name!r}")
         self.users = {user.name: user.to(device) for user in (me, *peers)}
         self.me = self.users[me.name]
         self.batch_size, self.seed, self.device = batch_size, seed, device
@@ -180,7 +180,7 @@ def _parts(examples: InMemory) -> tuple[Tree, Tree]:
     return examples.inputs, examples.targets
 
 
-def _check_alike(me: User, others: Examples | None, whose: str) -> None:
+def check_alike(me: User, others: Examples | None, whose: str) -> None:
     """Refuse examples that could not be passed through user 0's model."""
     if not isinstance(me.examples, InMemory) or not isinstance(others, InMemory):
         return

@@ -1,0 +1,118 @@
+"""Columns that may not be what they seem: numbers with a stray text, decimal commas, dates, numbers as classes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coterie.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST = 0.5
+"""Text of which more than this share are numbers, or dates, is no text by intention."""
+MAX_CATEGORIES = 1000
+"""A column with more different texts in user 0's training rows is refused: each would be an input of the model."""
+MAX_CLASSES = 20
+"""A target of whole numbers with more distinct values than this means regression."""
+
+COMMA = r"[-+]?\d{1,3}(?:[. ]?\d{3})*,\d+"
+DATE = r"(?:\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{2,4})(?:[ T].*)?"
+AS_CATEGORIES = "or name it in `categorical` (`--categorical COLUMN`)"
+AS_CLASSES = 'or say `kind="classification"` (`--kind classification`)'
+
+
+def check_names(columns: Iterable[object], where: str = "the table") -> None:
+    """Refuse two columns of one name."""
+    names = list(map(str, columns))
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"{where} has {names.count(name)} columns called {name!r}; rename or drop all but one")
+
+
+def with_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Return the rows of a file that are kept; what was text because of other rows only is numbers again."""
+    import pandas as pd
+    from pandas.api import types
+
+    changed = {}
+    for column in columns:
+        if not types.is_numeric_dtype(frame[column]):
+            numbers = pd.to_numeric(frame[column], errors="coerce")
+            if numbers.notna().any() and (numbers.notna() == frame[column].notna()).all():
+                changed[column] = numbers
+    return frame.assign(**changed)
+
+
+def check_features(frame: pd.DataFrame, columns: Sequence[str], categorical: Sequence[str] = ()) -> None:
+    """Refuse columns of text that are mostly numbers or dates, unless they are said to be categories."""
+    for column in columns:
+        if column not in categorical:
+            _check_text(frame[column], AS_CATEGORIES)
+
+
+def check_target(target: pd.Series[Any], kind: str) -> None:
+    """Refuse a target that does not fit its kind, or that may be of either."""
+    from pandas.api import types
+
+    if kind == "auto":
+        _check_text(target, AS_CLASSES)
+    is_number = types.is_numeric_dtype(target) and not types.is_bool_dtype(target)
+    if kind == "regression" or (kind == "auto" and is_number):
+        _check_numbers(target)
+    different = target.nunique()
+    fractions = is_number and bool((target % 1 != 0).any())
+    if kind == "classification" and different > MAX_CLASSES and (fractions or different > len(target) / 2):
+        raise DataError(
+            f"column {target.name!r} has {different} different values in {len(target)} rows, which are no classes; "
+            'say `kind="regression"` (`--kind regression`), or name another target'
+        )
+
+
+def _check_numbers(target: pd.Series[Any]) -> None:
+    """Refuse a target that is not all finite numbers."""
+    import pandas as pd
+
+    bad = ~np.isfinite(pd.to_numeric(target, errors="coerce").to_numpy(dtype=float))
+    if bad.any():
+        raise DataError(
+            f"column {target.name!r} is to be predicted as a number, but it is {_first(target, bad)}; correct it, "
+            f"drop the row, {AS_CLASSES}"
+        )
+
+
+def _check_text(values: pd.Series[Any], otherwise: str) -> None:
+    """Refuse text that is mostly numbers or dates, and tell of numbers that are written as text."""
+    import pandas as pd
+    from pandas.api import types
+
+    if not (types.is_object_dtype(values) or types.is_string_dtype(values)) or not values.notna().any():
+        return
+    there = values.notna().to_numpy()
+    text = values.where(there, "").astype(str).str.strip()
+    numbers = pd.to_numeric(text.where(there), errors="coerce").notna().to_numpy()
+    commas, dates = (text.str.fullmatch(pattern).to_numpy(dtype=bool) & there for pattern in (COMMA, DATE))
+    count, about = int(there.sum()), f"column {values.name!r}"
+    if numbers.sum() == count:
+        told = f"{about} holds numbers as text, which is taken as categories; turn it into numbers, {otherwise}"
+        warnings.warn(told, stacklevel=4)
+    elif commas.sum() > MOST * count or (commas.any() and (commas | numbers).sum() == count):
+        problem = f"{about} holds numbers with decimal commas: {_first(values, commas)}"
+        raise DataError(f"{problem}; write them with points, {otherwise}")
+    elif dates.sum() > MOST * count:
+        problem = f"{about} holds dates as text: {_first(values, dates)}"
+        raise DataError(f"{problem}; turn them into numbers, leave the column out, {otherwise}")
+    elif numbers.sum() > MOST * count:
+        stray = _first(values, there & ~numbers)
+        problem = f"{about} holds numbers in {numbers.sum()} of {count} rows, but it is {stray}"
+        raise DataError(f"{problem}; correct it, leave it empty where the value is unknown, {otherwise}")
+
+
+def _first(values: pd.Series[Any], which: np.ndarray[Any, Any]) -> str:
+    """Say what stands in the first of some rows."""
+    place = int(which.argmax())
+    return f"{str(values.iloc[place])[:40]!r} in row {values.index[place]} (counting from 0)"
