@@ -271,17 +271,17 @@ def test_a_device_that_is_not_there_is_named() -> None:
 
 def test_a_peer_that_cannot_be_used_is_left_out_with_a_sentence() -> None:
     one, other = user("one class", targets=torch.zeros(8, dtype=torch.long)), user("other columns", INPUTS[:, :2])
-    problem: Any = (nn.Linear(3, 4), f.cross_entropy, ME)
+    problem: dict[str, Any] = {"model": nn.Linear(3, 4), "loss": f.cross_entropy, "me": ME, "steps": 2}
     with pytest.warns(UserWarning, match="is left out") as told:
-        run = coterie.train(*problem, [one, PEER, other], coterie.WeightedAveraging(0.5), steps=2)
+        run = coterie.train(**problem, peers=[one, PEER, other], rule=coterie.WeightedAveraging(0.5))
     assert [str(each.message).partition(":")[0] for each in told] == [
         "the peer 'one class' is left out",
         "the peer 'other columns' is left out",
     ]
     assert list(run.record.configuration.peers) == ["ward 3"]
-    alike = coterie.train(*problem, [PEER], coterie.WeightedAveraging(0.5), steps=2)
+    alike = coterie.train(**problem, peers=[PEER], rule=coterie.WeightedAveraging(0.5))
     assert run.record.curve("own_loss") == alike.record.curve("own_loss")
     with pytest.raises(DataError, match="'one class' has examples of one class only"):
-        coterie.train(*problem, [one, PEER], coterie.WeightedAveraging(0.5, {"one class": 0.5, "ward 3": 0.5}))
-    with pytest.warns(UserWarning), pytest.raises(DataError, match="no peer can be used"):
-        coterie.train(*problem, [one, other], coterie.WeightedAveraging(0.5))
+        coterie.train(**problem, peers=[one, PEER], rule=coterie.WeightedAveraging(0.5, {"one class": 1.0}))
+    with pytest.warns(UserWarning, match="left out"), pytest.raises(DataError, match="no peer can be used"):
+        coterie.train(**problem, peers=[one, other], rule=coterie.WeightedAveraging(0.5))
