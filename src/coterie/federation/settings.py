@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from coterie.arguments import (
-    ANYTHING, COUNT, POSITIVE, SEED, SHARE, Check, check_fields, instance, listed, mapped, whole,
+    ANYTHING,
+    COUNT,
+    POSITIVE,
+    SEED,
+    SHARE,
+    Check,
+    check_fields,
+    instance,
+    listed,
+    mapped,
+    whole,
 )
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
