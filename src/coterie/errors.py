@@ -22,7 +22,16 @@ class ModelError(CoterieError, ValueError):
 
 
 class FileError(CoterieError, OSError):
-    """A file that cannot be written or is not as it was written, or a folder that another process uses."""
+    """A file that cannot be written or is not as it was written, or a folder that another process uses.
+
+    Args:
+        message: which file, what is wrong with it, and what to do.
+        run: the `coterie.Run` that could not be written, where there is one.
+    """
+
+    def __init__(self, message: str, run: Any = None) -> None:
+        super().__init__(message)
+        self.run = run
 
 
 class CheckpointError(FileError):

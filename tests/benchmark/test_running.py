@@ -9,12 +9,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from tests.support.folders import claimed_elsewhere
 from typer.testing import CliRunner
 
 from coterie import benchmark
 from coterie.benchmark.sets import SETS
 from coterie.benchmark.tuning import Tuning
 from coterie.cli import app
+from coterie.errors import FileError, KnobError
 
 RUNNER = CliRunner()
 
@@ -150,3 +152,14 @@ def test_sets_that_are_not_there_are_left_out_with_a_word_about_each(tmp_path: P
     for name in SETS:
         assert (f"left out: {name} needs" in result.output) == (name != "digits")
     assert set(results(tmp_path / "out")["set"]) == {"digits"}
+
+
+def test_a_folder_that_another_process_measures_in_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with claimed_elsewhere(tmp_path) as child:
+        with pytest.raises(FileError, match=rf"is in use by process {child} on"):
+            benchmark.run(tmp_path, methods=["wga-0.3"], users=1, steps=3)
+        result = RUNNER.invoke(app, [*SMALL, "--jobs", "1", "--out", str(tmp_path)])
+    assert (result.exit_code, f"in use by process {child} on" in result.output) == (2, True)
+    with pytest.raises(KnobError, match=r"`out` must be a folder, .* is a file"):
+        benchmark.run(tmp_path / "file", methods=["wga-0.3"], users=1, steps=3)

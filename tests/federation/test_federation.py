@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tests.support.folders import claimed_elsewhere
 from typer.testing import CliRunner
 
 import coterie
@@ -24,7 +25,7 @@ from coterie.data import Preparation
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
-from coterie.errors import CoterieError, DataError, KnobError
+from coterie.errors import CoterieError, DataError, FileError, KnobError
 from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
 from coterie.federation.lead import RUN, SUMMARY, lead, rule_of
@@ -253,6 +254,15 @@ def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path
     data = Data(table=str(tmp_path / "no.csv"), target="ill")
     with pytest.raises(DataError, match="name yours in"):
         site_participant(kit, settings.__class__("bern", data, settings.model, settings.caps))
+
+
+@needs_nvflare
+def test_two_processes_do_not_lead_one_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.federation.lead.SECONDS_FOR_THE_LAST_ONE", 0.3)
+    copied = tmp_path / "lead"
+    shutil.copytree(folder, copied)
+    with claimed_elsewhere(copied / RUN) as child, pytest.raises(FileError, match=rf"in use by process {child} on"):
+        lead(copied, LocalSites({}))
 
 
 @needs_nvflare

@@ -9,37 +9,15 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.folders import claimed_elsewhere
 from tests.support.processes import ended, forked
 
 from coterie.errors import FileError, KnobError
 from coterie.recording.claim import LOCK, claimed
-
-
-@contextmanager
-def claimed_elsewhere(folder: Path) -> Iterator[int]:
-    """Let another process claim a folder; it is killed at the end, if it is still there."""
-    read, write = os.pipe()
-
-    def hold() -> None:
-        with claimed(folder):
-            os.write(write, b"!")
-            signal.pause()
-
-    child = forked(hold)
-    os.read(read, 1)
-    try:
-        yield child
-    finally:
-        os.kill(child, signal.SIGKILL)
-        ended(child)
-        os.close(read)
-        os.close(write)
 
 
 def test_a_second_process_is_told_who_is_there_and_a_dead_one_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tests.support.folders import Disk, claimed_elsewhere
 
 import coterie
 from coterie.data import from_table
@@ -97,6 +100,20 @@ def test_a_model_that_runs_code_when_it_is_read_is_refused(tmp_path: Path) -> No
             predict(tmp_path, visits())
         files.write_json(tmp_path / "model.json", about)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_that_cannot_be_written_is_in_the_error_and_written_on_resuming(tmp_path: Path) -> None:
+    task, disk = from_table(visits(), user_column="who", target="y", me="a"), Disk(errno.ENOSPC, 2, 2)
+    settings: dict[str, Any] = {"steps": 2, "lr": 0.05, "trackers": ()}
+    message = r"preparation.json cannot be written \(No space left.*`--resume` will write it then"
+    warned = pytest.warns(UserWarning, match=r"goes on in memory|not all of this run is in")
+    with disk.used(), warned, pytest.raises(FileError, match=message) as caught:
+        fit(task, coterie.Alone(), "linear", tmp_path, **settings, hooks=[disk.follow])
+    fit(task, coterie.Alone(), "linear", tmp_path, **settings, resume=True)
+    ours = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.equal(ours[name], value) for name, value in caught.value.run.model.state_dict().items())
+    with claimed_elsewhere(tmp_path), pytest.raises(FileError, match="is in use by process"):
+        fit(task, coterie.Alone(), "linear", tmp_path, **settings, resume=True)
 
 
 class Trap:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.recording.test_claim import claimed_elsewhere
+from tests.support.folders import Disk, claimed_elsewhere
 from tests.support.small_runs import network, same, state_of
 from torch.nn.functional import cross_entropy
 
@@ -38,24 +38,6 @@ def trained(users: list[coterie.User], out: Path | None, *hooks: Any, **settings
     return coterie.train(network(), cross_entropy, users[0], users[1:], rule, out=out, hooks=hooks, **how)
 
 
-class Disk:
-    """A disk on which nothing can be written between two steps."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, number: int, first: int, last: int) -> None:
-        self.works, self.first, self.last = getattr(os, call), first, last
-        self.failures, self.step, self.number = 0, 0, number
-        monkeypatch.setattr(os, call, self)
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self.first <= self.step <= self.last:
-            self.failures += 1
-            raise OSError(self.number, os.strerror(self.number))
-        return self.works(*arguments)
-
-    def follow(self, step: coterie.training.run.Step) -> None:
-        self.step = step.step
-
-
 @pytest.mark.parametrize(
     ("call", "number", "between"),
     [
@@ -69,7 +51,6 @@ class Disk:
 def test_what_could_not_be_written_is_written_later(
     make_users: Users,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     *,
     call: str,
     number: int,
@@ -77,8 +58,8 @@ def test_what_could_not_be_written_is_written_later(
 ) -> None:
     users = make_users()
     whole = trained(users, tmp_path / "whole")
-    disk = Disk(monkeypatch, call, number, *between)
-    with pytest.warns(UserWarning, match="cannot be written .*The run goes on in memory") as warned:
+    disk = Disk(number, *between, calls=[call])
+    with disk.used(), pytest.warns(UserWarning, match="cannot be written .*The run goes on in memory") as warned:
         run = trained(users, tmp_path / "run", disk.follow)
     assert disk.failures
     assert len(warned) <= 3  # once for the record, once for the checkpoint, and once more after a success
@@ -89,15 +70,12 @@ def test_what_could_not_be_written_is_written_later(
     assert checkpoint.load(last)["learner"]["step"] == STEPS
 
 
-def test_a_disk_that_stays_full_costs_no_run(
-    make_users: Users, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_stays_full_costs_no_run(make_users: Users, tmp_path: Path) -> None:
     users = make_users()
     whole = trained(users, None)
-    with monkeypatch.context() as patch:
-        disks = [Disk(patch, call, errno.ENOSPC, 5, STEPS) for call in ("pwrite", "fsync")]
-        with pytest.warns(UserWarning, match="cannot be written") as warned:
-            run = trained(users, tmp_path / "run", *(disk.follow for disk in disks))
+    disk = Disk(errno.ENOSPC, 5, STEPS)
+    with disk.used(), pytest.warns(UserWarning, match="cannot be written") as warned:
+        run = trained(users, tmp_path / "run", disk.follow)
     assert len(warned) == 3
     assert re.search("not all of this run is in .* The run returned is whole", str(warned[-1].message))
     assert same(state_of(run.model), state_of(whole.model))
@@ -133,9 +111,7 @@ def test_a_folder_deleted_on_the_way_is_written_anew(
     assert [path.name for path in checkpoint.saved(out / "checkpoints")][-1] == f"step-{STEPS:08d}.ckpt"
 
 
-def test_a_folder_that_cannot_be_used_is_told_before_the_first_step(
-    make_users: Users, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_used_is_told_before_the_first_step(make_users: Users, tmp_path: Path) -> None:
     users, steps = make_users(), list[int]()
     (tmp_path / "file").touch()
     note = lambda step: steps.append(step.step)  # noqa: E731
@@ -146,10 +122,8 @@ def test_a_folder_that_cannot_be_used_is_told_before_the_first_step(
     with claimed_elsewhere(tmp_path / "run"), pytest.raises(FileError, match=r"run is in use by process \d+ on"):
         trained(users, tmp_path / "run", note)
     for number in (errno.ENOSPC, errno.EROFS):
-        with monkeypatch.context() as patch:
-            Disk(patch, "fsync", number, 0, STEPS)
-            with pytest.raises(FileError, match=os.strerror(number)):
-                trained(users, tmp_path / "run", note)
+        with Disk(number, 0, STEPS).used(), pytest.raises(FileError, match=os.strerror(number)):
+            trained(users, tmp_path / "run", note)
     assert not steps
 
 

@@ -13,6 +13,7 @@ from coterie.choosing import Chooser, MakesLearner
 from coterie.data import Preparation, TableTask
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
+from coterie.errors import FileError
 from coterie.evaluation.metrics import METRICS, Metric, accuracy, rmse
 from coterie.recording.claim import claimed
 from coterie.rules import Rule
@@ -57,9 +58,12 @@ def fit(
         run = train(made, loss, task.me, task.peers, rule, out=out, engine=engine, **settings)
         if run.stopped is Stopped.CTRL_C:
             return None
-        task.preparation.save(out)
-        save_model(out, run.model, model, task.n_inputs, task.n_outputs)
-        run.report(out / "index.html")
+        try:
+            task.preparation.save(out)
+            save_model(out, run.model, model, task.n_inputs, task.n_outputs)
+            run.report(out / "index.html")
+        except FileError as error:
+            raise FileError(f"{error}. The model is trained: `--resume` will write it then", run) from error
     return run
 
 
