@@ -97,3 +97,13 @@ def blaming(whose: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserCodeError(f"{whose} raised {type(error).__name__}: {error}") from error
+
+
+def printable(text: object, most: int = 200) -> str:
+    r"""Return a text that comes from elsewhere as it can stand in a message: one line, no codes for a terminal.
+
+    Example:
+        >>> printable("a\x1b[2J\nb")
+        'a?[2J?b'
+    """
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:most])

@@ -9,6 +9,7 @@ from typer import Option
 from coterie.data.reading import read_rows
 from coterie.engines.peer import Caps
 from coterie.engines.torch_distributed.engine import join
+from coterie.engines.torch_distributed.sums import SumsOnly
 from coterie.tables import cluster
 
 
@@ -24,6 +25,8 @@ def worker(
     sums_only: Annotated[
         bool, Option("--sums-only", help="Give gradients as part of a sum only, never on their own.")
     ] = False,
+    min_peers: Annotated[int, Option(min=1, help="With --sums-only: how many peers a sum must be of.")] = 3,
+    max_share: Annotated[float, Option(help="With --sums-only: how much of the weight one peer may have.")] = 0.5,
     max_gradients: Annotated[
         int | None, Option(min=0, help="How many gradients to give in all; with --log over every run.")
     ] = None,
@@ -37,7 +40,8 @@ def worker(
     """Be a peer: give user 0 gradients of these rows, until its run ends. For a trusted network only.
 
     User 0 runs `coterie train --engine torch`. Every process is told by its environment who it is: RANK (0 is user
-    0), WORLD_SIZE, MASTER_ADDR and MASTER_PORT (of user 0's machine).
+    0), WORLD_SIZE, MASTER_ADDR and MASTER_PORT (of user 0's machine). COTERIE_SECRET_FILE may name a file with a
+    secret that all processes share, and that strangers lack.
 
     Example: RANK=2 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 coterie worker --data basel.csv --name Basel
     """
@@ -50,5 +54,6 @@ def worker(
 
     caps = Caps(max_gradients, max_norm, min_examples)
     capped = None if caps == Caps() else caps
-    answered = cluster.follow(join(timeout), rows, model, device, sums_only=sums_only, caps=capped, log=log)
+    sums = SumsOnly(min_peers, max_share) if sums_only else False
+    answered = cluster.follow(join(timeout), rows, model, device, sums_only=sums, caps=capped, log=log)
     typer.echo(f"{name} gave {answered} gradients", err=True)

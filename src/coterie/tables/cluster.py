@@ -13,7 +13,7 @@ from coterie.data.reading import read_rows, users_in
 from coterie.data.table import distinct_targets
 from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
-from coterie.errors import CoterieError, DataError, KnobError
+from coterie.errors import CoterieError, DataError, KnobError, PeerLost, printable
 from coterie.tables import models
 from coterie.users.user import User
 
@@ -29,10 +29,12 @@ def lead(
     In the name of the file `{rank}` becomes 0. The settings are passed on to `coterie.data.from_table`.
     """
     group.leave_note("table", {"target": target, "kind": kind})
-    offers = [group.read_note(f"part/{rank}", f"rank {rank}") for rank in group.others]
-    for rank, offer in enumerate(offers, 1):
+    offers = []
+    for rank in group.others:
+        offer = group.read_note(f"part/{rank}", f"rank {rank}", refused=str | None)
         if offer["refused"]:
-            raise DataError(f"rank {rank} cannot take part: {offer['refused']}")
+            raise DataError(f"rank {rank} cannot take part: {printable(offer['refused'], 1000)}")
+        offers.append(group.read_note(f"part/{rank}", f"rank {rank}", name=str, rows=int, targets=list | None))
     if any(offer["targets"] is None for offer in offers) and kind == "auto":
         kind = "regression"
     elsewhere = [value for offer in offers for value in offer["targets"] or ()]
@@ -50,7 +52,7 @@ def follow(
 
     Without a model of its own a peer takes "linear" and "mlp" as user 0 says. The settings go to `serve`.
     """
-    table = group.read_note("table", "user 0")
+    table = group.read_note("table", "user 0", target=str, kind=str)
     part = f"part/{group.rank}"
     try:
         name, frame = rows()
@@ -61,10 +63,15 @@ def follow(
         group.leave_note(part, {"refused": str(error)})
         raise
     group.leave_note(part, {"refused": None, "name": name, "rows": len(frame), "targets": targets})
-    agreed = group.read_note("agreed", "user 0")
+    agreed = group.read_note("agreed", "user 0", preparation=dict, model=str)
     if model is None and ":" in agreed["model"]:
         raise KnobError(f"user 0 uses the model {agreed['model']!r}, which is code: allow it by `--model` here")
-    preparation = Preparation.from_plain(agreed["preparation"])
+    try:
+        preparation = Preparation.from_plain(agreed["preparation"])
+    except CoterieError:
+        raise
+    except Exception as error:  # what a stranger's note may make it raise is not known
+        raise PeerLost(f"user 0's preparation cannot be read: {printable(error)}") from error
     user = User(name, preparation.inputs(frame), preparation.targets(frame[table["target"]]))
     made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
     return serve(made.to(here(device)), models.loss_of(preparation), user, group=group, **settings)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from coterie.engines.peer import Peer, Request, to_array
+from coterie.errors import printable
 
+FLOATS = (np.float16, np.float32, np.float64)
 MAX_EXTRA_BYTES = 4096
 """How many bytes a message may have beside the gradients."""
 
@@ -27,11 +29,9 @@ def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
     Of an error only its kind leaves the site: its text may hold what is in the data.
     """
     step = request.get("step") if isinstance(request, dict) else None
-    read = _read_request(peer, request)
-    if isinstance(read, str):
-        return {"refused": peer.refuse(read, caller, step).refused}
     try:
-        reply = peer.answer(read, caller)
+        read = _read_request(peer, request)
+        reply = peer.refuse(read, caller, step) if isinstance(read, str) else peer.answer(read, caller)
     except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
         return {"refused": f"it failed with {type(error).__name__}"}
     if reply.gradients is None:
@@ -50,7 +50,7 @@ def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str
     fields = reply if isinstance(reply, dict) else {}
     gradients, refused = fields.get("gradients"), fields.get("refused")
     if isinstance(refused, str):
-        return "refused: " + refused[:100]
+        return "refused: " + printable(refused, 100)
     if not isinstance(gradients, np.ndarray):
         return "not a gradient"
     of_step = fields.get("step")
@@ -58,7 +58,7 @@ def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str
         "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
         "of another step": not isinstance(of_step, int) or of_step != step,
         "too large": gradients.nbytes > points.numel() * 8 + MAX_EXTRA_BYTES,
-        "not of floating-point numbers": gradients.dtype not in (np.float16, np.float32, np.float64),
+        "not of floating-point numbers": gradients.dtype not in FLOATS,
         f"shape {gradients.shape} instead of {tuple(points.shape)}": gradients.shape != tuple(points.shape),
     }
     reasons = [reason for reason, is_so in wrong.items() if is_so]
@@ -70,13 +70,15 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     if not isinstance(message, dict):
         return "a request must have fields"
     points, parameters = message.get("points"), peer.passes.parameters
-    if not isinstance(points, np.ndarray) or points.dtype.kind != "f" or not np.isfinite(points).all():
+    if not isinstance(points, np.ndarray) or points.dtype not in FLOATS or not np.isfinite(points).all():
         return f"a point must be {parameters.size} finite floating-point numbers"
     numbers: dict[str, Any] = {name: message.get(name) for name in ("step", "seed", "batch_size")}
     buffers, frozen = message.get("buffers", {}), message.get("frozen")
     if not all(isinstance(number, int) for number in numbers.values()):
         return "step, seed and batch size must be whole numbers"
-    if not isinstance(buffers, dict) or not all(isinstance(b, np.ndarray) for b in buffers.values()):
+    if not isinstance(buffers, dict) or not all(
+        isinstance(b, np.ndarray) and b.dtype.kind in "fiub" for b in buffers.values()
+    ):
         return "buffers must be arrays by name"
     return Request(
         torch.from_numpy(np.array(points)).to(parameters.device, parameters.dtype),

@@ -5,6 +5,7 @@ For a trusted network only: nothing is encrypted, and whoever reaches the port c
 
 import contextlib
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,18 @@ from coterie.engines.sketch import sketch_size
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.reading import Reading
 from coterie.engines.torch_distributed.request import Ask
+from coterie.engines.torch_distributed.seal import Seal
 from coterie.engines.torch_distributed.wire import Compress, Notes, Wire, relative_error
 from coterie.engines.torch_distributed.worker import serve
-from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost
+from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost, printable
 from coterie.gradients.gradients import Gradients
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User, check_names
 
 __all__ = ["TorchDistributed", "join", "serve"]
+
+_HELLO: dict[str, Any] = {"name": str, "examples": int | str, "data": str, "size": int, "dtype": str}
+_HELLO |= {"sums_only": int | None, "refused": str | None}
 
 
 class TorchDistributed:
@@ -74,8 +79,10 @@ class TorchDistributed:
         device = self.own.passes.parameters.device
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         moves = self.own.support.moves_buffers
-        self.wire = Wire(model, self.group.size - 1, compress, moves, self.backend)
-        run = {"batch_size": batch_size, "seed": seed, "compress": compress}
+        nonce = secrets.token_hex(16)
+        seal = None if self.group.secret is None else Seal(self.group.secret, nonce)
+        self.wire = Wire(model, self.group.size - 1, compress, moves, self.backend, seal=seal)
+        run = {"batch_size": batch_size, "seed": seed, "compress": compress, "nonce": nonce}
         self.group.leave_note("run", run | {"moves_buffers": moves, "backend": self.backend})
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
@@ -87,7 +94,7 @@ class TorchDistributed:
         self._whole = True  # no message was left half done
         try:
             self.group.connect(self.backend)
-            self.wire.share_constants()
+            self.wire.share_constants(mine=True)
         except (RuntimeError, PeerLost) as error:
             raise self._lost(str(error)) from error
         self._last = time.monotonic()
@@ -197,7 +204,7 @@ class TorchDistributed:
 
     def _meet(self, expected: Sequence[str]) -> list[dict[str, Any]]:
         """Return what each peer says of itself, once all are there and fit together."""
-        hellos = [self.group.read_note(f"hello/{rank}", f"rank {rank}") for rank in self.group.others]
+        hellos = [self.group.read_note(f"hello/{rank}", f"rank {rank}", **_HELLO) for rank in self.group.others]
         try:
             _check(self.me, self.wire, hellos, expected)
             if self.gather and any(hello["sums_only"] for hello in hellos):
@@ -279,12 +286,20 @@ def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: S
     names = [hello["name"] for hello in hellos]
     for rank, hello in enumerate(hellos, 1):
         if hello["refused"]:
-            raise ModelError(f"rank {rank} ({hello['name']!r}) cannot take part: {hello['refused']}")
+            said = printable(hello["refused"], 1000)
+            raise ModelError(f"rank {rank} ({hello['name']!r}) cannot take part: {said}")
         theirs, ours = (hello["size"], hello["dtype"]), (wire.size, str(wire.dtype))
         if theirs != ours:
             raise ModelError(
                 f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of {theirs[1]}, user 0 one "
                 f"of {ours[0]} of {ours[1]}; build the same model in every process"
+            )
+        if not hello["name"].isprintable():
+            raise DataError(f"rank {rank} has the name {hello['name'][:80]!r}; a name must be printable text")
+        if (hello["sums_only"] or 0) > len(hellos):
+            raise KnobError(
+                f"rank {rank} ({hello['name']!r}) gives sums of {hello['sums_only']} peers or more, and there are "
+                f"{len(hellos)}; start more, or agree on fewer (`--min-peers`)"
             )
     check_names([me, *names])
     if expected and sorted(expected) != sorted(names):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from coterie.engines.engine import Question
+from coterie.errors import PeerLost
 
 ALIGNMENT = 64
 """Every part begins at a multiple of so many bytes, as torch's own tensors do: a pass then takes the same way."""
@@ -26,16 +27,25 @@ class Ask(IntEnum):
 class PackedRequest:
     """Tensors of several types that lie one after the other in one tensor of bytes, sent as one message.
 
-    There are points like x, at each a weight for each of `n_peers`, and those buffers of the model that move.
+    There are points like x, at each a weight for each of `n_peers`, those buffers of the model that move, and a tag
+    of so many bytes.
     """
 
     def __init__(
-        self, n_peers: int, n_points: int, x: Tensor, buffers: Mapping[str, Tensor], device: torch.device
+        self,
+        n_peers: int,
+        n_points: int,
+        x: Tensor,
+        buffers: Mapping[str, Tensor],
+        device: torch.device,
+        *,
+        tag: int = 0,
     ) -> None:
         head, weights = torch.zeros(3, dtype=torch.int64), torch.zeros(n_points, n_peers, dtype=torch.float64)
         stacked = [tensor.expand(n_points, *tensor.shape) for tensor in (x, *buffers.values())]
-        views = laid_out([head, weights, *stacked], device)
-        self.bytes, (self._head, self.weights, self.points, *moved) = views
+        views = laid_out([head, weights, *stacked, torch.zeros(tag, dtype=torch.uint8)], device)
+        self.bytes, (self._head, self.weights, self.points, *moved, self.tag) = views
+        self.body = self.bytes[: len(self.bytes) - tag]
         self.buffers = dict(zip(buffers, moved, strict=True))
 
     def fill(self, ask: Ask, question: Question) -> None:
@@ -53,6 +63,8 @@ class PackedRequest:
     def read(self) -> tuple[Ask, int, int]:
         """Return what is asked, the step, and how many points are sketched."""
         ask, step, sketched = self._head.tolist()
+        if ask not in list(Ask) or not 0 <= sketched <= len(self.points):
+            raise PeerLost(f"a message is not one of user 0: it asks for {ask}, with {sketched} sketches")
         return Ask(ask), step, sketched
 
 
@@ -60,7 +72,7 @@ def laid_out(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, lis
     """Return bytes that hold tensors like these, and a view of them for each."""
     places, end = [], 0
     for part in parts:
-        start = ALIGNMENT * math.ceil(end / ALIGNMENT)
+        start = ALIGNMENT * math.ceil(end / ALIGNMENT) if part.numel() else end
         places.append(slice(start, end := start + part.nbytes))
     memory = torch.zeros(end, dtype=torch.uint8, device=device)
     return memory, [memory[at].view(p.dtype).view(p.shape) for at, p in zip(places, parts, strict=True)]

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from coterie.engines.peer import Reply
 from coterie.engines.torch_distributed.request import Ask, PackedRequest, laid_out
-from coterie.errors import KnobError
+from coterie.engines.torch_distributed.seal import TAG_BYTES, Seal
+from coterie.errors import KnobError, PeerLost
 from coterie.gradients.gradients import is_finite
 from coterie.gradients.parameters import Parameters
 
 Compress: TypeAlias = Literal["bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 N_OTHER_NOTES = 3
+_UNSEALED = "a message has no tag of this cluster's secret: it is not user 0's"
 
 
 class Outcome(IntEnum):
@@ -48,11 +50,18 @@ class Wire:
     """The messages of one run, and the tensors they are made in.
 
     Where `moves_buffers`, the model's buffers change from step to step, and so must travel too. The backend says
-    on which device the tensors must be.
+    on which device the tensors must be. With a seal, what user 0 sends is tagged.
     """
 
     def __init__(
-        self, model: nn.Module, n_peers: int, compress: Compress | None, moves_buffers: bool, backend: str
+        self,
+        model: nn.Module,
+        n_peers: int,
+        compress: Compress | None,
+        moves_buffers: bool,
+        backend: str,
+        *,
+        seal: Seal | None = None,
     ) -> None:
         if compress is not None and compress not in DTYPES:
             raise KnobError(f'`compress` must be "bf16", "fp16" or None, got {compress!r}')
@@ -61,17 +70,26 @@ class Wire:
         self.sent_as = self.dtype if compress is None else DTYPES[compress]
         self.device = torch.device("cpu") if backend == "gloo" else parameters.device
         self.moving = dict(model.named_buffers()) if moves_buffers else {}
+        self.seal, self.tag_bytes = seal, 0 if seal is None else TAG_BYTES
         self.take_points(1)
 
     def take_points(self, n: int) -> None:
         """Let messages have so many points from now on."""
         self.n_points, point = n, torch.empty(self.size, dtype=self.sent_as)
-        self.request = PackedRequest(self.n_peers, n, point, self.moving, self.device)
+        self.request = PackedRequest(self.n_peers, n, point, self.moving, self.device, tag=self.tag_bytes)
         self._answers: dict[Ask, Tensor] = {}
 
     def send_request(self) -> dist.Work:
-        """Begin to send user 0's message to everybody, or to receive it."""
+        """Begin to send user 0's message to everybody."""
+        if self.seal is not None:
+            self.request.tag.copy_(self.seal.tag(self.request.body))
         return _begun(dist.broadcast(self.request.bytes, 0, async_op=True))
+
+    def receive_request(self) -> None:
+        """Wait for user 0's message; `PeerLost` where it is not user 0's."""
+        _begun(dist.broadcast(self.request.bytes, 0, async_op=True)).wait()
+        if self.seal is not None and not self.seal.fits(self.request.body, self.request.tag):
+            raise PeerLost(_UNSEALED)
 
     def collect(self, ask: Ask, answer: Tensor | None = None) -> tuple[dist.Work, Tensor]:
         """Begin to collect the answers: their sums, or a row for every rank, with user 0's empty.
@@ -106,11 +124,13 @@ class Wire:
         places = (self.n_points + N_OTHER_NOTES) * (self.n_peers if ask is Ask.SUM else 1)
         return torch.zeros(self.n_numbers + places, dtype=self.sent_as, device=self.device)
 
-    def answer(self, ask: Ask, position: int, reply: Reply | None, seconds: tuple[float, float]) -> Tensor:
+    def answer(
+        self, ask: Ask, position: int, given: Tensor, reply: Reply | None, seconds: tuple[float, float]
+    ) -> Tensor:
         """Return the answer of the peer at this position, in a tensor that the next answer overwrites.
 
-        `reply` has a row for each point that the peer was asked at; it is None where it was asked at none.
-        `seconds` are of computing and waiting. Where sums were asked for, gradients are multiplied by weights.
+        `reply` has a row for each point that is `given`; it is None where none is. `seconds` are of computing and
+        waiting. Where sums were asked for, gradients are multiplied by weights.
         """
         if ask not in self._answers:
             self._answers[ask] = self.empty_answer(ask)
@@ -118,8 +138,8 @@ class Wire:
         sent, notes = answer[: self.n_numbers].view(self.n_points, -1), answer[self.n_numbers :].zero_()
         gradients = iter(() if reply is None or reply.gradients is None else reply.gradients)
         outcomes, rounding = [], 0.0
-        for row, weight in zip(sent, weights, strict=True):
-            gradient = None if math.isnan(weight) else next(gradients, None)
+        for row, weight, is_given in zip(sent, weights, given.tolist(), strict=True):
+            gradient = next(gradients, None) if is_given else None
             outcome = Outcome.NOTHING if math.isnan(weight) else Outcome.REFUSED
             if gradient is not None:
                 error = self._put(gradient, weight if ask is Ask.SUM else 1.0, row)
@@ -137,7 +157,8 @@ class Wire:
         """Return all peers' notes from what was collected."""
         n, each = self.n_points, self.n_points + N_OTHER_NOTES
         notes = answers[self.n_numbers :].view(-1, each) if ask is Ask.SUM else answers[1:, self.n_numbers :]
-        return [Notes(tuple(Outcome(int(o)) for o in note[:n]), *note[n:]) for note in notes.tolist()]
+        known = {float(outcome): outcome for outcome in Outcome}
+        return [Notes(tuple(known.get(o, Outcome.NOTHING) for o in note[:n]), *note[n:]) for note in notes.tolist()]
 
     def _put(self, gradient: Tensor, weight: float, sent: Tensor) -> float:
         """Write a weighted gradient into a message, and return the relative error of that."""
@@ -147,16 +168,24 @@ class Wire:
         exact = gradient * weight
         return relative_error(exact, sent.copy_(exact))
 
-    def share_constants(self) -> None:
-        """Give the peers user 0's frozen parameters and buffers, once, so that all have the same model."""
+    def share_constants(self, *, mine: bool) -> None:
+        """Give the peers user 0's frozen parameters and buffers, once, so that all have the same model.
+
+        `mine`: this is user 0.
+        """
         frozen = (p.detach() for p in self.model.parameters() if not p.requires_grad)
         constants = [*frozen, *self.model.buffers()]
         if not constants:
             return
-        memory, views = laid_out(constants, self.device)
+        memory, (*views, tag) = laid_out([*constants, torch.zeros(self.tag_bytes, dtype=torch.uint8)], self.device)
         for view, tensor in zip(views, constants, strict=True):
             view.copy_(tensor)
+        body = memory[: len(memory) - self.tag_bytes]
+        if self.seal is not None and mine:
+            tag.copy_(self.seal.tag(body))
         dist.broadcast(memory, 0)
+        if self.seal is not None and not mine and not self.seal.fits(body, tag):
+            raise PeerLost(_UNSEALED)
         for view, tensor in zip(views, constants, strict=True):
             tensor.copy_(view)
 

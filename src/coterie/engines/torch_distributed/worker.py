@@ -13,13 +13,19 @@ from torch import Tensor, nn
 
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.peer import MAX_POINTS, Caps, Reply, Request
-from coterie.engines.sketch import Sketch, sketch_key
+from coterie.engines.sketch import SKETCH, Sketch, sketch_key
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.request import Ask
-from coterie.engines.torch_distributed.wire import Wire
-from coterie.errors import CoterieError, PeerLost
+from coterie.engines.torch_distributed.seal import Seal
+from coterie.engines.torch_distributed.sums import SumsOnly
+from coterie.engines.torch_distributed.wire import DTYPES, Wire
+from coterie.errors import CoterieError, PeerLost, printable
 from coterie.gradients.parameters import Parameters
 from coterie.users.user import Loss, User
+
+_BACKENDS = ("gloo", "nccl")
+_RUN: dict[str, Any] = {"batch_size": int, "seed": int, "compress": str | None, "backend": str, "nonce": str}
+_RUN |= {"moves_buffers": bool}
 
 
 def serve(
@@ -27,7 +33,7 @@ def serve(
     loss: Loss,
     user: User,
     *,
-    sums_only: bool = False,
+    sums_only: bool | SumsOnly = False,
     caps: Caps | None = None,
     log: Path | None = None,
     timeout: float = 120.0,
@@ -42,7 +48,8 @@ def serve(
         model: like user 0's, whose frozen parameters and buffers are taken over. It is not changed.
         loss: user 0's.
         user: whose examples are used; its name is the peer's name.
-        sums_only: give gradients as part of a weighted sum only, never on their own.
+        sums_only: give gradients as part of a weighted sum only, never on their own; of at least 3 peers, none of
+            which has more than half of the weight, or as `SumsOnly` says. What is no such sum is refused.
         caps: what is given at most; a request beyond is refused, and the run goes on without this peer.
         log: a file to which every request is added, one JSON object a line.
         timeout: seconds after which user 0 is taken for lost when nothing comes.
@@ -81,16 +88,20 @@ class _Worker:
         loss: Loss,
         user: User,
         *,
-        sums_only: bool,
+        sums_only: bool | SumsOnly,
         caps: Caps | None,
         log: Path | None,
     ) -> None:
-        self.group, self.position, self.sums_only = group, group.rank - 1, sums_only
-        run = self.run = group.read_note("run", "user 0")
+        self.group, self.position = group, group.rank - 1
+        self.sums_only = SumsOnly() if sums_only is True else sums_only or None
+        run = self.run = group.read_note("run", "user 0", **_RUN)
+        if run["backend"] not in _BACKENDS or run["compress"] not in (None, *DTYPES) or run["batch_size"] < 1:
+            raise PeerLost(f"user 0 asks for a run that there is none of: {printable(run)}")
         self.peer = self._introduced(model, loss, user).peer(user.name, caps, log)
-        self.wire = Wire(model, group.size - 1, run["compress"], run["moves_buffers"], run["backend"])
+        seal = None if group.secret is None else Seal(group.secret, run["nonce"])
+        self.wire = Wire(model, group.size - 1, run["compress"], run["moves_buffers"], run["backend"], seal=seal)
         group.connect(run["backend"])
-        self._over(self.wire.share_constants)
+        self._over(lambda: self.wire.share_constants(mine=False))
         self._take_points(1)
         self.answered, self.since = 0, time.perf_counter()
 
@@ -98,7 +109,7 @@ class _Worker:
         """Wait for a request and answer it; say whether the run goes on."""
         if told_to_end:
             raise PeerLost("told to end (SIGTERM) before the run was over")
-        self._over(lambda: self.wire.send_request().wait())
+        self._over(self.wire.receive_request)
         began = time.perf_counter()
         packed = self.wire.request
         ask, step, sketched = packed.read()
@@ -109,12 +120,18 @@ class _Worker:
             return True
         if ask is Ask.ROWS and self.sums_only:
             raise PeerLost("asked for a gradient on its own, but gives sums only")
+        if sketched and not self.sketch:
+            raise PeerLost("asked for a sketch, though none was agreed on")
         asked, reply = ~packed.weights[:, self.position].isnan(), None
+        if self.sums_only and asked.any():
+            asked &= self.sums_only.allowed(packed.weights)
+            if not asked.any():
+                self.peer.refuse(f"it gives {self.sums_only}", step=step)
         if asked.any():
             reply = self.peer.answer(self._request(step, asked))
             self.answered += 0 if reply.gradients is None else len(reply.gradients)
         ended = time.perf_counter()
-        sent = self.wire.answer(ask, self.position, reply, (ended - began, began - self.since))
+        sent = self.wire.answer(ask, self.position, asked, reply, (ended - began, began - self.since))
         self._over(lambda: self.wire.collect(ask, sent)[0].wait())  # noqa: PLW0108  # to begin may fail too
         if sketched:
             self._sketch(step, sketched, asked, reply)
@@ -157,17 +174,21 @@ class _Worker:
         run, key, parameters = self.run, f"hello/{self.group.rank}", Parameters(model)
         examples = "a stream" if user.is_stream else len(user)
         hello: dict[str, Any] = {"name": user.name, "examples": examples, "data": user.fingerprint()}
-        hello |= {"size": parameters.size, "dtype": str(parameters.dtype), "sums_only": self.sums_only}
+        hello |= {"size": parameters.size, "dtype": str(parameters.dtype)}
+        hello["sums_only"] = self.sums_only.peers if self.sums_only else None
         try:
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
         except CoterieError as error:
             self.group.leave_note(key, hello | {"refused": str(error)})
             raise
         self.group.leave_note(key, hello | {"refused": None})
-        go = self.group.read_note("go", "user 0")
+        go = self.group.read_note("go", "user 0", refused=str | None)
         if go["refused"]:
-            raise PeerLost(f"user 0 began no run: {go['refused']}")
-        self.sketch: int = go["sketch"] or 0
+            raise PeerLost(f"user 0 began no run: {printable(go['refused'], 1000)}")
+        sketch = go.get("sketch")
+        self.sketch = sketch if isinstance(sketch, int) else 0
+        if not 0 <= self.sketch <= max(SKETCH, parameters.size):
+            raise PeerLost(f"asked for sketches of {self.sketch} numbers")
         if self.sums_only and self.sketch > max(1, parameters.size // 2):
             raise PeerLost(f"asked for sketches of {self.sketch} numbers, but gives sums only")
         return engine
