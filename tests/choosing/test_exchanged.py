@@ -25,6 +25,7 @@ from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer, Reply, Request
 from coterie.engines.torch_distributed.engine import TorchDistributed, serve
+from coterie.engines.torch_distributed.sums import SumsOnly
 from coterie.gradients.parameters import Parameters
 
 STEPS = 60
@@ -170,7 +171,7 @@ def test_a_killed_peer_ends_the_run_which_resumes_to_the_same_bits(tmp_path: Pat
                 return honest(peer, request, caller)
 
             Peer.answer = answer  # type: ignore[assignment,method-assign]  # in a fork
-            shy(nn.Linear(D, 1), mse_loss, one)
+            serve(nn.Linear(D, 1), mse_loss, one, sums_only=SumsOnly(2, 0.9), timeout=processes.PATIENCE)
 
         def lead() -> None:
             engine = functools.partial(TorchDistributed, timeout=processes.PATIENCE)

@@ -198,6 +198,21 @@ def test_which_weights_make_a_sum(what: str) -> None:
     assert SumsOnly().allowed(torch.tensor([weights], dtype=torch.float64)).tolist() == [allowed]
 
 
+def test_weights_are_brought_to_the_nearest_sum_that_peers_take_part_in() -> None:
+    sums, generator = SumsOnly(), torch.Generator().manual_seed(0)
+    weights = torch.rand(500, 5, generator=generator, dtype=torch.float64) ** 8
+    weights[torch.rand(500, 5, generator=generator) < 0.2] = NAN
+    enough = (~weights.isnan()).sum(1) >= 3
+    found = sums.nearest(weights)
+    assert sums.allowed(found)[enough].all()
+    assert torch.equal(found.isnan(), weights.isnan())
+    torch.testing.assert_close(found.nansum(1), weights.nansum(1))
+    fine = sums.allowed(weights)
+    assert 20 < int(fine.sum()) < 480
+    assert torch.equal(found[fine].nan_to_num(-1), weights[fine].nan_to_num(-1))
+    assert torch.equal(found[~enough].nan_to_num(-1), weights[~enough].nan_to_num(-1))
+
+
 def test_a_sum_of_one_peer_is_refused_by_that_peer(tmp_path: Path) -> None:
     """The exploit: with τ = {a: 1} the sum is a's gradient."""
     log = tmp_path / "log"

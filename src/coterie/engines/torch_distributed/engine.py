@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from coterie.engines.torch_distributed.group import Group, in_short, join, notin
 from coterie.engines.torch_distributed.reading import Reading
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
+from coterie.engines.torch_distributed.sums import SumsOnly
 from coterie.engines.torch_distributed.wire import Compress, Notes, Wire, relative_error
 from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost, printable
@@ -33,7 +34,7 @@ from coterie.users.user import Loss, User, check_names
 __all__ = ["TorchDistributed", "join", "serve"]
 
 _HELLO: dict[str, Any] = {"name": str, "examples": int | str, "data": str, "size": int, "dtype": str}
-_HELLO |= {"sums_only": int | None, "refused": str | None}
+_HELLO |= {"sums_only": list | None, "refused": str | None}
 
 
 class TorchDistributed:
@@ -86,6 +87,7 @@ class TorchDistributed:
         self.group.leave_note("run", run | {"moves_buffers": moves, "backend": self.backend})
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
+        self.sums_only = _strictest(self.hellos)
         self.capabilities = self._capabilities()
         self._reading = Reading(self.wire, self.names, compress)
         self._traffic = {name: Traffic() for name in (self.me, *self.names)}
@@ -121,6 +123,10 @@ class TorchDistributed:
 
     def ask(self, question: Question) -> Callable[[], Answers]:
         """Ask the peers at several points in one exchange; see `AsksAtPoints.ask`."""
+        if (
+            self.sums_only is not None
+        ):  # who asks at many points finds the weights itself, and takes what can be had
+            question = replace(question, weights=self.sums_only.nearest(question.weights))
         exchange = self._begin(Ask.ROWS if question.rows or self.gather else Ask.SUM, question)
         return partial(self._answers, exchange)
 
@@ -281,6 +287,12 @@ class _Exchange:
     sketches: Tensor | None
 
 
+def _strictest(hellos: Sequence[Mapping[str, Any]]) -> SumsOnly | None:
+    """Return sums that all peers take part in; None where none gives sums only."""
+    kinds = [SumsOnly(*hello["sums_only"]) for hello in hellos if hello["sums_only"]]
+    return SumsOnly(max(k.peers for k in kinds), min(k.share for k in kinds)) if kinds else None
+
+
 def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: Sequence[str]) -> None:
     """Refuse peers that do not fit user 0 or each other."""
     names = [hello["name"] for hello in hellos]
@@ -296,10 +308,12 @@ def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: S
             )
         if not hello["name"].isprintable():
             raise DataError(f"rank {rank} has the name {hello['name'][:80]!r}; a name must be printable text")
-        if (hello["sums_only"] or 0) > len(hellos):
+        if (hello["sums_only"] and len(hello["sums_only"]) != 2) or not hello["name"]:
+            raise DataError(f"rank {rank} says of itself what cannot be: {printable(hello)}")
+        if hello["sums_only"] and SumsOnly(*hello["sums_only"]).peers > len(hellos):
             raise KnobError(
-                f"rank {rank} ({hello['name']!r}) gives sums of {hello['sums_only']} peers or more, and there are "
-                f"{len(hellos)}; start more, or agree on fewer (`--min-peers`)"
+                f"rank {rank} ({hello['name']!r}) gives sums of {hello['sums_only'][0]} peers or more, and there "
+                f"are {len(hellos)}; start more, or agree on fewer (`--min-peers`)"
             )
     check_names([me, *names])
     if expected and sorted(expected) != sorted(names):

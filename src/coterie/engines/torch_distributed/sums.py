@@ -10,6 +10,9 @@ from coterie.errors import KnobError
 COUNTED = 0.1
 """A peer takes part in a sum where its weight is at least this part of the largest."""
 
+ROUNDING = 1e-6
+"""How much more than its share a peer may have, relatively: weights are rounded to single precision on the way."""
+
 
 @dataclass(frozen=True)
 class SumsOnly:
@@ -30,7 +33,7 @@ class SumsOnly:
     def __post_init__(self) -> None:
         if not isinstance(self.peers, int) or self.peers < 1:
             raise KnobError(f"`peers` must be a whole number, at least 1, got {self.peers!r}")
-        if not 0 < self.share <= 1:
+        if not isinstance(self.share, int | float) or not 0 < self.share <= 1:
             raise KnobError(f"`share` must lie in (0, 1], got {self.share!r}")
 
     def allowed(self, weights: Tensor) -> Tensor:
@@ -39,4 +42,34 @@ class SumsOnly:
         total, largest = asked.sum(1), asked.max(1).values
         sound = asked.isfinite().all(1) & (asked >= 0).all(1) & (total > 0) & total.isfinite()
         counted = ((asked > 0) & (asked >= COUNTED * largest[:, None])).sum(1)
-        return sound & (largest <= self.share * total * (1 + 1e-9)) & (counted >= self.peers)
+        return sound & (largest <= self.share * total * (1 + ROUNDING)) & (counted >= self.peers)
+
+    def nearest(self, weights: Tensor) -> Tensor:
+        """Return rows of weights that are sums to take part in, close to these and of the same totals.
+
+        The largest weights are cut to the share, and what is cut off goes to the next largest. A row with too few
+        peers that are asked stays as it is.
+
+        Example:
+            >>> SumsOnly().nearest(torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.5, 0.2, 0.3, 0.0]]))
+            tensor([[0.5000, 0.2500, 0.2500, 0.0000],
+                    [0.5000, 0.2000, 0.3000, 0.0000]])
+        """
+        fine = self.allowed(weights)
+        rows = [row if is_fine else self._nearest(row) for row, is_fine in zip(weights, fine.tolist(), strict=True)]
+        return torch.stack(rows)
+
+    def _nearest(self, weights: Tensor) -> Tensor:
+        asked, total = ~weights.isnan(), weights.nansum()
+        if int(asked.sum()) < self.peers or self.peers * self.share < 1 or not (total > 0 and total.isfinite()):
+            return weights
+        shares = weights.nan_to_num(nan=0.0) / total
+        largest = shares.masked_fill(~asked, -1.0).argsort(descending=True, stable=True)[: self.peers]
+        shares[largest] = shares[largest].clamp(
+            min=2 * COUNTED * self.share
+        )  # what is added here makes all smaller
+        shares = (shares / shares.sum()).clamp(max=self.share)
+        room = torch.zeros_like(shares)
+        room[largest] = self.share - shares[largest]
+        shares = shares + room * ((1 - shares.sum()) / room.sum().clamp(min=1e-12)).clamp(0, 1)
+        return (shares * total).masked_fill(~asked, torch.nan)

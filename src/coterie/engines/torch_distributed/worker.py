@@ -175,7 +175,7 @@ class _Worker:
         examples = "a stream" if user.is_stream else len(user)
         hello: dict[str, Any] = {"name": user.name, "examples": examples, "data": user.fingerprint()}
         hello |= {"size": parameters.size, "dtype": str(parameters.dtype)}
-        hello["sums_only"] = self.sums_only.peers if self.sums_only else None
+        hello["sums_only"] = [self.sums_only.peers, self.sums_only.share] if self.sums_only else None
         try:
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
         except CoterieError as error:
