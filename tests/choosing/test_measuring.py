@@ -46,10 +46,11 @@ def test_constants_of_planted_quadratics() -> None:
 
 
 def test_errors_are_those_of_repetition() -> None:
-    runs = [measured(PLANTED, seed) for seed in range(60)]
+    """And a little more, since two of them are to cover nineteen of twenty with eight batches."""
+    runs = [measured(PLANTED, seed) for seed in range(40)]
     for seen in ([r.noise for r in runs], [r.peers["2"].bias_floor for r in runs], [r.gradient for r in runs]):
         values, stated = np.array(seen).T
-        assert np.sqrt(np.mean(stated**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
+        assert 0.9 < np.sqrt(np.mean(stated**2)) / values.std(ddof=1) < 1.6
 
 
 @pytest.mark.parametrize(("s", "r"), [(1000.0, 1.0), (1.0, 1e-3), (0.02, 50.0)])
@@ -92,7 +93,7 @@ def test_noise_is_not_taken_for_bias() -> None:
     """Identical users with tiny batches, and with all of few examples: ζ is that of the users, not of the draw."""
     parts = {2: list[float](), 64: list[float]()}
     for batch_size, found in parts.items():
-        for seed in range(40):
+        for seed in range(25):
             users = [regression(f"u{k}", 24 if k == 0 else 48, TRUTH, 10 * seed + k) for k in range(3)]
             engine, problem = setting(users, batch_size)
             with torch.no_grad():
@@ -123,7 +124,7 @@ def test_noise_of_examples_is_the_same_from_any_batch() -> None:
                 peers={"u1": drawn, "u2": drawn},
             ).noise.value
             ** 2
-            for seed in range(25)
+            for seed in range(12)
         ]
         assert np.mean(found) * size == pytest.approx(variance, rel=0.15)
 
@@ -178,7 +179,38 @@ class Watched:
         pass
 
 
-def test_measuring_takes_eight_passes_and_one_own_gradient() -> None:
+def test_measuring_takes_eight_passes_at_each_of_two_points() -> None:
     watched = Watched(PLANTED.engine())
     measure(watched, torch.ones(D))
-    assert watched.asked == [(4, 0, False), *((t, 3, True) for t in range(4)), *((t, 3, True) for t in range(4))]
+    assert watched.asked == [(t, 3, True) for t in range(8)] * 2
+
+
+def test_curvature_is_that_of_other_examples_than_chose_the_way() -> None:
+    """Few examples: along a way fitted to them they would show L² = 6.1 for 4, and δ² = 3.1 for 6.25."""
+    squares = []
+    for seed in range(60):
+        users = [
+            regression(name, 30, TRUTH / TRUTH.norm(), 10 * seed + k) for k, name in enumerate(("me", "curved"))
+        ]
+        inputs, targets = users[1].examples.take(torch.arange(30))
+        engine, problem = setting([users[0], coterie.User("curved", 1.5 * inputs, 1.5 * targets)], 8)
+        with torch.no_grad():
+            problem.model.weight.zero_()
+        found = before_training(engine, problem)
+        squares.append((found.smoothness.value**2, found.peers["curved"].hessian_gap.value ** 2))
+    error = np.std(squares, axis=0) / math.sqrt(len(squares))
+    assert (np.abs(np.mean(squares, axis=0) - [4.0, 6.25]) < 3 * error).all()
+    assert (error < [0.6, 1.3]).all()
+
+
+def test_user_0s_examples_are_dealt_out_whatever_the_engine() -> None:
+    """An engine elsewhere gives the peers' batches; user 0's own examples are in this process."""
+    users = [regression(f"u{k}", 40, TRUTH, k) for k in range(3)]
+    engine, problem = setting(users, 8)
+    watched = Watched(engine)
+    watched.capabilities = Capabilities(examples={user.name: 40 for user in users}, batch_size=8)
+    here, there = (before_training(one, problem) for one in (engine, watched))
+    assert there.noise == here.noise
+    assert there.smoothness == here.smoothness
+    assert there.peers["u1"].noise.value == pytest.approx(here.peers["u1"].noise.value, rel=0.3)
+    assert watched.asked == [(t, 2, True) for t in range(8)] * 2

@@ -1,128 +1,154 @@
-"""Squares of means from a few batches of gradients, without what noise would add to them."""
+"""Squares of means from a few batches of gradients, without what noise would add to them, and their errors.
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Self
+Errors are those of a bootstrap: each user's batches are drawn again with replacement.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
-from coterie.engines.engine import Engine
-from coterie.errors import DataError
 
 Array = NDArray[np.float64]
 
-SKETCH = 2**15
-"""Longer gradients are folded to this length with random signs; products of them then err by 0.6 %."""
+RESAMPLES = 200
+"""How often batches are drawn again for an error."""
+WITHIN = 0.9545
+"""The share that two standard errors are to cover."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far a user's rows, and their mean, are from the mean of all examples there could be.
+
+    Both are shares of the variance of one example: for batches of b fresh examples `seen` is 1/b; where every batch
+    is drawn from the same n, (1 − b/n)/b, and 1/n is `shared` by all of them.
+    """
+
+    seen: float = 1.0
+    shared: float = 0.0
+
+    def of_mean(self, rows: int) -> float:
+        """Return the share of an example's variance that the mean of some rows has."""
+        return self.seen / rows + self.shared
 
 
 @dataclass(frozen=True, eq=False)
-class SampledGradients:
-    """Gradients of a few batches, each at the same two points."""
+class Resampled:
+    """A value in every resample, the first of which is all batches, and its variance there to first order."""
 
-    rows: Array  # of shape (2, batches, 1 + peers, length), user 0's first
-    losses: Array  # user 0's, of shape (2, batches)
-    distance: float  # between the points
-    names: tuple[str, ...]  # the peers that answered every time
-    left_out: dict[str, str]  # the others, each with the reason
+    values: Array
+    variances: Array
 
-    def without(self, batch: int) -> Self:
-        """Return the same without one batch."""
-        rows, losses = np.delete(self.rows, batch, axis=1), np.delete(self.losses, batch, axis=1)
-        return replace(self, rows=rows, losses=losses)
+    @property
+    def error(self) -> float:
+        """The standard error: half of what covers `WITHIN` of the resamples, each in units of its own error.
 
+        Squares are skewed: a sample without the rare large ones is too low, and so is its spread. Resamples have
+        that too; in units of their own errors they are as far off as the value may be. Where there is nothing but
+        noise, first order is too little: at least the standard deviation of the resamples.
+        """
+        own = np.sqrt(np.maximum(self.variances, 0.0))
+        off = np.abs(self.values[1:] - self.values[0])
+        units = np.divide(off, own[1:], out=np.zeros_like(off), where=own[1:] > 0)
+        return float(max(np.quantile(units, WITHIN) / 2 * own[0], np.std(self.values[1:])))
 
-def sample_gradients(engine: Engine, x: Tensor, batches: int, reach: float) -> SampledGradients:
-    """Ask everybody for gradients at x and, `reach` steps that bring a linear loss to zero, downhill of it."""
-    first = engine.gradients(x, batches, {})  # a batch of its own, so that the way is not fitted to the others
-    _check_finite(first.own, float(first.own_loss))
-    if float(first.own_loss) <= 0 or not bool(first.own.any()):
-        why = "user 0's loss is not positive or its gradient is zero at the start: no scale to measure by"
-        raise DataError(why)
-    step = (-reach * float(first.own_loss) / first.own.square().sum()) * first.own
-    equal = dict.fromkeys(engine.names, 1 / max(1, len(engine.names)))
-    shorten = _sketch(x)
-    answers: list[dict[str | None, Tensor]] = []
-    losses, left_out = [], dict[str, str]()
-    for point in (x, x + step):
-        for batch in range(batches):
-            g = engine.gradients(point, batch, equal, rows=True)
-            _check_finite(g.own, float(g.own_loss))
-            rows = shorten(torch.cat([g.own[None], *([g.rows] if g.rows is not None else [])]))
-            answers.append(dict(zip((None, *g.names), rows, strict=True)))
-            losses.append(float(g.own_loss))
-            left_out |= g.left_out
-    names = tuple(name for name in engine.names if all(name in one for one in answers))
-    if not names:
-        raise DataError("no peer's gradient can be used")
-    stacked = torch.stack([one[name] for one in answers for name in (None, *names)])
-    rows_of_all = stacked.reshape(2, batches, 1 + len(names), -1).numpy()
-    return SampledGradients(rows_of_all, np.array(losses).reshape(2, batches), float(step.norm()), names, left_out)
+    def over(self, divisor: float) -> "Resampled":
+        """Return the same divided by a number."""
+        return Resampled(self.values / divisor, self.variances / divisor**2)
 
 
-def _sketch(like: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what shortens gradients, in double precision, with products kept in the mean (a count sketch)."""
-    if len(like) <= SKETCH:
-        return lambda rows: rows.double().cpu()
-    generator = torch.Generator().manual_seed(0)
-    place = torch.randint(SKETCH, (len(like),), generator=generator).to(like.device)
-    sign = (2 * torch.randint(2, (len(like),), generator=generator) - 1).to(like)
-    return lambda rows: rows.new_zeros(len(rows), SKETCH).index_add_(1, place, rows * sign).double().cpu()
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """One user's vectors, a row for each batch, and weights of the batches in resamples; the first are equal."""
 
+    rows: Array  # of shape (batches, length)
+    drawn: Array  # of shape (1 + resamples, batches), each row summing to 1
+    spread: Spread
 
-def squares(sampled: SampledGradients, size: Array, of: Array) -> dict[str, Array]:
-    """Return squares of what is measured, by what it is: of one example's noise, of the bias, of the curvature, ….
+    @classmethod
+    def of(cls, rows: Array, spread: Spread, random: np.random.Generator) -> "Vectors":
+        """Return vectors with resamples of their own."""
+        n = len(rows)
+        drawn = random.multinomial(n, np.full(n, 1 / n), RESAMPLES) / n
+        return cls(rows, np.concatenate([np.full((1, n), 1 / n), drawn]), spread)
 
-    By user: `size` examples in a batch, `of` as many as there are, infinite for fresh samples.
-    """
-    rows, losses, distance = sampled.rows, sampled.losses, sampled.distance
-    change = rows[1] - rows[0]
-    each, data = _variances(rows[0], size, of)
-    _, change_data = _variances(change, size, of)
-    gradient = [_square(at[:, 0]) - data[0] for at in rows]
-    bias = [_square(at[:, 1:] - at[:, :1]) - data[0] - data[1:] for at in rows]
-    curvature = _square(change[:, 0]) - change_data[0]
-    if not curvature > 0:  # lost in the noise of the batches' own curvature: then with it, as an upper estimate
-        curvature = np.square(change[:, 0].mean(0)).sum()
-    gap = _square(change[:, 1:] - change[:, :1]) - change_data[0] - change_data[1:]
-    fall = gradient[0] - gradient[1]
-    most = np.maximum(bias[0], 0) / gradient[0] if gradient[0] > 0 else np.zeros_like(bias[0])
-    growth = np.clip((bias[0] - bias[1]) / fall, 0, most) if fall > 0 else np.zeros_like(most)
-    return {
-        "each": each,
-        "gradient": gradient[0],
-        "bias": bias[0],
-        "growth": growth,
-        "floor": bias[0] - growth * gradient[0],
-        "smoothness": curvature / distance**2,
-        "gap": gap / distance**2,
-        "loss": losses[0].mean(),
-        "pl": np.min(np.divide(gradient, 2 * losses.mean(1))),
-    }
+    def like(self, rows: Array, batches: slice, spread: Spread) -> "Vectors":
+        """Return other vectors of some of the same batches, drawn along with them."""
+        drawn = self.drawn[:, batches] + 1e-12  # a resample may have none of them
+        return Vectors(rows, drawn / drawn.sum(1, keepdims=True), spread)
 
+    @property
+    def shows_noise(self) -> bool:
+        """Whether the rows differ by noise; not where there is one, or each is of all examples."""
+        return len(self.rows) > 1 and self.spread.seen > 0
 
-def _variances(rows: Array, size: Array, of: Array) -> tuple[Array, Array]:
-    """Return the variance of one example's gradient, and that of the mean over the examples there are, by user.
+    @cached_property
+    def further(self) -> float:
+        """How much further from the truth the mean is than resamples are from it.
 
-    A batch of b of n examples varies (1 − b/n)/b times as much as one example does. A user whose batch is all it
-    has is taken to vary as the others do in the mean.
-    """
-    known = size < of
-    variance = rows.var(axis=0, ddof=1).sum(-1)
-    each = np.divide(variance * size, 1 - size / of, out=np.zeros_like(variance), where=known)
-    each[~known] = each[known].mean() if known.any() else 0.0
-    return each, each / of
+        A resample of n batches has (n − 1)/n of their variance, and nothing of the noise that all of them share.
+        """
+        n = len(self.rows)
+        return (
+            float(np.sqrt(self.spread.of_mean(n) / (self.spread.seen / n) * n / (n - 1)))
+            if self.shows_noise
+            else 1.0
+        )
 
+    @cached_property
+    def weights(self) -> Array:
+        """What each batch weighs in the means of the resamples."""
+        equal = 1 / len(self.rows)
+        return np.asarray(equal + self.further * (self.drawn - equal))
 
-def _square(vectors: Array) -> Any:
-    """Return ‖E v‖², the mean product of two different vectors, so that noise adds nothing; batches first."""
-    n = len(vectors)
-    return (np.square(vectors.sum(0)).sum(-1) - np.square(vectors).sum((0, -1))) / (n * (n - 1))
+    @cached_property
+    def gram(self) -> Array:
+        """Products of the rows."""
+        return np.asarray(self.rows @ self.rows.T)
 
+    @cached_property
+    def apart(self) -> Array:
+        """Of each row an estimate of how far rows are from their mean, squared; it is right in the mean of all."""
+        n, gram = len(self.rows), self.gram
+        squares = np.diag(gram) - 2 * gram.mean(0) + gram.mean()
+        return np.asarray(np.maximum(squares, 0.0) * n / max(n - 1, 1))
 
-def _check_finite(gradient: Tensor, loss: float) -> None:
-    if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
-        raise DataError("user 0's loss or gradient is not finite at the start")
+    def each(self) -> Resampled | None:
+        """Return the variance of one example's vector; None where the batches do not show it."""
+        if not self.shows_noise:
+            return None
+        return Resampled(self.drawn @ self.apart, self._variance(np.tile(self.apart, (len(self.drawn), 1)))).over(
+            self.spread.seen
+        )
+
+    def square(self, other: "Vectors | None" = None, each: float = 0.0) -> Resampled:
+        """Return ‖E v‖², or ‖E v − E w‖²: that of the means, less what noise adds to it.
+
+        `each` stands for the variance of one example of a user whose batches do not show it.
+        """
+        value, slopes = self._own_square(each)
+        if other is None:
+            return Resampled(value, self._variance(slopes))
+        theirs, their_slopes = other._own_square(each)
+        cross = self.rows @ other.rows.T
+        toward, back = other.weights @ cross.T, self.weights @ cross
+        product = (self.weights * toward).sum(1)
+        variance = self._variance(slopes - 2 * toward) + other._variance(their_slopes - 2 * back)
+        return Resampled(value + theirs - 2 * product, variance)
+
+    def _own_square(self, each: float) -> tuple[Array, Array]:
+        """Return the square of the mean without its noise, and how it changes with the weight of each row."""
+        products = self.weights @ self.gram
+        value = (self.weights * products).sum(1)
+        if not self.shows_noise:
+            return value - each * self.spread.of_mean(len(self.rows)), 2 * products
+        shared = self.spread.shared / self.spread.seen
+        value = value - self.weights**2 @ self.apart - shared * (self.drawn @ self.apart)
+        return value, 2 * (products - self.weights * self.apart)
+
+    def _variance(self, slopes: Array) -> Array:
+        """Return the variance, to first order, of what changes by these slopes with the weights."""
+        means = (self.drawn * slopes).sum(1, keepdims=True)
+        n = len(self.rows)
+        return np.asarray((self.drawn * (slopes - means) ** 2).sum(1) / n * self.further**2)

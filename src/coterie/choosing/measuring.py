@@ -1,35 +1,37 @@
 """Measure the theory's constants from gradients: a few batches, each at two points.
 
 With one batch at both points its noise cancels in the difference, which shows curvature (L, δ_k). Of two batches
-the noises are independent, so that products of their gradients show the bias without the noise (ζ_k).
+the noises are independent, so that what noise adds to a square is known and taken off (ζ_k).
 What such numbers can and cannot tell: docs/estimates.md.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from coterie.choosing.gradient_squares import SampledGradients, sample_gradients, squares
-from coterie.engines.capabilities import require
+from coterie.choosing.gradient_squares import Resampled, Spread, Vectors
+from coterie.choosing.sampled_gradients import Asking, Sampled, SampledGradients
+from coterie.engines.capabilities import AnswersAtOwnPoints, require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
 from coterie.theory.estimates import Estimates, Measured, PeerEstimates
+from coterie.users.sampling import random_key
 
 Array = NDArray[np.float64]
 
-BATCHES = 4
-"""How many batches are drawn, each of them used at two points: eight passes that give every peer's gradient."""
+BATCHES = 8
+"""How many batches of each user are drawn, each of them used at two points."""
 
-REACH = 0.25
-"""How far the second point is, in steps of the length that would bring a linear loss to zero."""
+PARTS = 32
+"""Into how many disjoint batches a user's examples are dealt at most, where they are at hand."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Sampling:
     """How a user's batches are drawn."""
 
     size: float = 1.0  # examples in a batch, while measuring
-    of: float = math.inf  # examples that there are; infinite for fresh samples
+    of: float = math.inf  # examples that they are drawn from anew each time; infinite for fresh or disjoint batches
     in_run: float | None = None  # examples in a batch of the run; as `size` when None
+    share: float = 0.0  # how much of the user's examples a batch of the run is; 0 for fresh samples
 
 
 def measure(
@@ -52,13 +55,14 @@ def measure(
     """Measure the constants from gradients at x and at a point a little downhill.
 
         σ_k² = variance of g_k(x) over batches
-        ζ_k² = mean over pairs of batches t ≠ s of ⟨y_t, y_s⟩,   y = g_k(x) − g_0(x)
-        δ_k² = the same of [g_k(x + u) − g_k(x)] − [g_0(x + u) − g_0(x)],  over ‖u‖²;   L² of g_0(x + u) − g_0(x)
+        ζ_k² = ‖mean of g_k(x) − mean of g_0(x)‖²,  less the variances of the two means
+        δ_k² = the same of g_k(x + u) − g_k(x) and g_0(x + u) − g_0(x),  over ‖u‖²;   L² of g_0(x + u) − g_0(x)
         m_k  = the fall of ζ_k² over that of ‖∇f_0‖² from x to x + u, which then is taken off ζ_k²
 
-    Negative squares count as 0. Two batches of the same n examples are not independent as samples of all there
-    could be; what the examples' own noise adds to a square, their variance over n, is taken off. Errors are
-    jackknife estimates over the batches.
+    Negative squares count as 0. u goes along the gradient of a third of user 0's batches, which are left out of
+    what is measured along it. Batches of the same n examples are not independent as samples of all there could be;
+    what the examples' own noise adds to a square, their variance over n, is taken off. Errors are those of a
+    bootstrap over batches.
 
     Args:
         engine: where the gradients come from; every peer's is asked for.
@@ -80,78 +84,130 @@ def measure(
     """
     if batches < 3:
         raise DataError(f"`batches` must be at least 3, got {batches}: with fewer nothing is known of the errors")
-    sampled = sample_gradients(engine, x, batches, REACH)
-    users = [own or Sampling(), *((peers or {}).get(name, Sampling()) for name in sampled.names)]
-    size, of, in_run = np.array([[user.size, user.of, user.in_run or user.size] for user in users]).T
-    measured = squares(sampled, size, of)
-    parts = [squares(sampled.without(batch), size, of) for batch in range(batches)]
-    errors = {name: np.sqrt((batches - 1) * np.var([one[name] for one in parts], axis=0)) for name in measured}
-    for squared in (measured, errors):
-        squared["noise"] = squared["each"] / in_run
-    return _estimates(sampled, measured, errors, in_run / of)
+    asking = Asking(engine, groups=min(batches, BATCHES), batches=max(1, batches // BATCHES))
+    plans = {name: (peers or {}).get(name, Sampling()) for name in engine.names}
+    return _estimates(asking.sample(x), own or Sampling(), plans)
 
 
-def before_training(engine: Engine, problem: RunSpec) -> Estimates:
+def before_training(engine: Engine, problem: RunSpec, *, batches: int = BATCHES) -> Estimates:
     """Measure at the point where training starts, and leave model and engine as they were.
 
-    In this process the numbers of examples are known, and batches are at most half of user 0's examples, since all
-    of them would show no noise. Another engine is taken to draw fresh samples.
+    Examples that are in this process are dealt into disjoint batches, of as many examples as so many batches of the
+    run have at most; user 0's are, with every engine. Of the others the batches of steps 0, 1, … are asked for.
     """
+    can, me = engine.capabilities, problem.me.name
+    in_run = can.batch_size or problem.batch_size
+    here: AnswersAtOwnPoints | None = None
+    if can.own_points:
+        here = require(engine, "own_points", "measuring")
+    elif me in can.examples:  # an engine that knows how many they are gives gradients on them
+        here = replace(problem, peers=()).in_process()
+    names = () if here is None or can.batch_dependent else (me, *here.names)
+    parts, plans = {}, {}
+    for name in (me, *engine.names):
+        n = can.examples.get(name)
+        if n is None:
+            plans[name] = Sampling(in_run)
+            continue
+        plans[name] = Sampling(min(in_run, n), n, min(in_run, n), min(in_run, n) / n)
+        if name in names:
+            parts[name] = _dealt(n, batches * in_run, random_key(problem.seed, f"{name}/parts"))
+            plans[name] = replace(plans[name], size=parts[name].shape[1], of=math.inf)
+    asking = Asking(engine, here, parts, me, min(batches, BATCHES), max(1, batches // BATCHES))
     x = Parameters(problem.model).vector()
-    can = engine.capabilities
-    if not can.local:
-        with _kept(problem.model):
-            return measure(engine, x)
-    here, in_run = require(engine, "local", "measuring"), can.batch_size or problem.batch_size
-    size = in_run if can.batch_dependent else max(2, min(in_run, len(here.users[problem.me.name]) // 2))
-
-    def sampling(name: str) -> Sampling:
-        n = len(here.users[name])
-        return Sampling(min(size, n), math.inf if can.examples[name] is None else n, min(in_run, n))
-
-    peers = {name: sampling(name) for name in engine.names}
     with _kept(problem.model):
-        return measure(here.with_batch_size(size), x, own=sampling(problem.me.name), peers=peers)
+        return _estimates(asking.sample(x), plans.pop(me), plans)
 
 
-def _estimates(
-    sampled: SampledGradients, measured: Mapping[str, Array], errors: Mapping[str, Array], share: Array
-) -> Estimates:
-    grows = measured["growth"] > 2 * errors["growth"]
-    growth = np.where(grows, measured["growth"], 0.0)
-    floor, floor_error = (np.where(grows, one["floor"], one["bias"]) for one in (measured, errors))
-    smoothness = _root(measured["smoothness"], errors["smoothness"])
+def _dealt(n: int, most: int, key: int) -> Tensor:
+    """Deal n examples, at most some of them, into disjoint batches of one size, of shape (batches, size)."""
+    used = min(n, most)
+    size = -(-used // PARTS)
+    order = torch.from_numpy(np.random.default_rng(key).permutation(n)[: used // size * size])
+    return order.reshape(-1, size)
+
+
+class _User:
+    """One user's vectors, with resamples that belong together."""
+
+    def __init__(self, sampled: Sampled, plan: Sampling, seed: int) -> None:
+        seen, shared = (1 - plan.size / plan.of) / plan.size, 1 / plan.of
+        at = Vectors.of(sampled.at, Spread(seen / sampled.batches, shared), np.random.default_rng(seed))
+        rest, one = slice(len(sampled.at) - len(sampled.first), None), Spread(seen, shared)
+        first, ahead = sampled.first, sampled.ahead
+        self.at, self.first, self.ahead = at, at.like(first, rest, one), at.like(ahead, rest, one)
+        self.change = at.like(ahead - first, rest, one)
+        self.in_run, self.share = plan.in_run or plan.size, plan.share
+
+
+def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str, Sampling]) -> Estimates:
+    """Return the constants with their errors."""
+    me = _User(sampled.own, own_plan, 0)
+    peers = {name: _User(one, plans[name], 1 + k) for k, (name, one) in enumerate(sampled.peers.items())}
+    everyone, over = [me, *peers.values()], sampled.distance**2
+    at, first, ahead, change = (_typical([getattr(user, kind) for user in everyone]) for kind in _KINDS)
+
+    def noise(user: _User) -> Measured:
+        each = user.at.each()
+        root = math.sqrt((at if each is None else float(each.values[0])) / user.in_run)
+        return Measured(root, 0.0 if each is None or not root else each.over(user.in_run).error / (2 * root))
+
+    gradient, before, after = me.at.square(each=at), me.first.square(each=first), me.ahead.square(each=ahead)
+    smoothness = _root(me.change.square(each=change).over(over))
+    if not smoothness.value > 0:  # lost in the noise of the batches' own curvature: then with it, an upper estimate
+        smoothness = Measured(math.sqrt(np.square(me.change.rows.mean(0)).sum() / over), smoothness.error)
     if not smoothness.value > 0:
         raise DataError("user 0's gradient is the same at both points: no curvature to measure by")
-    noise = [_root(*pair) for pair in zip(measured["noise"], errors["noise"], strict=True)]
-    pl = float(measured["pl"])
-    peers = {
-        name: PeerEstimates(
-            noise=noise[1 + k],
-            bias_floor=_root(floor[k], floor_error[k]),
-            bias_growth=Measured(float(growth[k]), float(errors["growth"][k])),
-            hessian_gap=_root(measured["gap"][k], errors["gap"][k]),
-            share=float(share[1 + k]),
+    pl = min(float(gradient.values[0]) / (2 * sampled.losses[0]), float(after.values[0]) / (2 * sampled.losses[1]))
+    found = {}
+    for name, peer in peers.items():
+        bias = peer.at.square(me.at, at)
+        growth = _growth(peer.first.square(me.first, first), peer.ahead.square(me.ahead, ahead), before, after)
+        grows = Measured(float(growth[0]), float(np.std(growth[1:])))
+        if grows.value <= 2 * grows.error:
+            growth, grows = np.zeros_like(growth), grows._replace(value=0.0)
+        found[name] = PeerEstimates(
+            noise=noise(peer),
+            bias_floor=_root(Resampled(bias.values - growth * gradient.values, bias.variances)),
+            bias_growth=grows,
+            hessian_gap=_root(peer.change.square(me.change, change).over(over)),
+            share=peer.share,
         )
-        for k, name in enumerate(sampled.names)
-    }
     return Estimates(
-        loss=float(measured["loss"]),
-        gradient=_root(measured["gradient"], errors["gradient"]),
-        noise=noise[0],
+        loss=sampled.losses[0],
+        gradient=_root(gradient),
+        noise=noise(me),
         smoothness=smoothness,
         pl=min(pl, smoothness.value) if pl > 0 else smoothness.value,
-        peers=peers,
+        peers=found,
         left_out=sampled.left_out,
-        share=float(share[0]),
-        batches=sampled.losses.shape[1],
+        share=me.share,
+        batches=len(sampled.own.at) * sampled.own.batches,
     )
 
 
-def _root(square: Any, error: Any) -> Measured:
+_KINDS = ("at", "first", "ahead", "change")
+
+
+def _growth(bias_before: Resampled, bias_after: Resampled, before: Resampled, after: Resampled) -> Array:
+    """Return m_k in every resample: how much the bias falls with user 0's gradient, from none to in proportion."""
+    fall = before.values - after.values
+    with np.errstate(divide="ignore", invalid="ignore"):
+        most = np.where(before.values > 0, np.maximum(bias_before.values, 0) / before.values, 0.0)
+        growth = np.clip((bias_before.values - bias_after.values) / fall, 0, most)
+    return np.where(fall > 0, growth, 0.0)
+
+
+def _typical(vectors: Sequence[Vectors]) -> float:
+    """Return the mean variance of one example over the users whose batches show it."""
+    known = [each.values[0] for one in vectors if (each := one.each()) is not None]
+    return float(np.mean(known)) if known else 0.0
+
+
+def _root(square: Resampled) -> Measured:
     """Return the root of a square that noise may have made negative, and its error."""
-    kept = max(float(square), 0.0)
-    return Measured(math.sqrt(kept), math.sqrt(kept + float(error)) - math.sqrt(kept))
+    kept = max(float(square.values[0]), 0.0)
+    return Measured(math.sqrt(kept), math.sqrt(kept + square.error) - math.sqrt(kept))
 
 
 @contextmanager

@@ -35,6 +35,9 @@ class AnswersAtOwnPoints(Engine, Protocol):
     def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return one user's gradient and loss at x on its examples at these indices."""
 
+    def on_each(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return one user's gradient at x on the examples of each row of `indices`, and the mean loss of all."""
+
     def losses(self, points: Tensor, step: int) -> Tensor:
         """Return every user's loss at its row of `points`, on its batch of this step."""
 

@@ -43,7 +43,7 @@ class Estimates:
     share: float = 0.0  # how much of user 0's examples a batch is; 0 for fresh samples
     batches: int = 4  # how many were drawn
 
-    def constants(self, steps: int, *, cautious: bool = False) -> Peers:
+    def constants(self, steps: int, *, bias_errors: float | None = None) -> Peers:
         """Return the constants for a run of so many steps.
 
         Noise averages out over a run only as far as samples are new. Where a user's n examples are gone through
@@ -52,8 +52,8 @@ class Estimates:
 
         Weights that follow small numbers closely would follow their errors. So ζ_k² of standard error e enters as
         ζ_k²(1 − (2e/ζ_k²)²), as nothing below 2e; and δ_k, a lower estimate, with its error added. What is small is
-        not nothing, though: for how much weight peers may have, and for what is claimed, ζ_k² enters as ζ_k² + e
-        (`cautious`).
+        not nothing, though: for how much weight peers may have, and for what is claimed, ζ_k² enters with some
+        `bias_errors` added.
         """
 
         def noise(one: Measured, share: float) -> float:
@@ -66,7 +66,9 @@ class Estimates:
             initial_gap=self.loss,
             noise=noise(self.noise, self.share),
             peer_noise=[noise(peer.noise, peer.share) for peer in peers],
-            bias_floor=[(sum if cautious else _clear)(peer.bias_floor) for peer in peers],
+            bias_floor=[
+                _clear(p.bias_floor) if bias_errors is None else _more(p.bias_floor, bias_errors) for p in peers
+            ],
             bias_growth=[peer.bias_growth.value for peer in peers],
             hessian_gap=[sum(peer.hessian_gap) for peer in peers],
         )
@@ -101,6 +103,11 @@ class Estimates:
 
         peers = {name: PeerEstimates(**measured(peer)) for name, peer in plain["peers"].items()}
         return cls(**(measured(plain) | {"peers": peers}))
+
+
+def _more(root: Measured, errors: float) -> float:
+    """Return a root whose square is some standard errors larger."""
+    return math.sqrt(root.value**2 + errors * (sum(root) ** 2 - root.value**2))
 
 
 def _clear(root: Measured) -> float:

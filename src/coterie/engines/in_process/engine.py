@@ -193,6 +193,16 @@ class InProcess:
             self._keep_buffers(gradient, buffers)
         return gradient, loss
 
+    def on_each(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return one user's gradients at x, (batches, d), on the examples of each row, and the mean loss."""
+        if self.support.loop:
+            answers = [self.on(name, x, batch, step + k) for k, batch in enumerate(indices)]
+            return torch.stack([g for g, _ in answers]), torch.stack([loss for _, loss in answers]).mean()
+        inputs, targets = self.sampler.users[name].take(indices.flatten(), seed=self.seed, step=step)
+        rows = self.passes.rows(x, [Batches(range(len(indices)), inputs, targets)])
+        with torch.no_grad():
+            return rows, self.passes.loss(self.passes.output(x, inputs), targets)
+
     def losses(self, points: Tensor, step: int) -> Tensor:
         """Return every user's loss at its row of `points`, or those of the first; buffers stay as they are."""
         losses = []

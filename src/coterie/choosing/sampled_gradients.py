@@ -1,0 +1,164 @@
+"""Gradients of all users over a few batches, each at two points: what constants are measured from."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.engines.capabilities import AnswersAtOwnPoints
+from coterie.engines.engine import Engine
+from coterie.errors import DataError
+
+Array: TypeAlias = NDArray[np.float64]
+
+SKETCH = 2**15
+"""Longer gradients are folded to this length with random signs; products of them then err by 0.6 %."""
+
+REACH = 0.25
+"""How far the second point is, in steps of the length that would bring a linear loss to zero."""
+
+
+MAX_NUMBERS = 2**24
+"""How many numbers of gradients are asked for at a time, where batches are passed together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """One user's gradients, a row for each group of batches."""
+
+    at: Array  # at the first point, the mean of a group's batches, of shape (groups, length)
+    first: (
+        Array  # there, of the group's first batch alone; of user 0 without the groups that chose the second point
+    )
+    ahead: Array  # the same batches at the second point
+    batches: int = 1  # how many a group has
+
+
+@dataclass(frozen=True, eq=False)
+class SampledGradients:
+    """Everybody's gradients at two points."""
+
+    own: Sampled
+    peers: Mapping[str, Sampled]  # those that answered every time
+    left_out: Mapping[str, str]  # the others, each with the reason
+    losses: tuple[float, float]  # user 0's at the two points
+    distance: float  # between the points
+
+
+@dataclass(frozen=True, eq=False)
+class Asking:
+    """Who is asked for gradients, and on which batches.
+
+    Args:
+        engine: gives everybody's gradients on the batches of steps 0, 1, ….
+        here: gives those of the users in `parts` on any of their examples.
+        parts: by user, the examples of disjoint batches, of shape (groups, size).
+        me: user 0's name in `parts`.
+        groups: into how many groups the batches of steps are put, for the users who are not in `parts`.
+        batches: how many batches such a group has.
+    """
+
+    engine: Engine
+    here: AnswersAtOwnPoints | None = None
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    me: str = ""
+    groups: int = 8
+    batches: int = 1
+
+    def sample(self, x: Tensor) -> SampledGradients:
+        """Ask everybody at x and, `REACH` steps that bring a linear loss to zero, downhill of it.
+
+        The way down is that of the first third of user 0's groups, which are then left out of what is measured
+        along it: a way that was fitted to examples meets more curvature in them than there is.
+        """
+        shorten, lead = _sketch(x), max(1, self._own_groups // 3)
+        first = self._ask(x, 0, shorten)
+        way, loss = first.way / lead, float(np.mean(first.losses))
+        if loss <= 0 or not bool(way.any()):
+            why = "user 0's loss is not positive or its gradient is zero at the start: no scale to measure by"
+            raise DataError(why)
+        step = (-REACH * loss / way.square().sum()) * way
+        others = [self._ask(x, batch, shorten) for batch in range(1, self.batches)]
+        ahead = self._ask(x + step, 0, shorten)
+        left_out = {name: why for one in (first, *others, ahead) for name, why in one.left_out.items()}
+        users: dict[str, Sampled] = {}
+        for name in (self.me, *self.engine.names):
+            if name not in left_out:
+                rows = first.rows(name)
+                again = [one.rows(name) for one in others if name in one.lists]
+                users[name] = Sampled(np.mean([rows, *again], axis=0), rows, ahead.rows(name), 1 + len(again))
+        own, rest = users.pop(self.me), slice(lead if self._own_groups > 1 else 0, None)
+        if not users:
+            raise DataError("no peer's gradient can be used")
+        own = replace(own, first=own.first[rest], ahead=own.ahead[rest])
+        losses = loss, float(np.mean(ahead.losses[rest]))
+        return SampledGradients(own, users, left_out, losses, float(step.norm()))
+
+    @property
+    def _own_groups(self) -> int:
+        return len(self.parts[self.me]) if self.me in self.parts else self.groups
+
+    def _ask(self, point: Tensor, batch: int, shorten: Callable[[Tensor], Tensor]) -> "_Answers":
+        """Ask at a point for one batch of each group; users in `parts` have but one."""
+        answers = _Answers(self.me, max(1, self._own_groups // 3), torch.zeros_like(point), shorten)
+        if self.here is not None and not batch:
+            for name, parts in self.parts.items():
+                for some in torch.split(parts, max(1, MAX_NUMBERS // len(point))):
+                    rows, loss = self.here.on_each(name, point, some, step=0)
+                    answers.note(name, rows, float(loss))
+        elsewhere = [name for name in self.engine.names if name not in self.parts]
+        if not elsewhere and self.me in self.parts:
+            return answers
+        equal = dict.fromkeys(elsewhere, 1 / max(1, len(elsewhere)))
+        for group in range(self.groups):
+            g = self.engine.gradients(point, group * self.batches + batch, equal, rows=True)
+            answers.left_out |= g.left_out
+            for name, row in zip(g.names, () if g.rows is None else g.rows, strict=True):
+                answers.note(name, row[None])
+            if self.me not in self.parts:
+                answers.note(self.me, g.own[None], float(g.own_loss))
+        return answers
+
+
+@dataclass(eq=False)
+class _Answers:
+    """What was answered at one point."""
+
+    me: str
+    lead: int  # how many of user 0's groups choose the second point
+    way: Tensor  # the sum of their gradients
+    shorten: Callable[[Tensor], Tensor]
+    losses: list[float] = field(default_factory=list)  # user 0's, by group
+    lists: dict[str, list[Array]] = field(default_factory=dict)  # by user, gradients of some groups each
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def note(self, name: str, rows: Tensor, loss: float = 0.0) -> None:
+        """Take a user's gradients of some groups, with the mean loss."""
+        finite = math.isfinite(loss) and bool(rows.isfinite().all())
+        if name != self.me:
+            self.left_out |= {} if finite else {name: "not finite"}
+        elif not finite:
+            raise DataError("user 0's loss or gradient is not finite at the start")
+        else:
+            self.way += rows[: max(0, self.lead - len(self.losses))].sum(0)
+            self.losses += [loss] * len(rows)
+        self.lists.setdefault(name, []).append(self.shorten(rows).numpy())
+
+    def rows(self, name: str) -> Array:
+        """Return one user's gradients, of shape (groups, length)."""
+        return np.concatenate(self.lists[name])
+
+
+def _sketch(like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what shortens gradients, in double precision, with products kept in the mean (a count sketch)."""
+    if len(like) <= SKETCH:
+        return lambda rows: rows.double().cpu()
+    generator = torch.Generator().manual_seed(0)
+    place = torch.randint(SKETCH, (len(like),), generator=generator).to(like.device)
+    sign = (2 * torch.randint(2, (len(like),), generator=generator) - 1).to(like)
+    return lambda rows: rows.new_zeros(len(rows), SKETCH).index_add_(1, place, rows * sign).double().cpu()
