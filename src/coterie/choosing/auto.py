@@ -14,10 +14,12 @@ from coterie.choosing.chooser import Choice, Chooser
 from coterie.choosing.measuring import BATCHES, before_training
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
-from coterie.errors import DataError
+from coterie.errors import DataError, KnobError
 from coterie.learners.spec import RunSpec
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.rules.knobs import value_at
+from coterie.theory.constants import Constants
+from coterie.theory.correction import Correction
 from coterie.theory.estimates import Estimates
 
 Array: TypeAlias = NDArray[np.float64]
@@ -116,8 +118,8 @@ class AutoCorrection(_Auto):
     """Choose the knobs of bias correction that are "auto", and τ where it is None.
 
     The choice is that of `theory.best_corrected_peers`: for τ = None the peers of small δ_k, equally. The step size
-    of SGD is η; any other optimizer's is of another kind. With `warm_up`, c_t is at first the mean of the biases
-    seen, so its start costs nothing that β could save.
+    of SGD is η; any other optimizer's is of another kind. What is claimed is the bound on what the rule does in a
+    run: its first step is taken alone, and c_t is at first the mean of the biases seen.
     """
 
     rule: BiasCorrection
@@ -128,13 +130,30 @@ class AutoCorrection(_Auto):
             None if knob == "auto" else value_at(name, knob, 0)
             for name, knob in (("alpha", self.rule.alpha), ("beta", self.rule.beta))
         )
-        peers, start = measured.constants(spec.steps), 0.0 if self.rule.warm_up else None
-        weights, knobs = theory.best_corrected_peers(
-            peers, spec.steps, alpha=alpha, lr=_rate(spec.made_optimizer), tau=tau, initial_error=start
-        )
-        gain = float(theory.steps_alone(peers.constants(weights), knobs.bound)) / spec.steps
-        chosen = {"alpha": float(knobs.alpha), "beta": float(knobs.beta) if beta is None else beta}
-        return _account(measured, chosen, weights, f"its bound gives {gain:.3g} times the speed of training alone")
+        peers, rate = measured.constants(spec.steps), _rate(spec.made_optimizer)
+        start: dict[str, Any] = {"warm_up": self.rule.warm_up}
+        if self.rule.start == "zero":  # the first step has all of the bias
+            start["initial_error"] = max(measured.bias_at_start(name) for name in measured.peers)
+        weights, knobs = theory.best_corrected_peers(peers, spec.steps, alpha=alpha, lr=rate, tau=tau, **start)
+        if beta is not None:
+            knobs = knobs._replace(beta=beta)
+        chosen = {"alpha": float(knobs.alpha), "beta": float(knobs.beta)}
+        of = "" if rate is not None and rate <= knobs.lr else f" for SGD with a step size of {knobs.lr:.2g}"
+        gain = self._gain(peers.constants(weights), knobs, spec.steps, start)
+        claim = f"its bound{of} shows no gain over training alone"
+        if gain >= LEAST_CLAIM:
+            claim = f"its bound{of} gives {gain:.3g} times the speed of training alone"
+        return _account(measured, chosen, weights, claim)
+
+    def _gain(self, problem: Constants, knobs: Correction, steps: int, start: Mapping[str, Any]) -> float:
+        """Return how many times more steps Alone needs for the bound; 0 where none is known for the knobs."""
+        if self.rule.correction != 1:
+            return 0.0
+        try:
+            bound = theory.correction_bound(problem, knobs.alpha, knobs.beta, knobs.lr, steps, **start)
+        except KnobError:  # a β that was given does not follow the drift
+            return 0.0
+        return float(theory.steps_alone(problem, bound)) / steps
 
     def rule_from(self, account: Mapping[str, Any]) -> Rule:
         """Return the rule that an account stands for."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import digamma
 
 from coterie.theory.choices import least_noise_alpha
 from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_alpha, check_steps
@@ -27,6 +28,7 @@ def correction_bound(
     steps: Numbers,
     *,
     initial_error: Numbers | None = None,
+    warm_up: bool | None = None,
 ) -> Numbers:
     """Bound the mean squared gradient of bias correction with constant knobs.
 
@@ -46,11 +48,22 @@ def correction_bound(
         steps: T.
         initial_error: E_0 = E‖c_0 − (∇f_avg − ∇f_0)(x_0)‖²: s/S where c_0 is the mean of S observed biases
             drawn before the first step, ‖(∇f_avg − ∇f_0)(x_0)‖² where c_0 = 0; s when None.
+        warm_up: what `BiasCorrection` does in a run: the first step is taken alone, c_1 is the bias it shows, and
+            β_t = max(β, 1/(t + 1)), or β after it where False. Then E_0, 0 when None, is that of a c_0 which the
+            first step uses all the same. None: the formula above, with β from the first step on.
+
+    In a run, with π_t = 1/t in the warm-up, which falls to β/(2 − β) after it, and any θ > 0 (the best is taken),
+
+        (1/T) Σ_t E‖∇f_0(x_t)‖² ≤ [ (1 − q)(2F_0/(ηT) + Lησ²(α)) + (1 + θ)α²s Σπ_t/T + (1 + 1/θ)r²σ²(α) ] / (1 − 2q)
+
+    with q = 2(1 + 1/θ)r², where σ²(α) is the mean over the steps: the first has σ_0².
 
     Example:
         >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9, hessian_gap=0.01)
         >>> print(f"{correction_bound(problem, alpha=0.9, beta=0.02, lr=0.1, steps=10_000):.4f}")
         0.0373
+        >>> print(f"{correction_bound(problem, 0.9, beta=0.02, lr=0.1, steps=10_000, warm_up=True):.4f}")
+        0.0276
 
     Reference: Theorem 3; what is printed does not hold, see `docs/errata.md` for that and for the proof.
     """
@@ -62,7 +75,8 @@ def correction_bound(
     check("beta", beta, np.greater(beta, 0) & np.less_equal(beta, 1), "must lie in (0, 1]")
     follows = 4 * (1 + beta) * (alpha * problem.hessian_gap * lr / beta) ** 2 < 1
     check("beta", beta, follows, "must exceed √8·αδη", "take a larger `beta` or a smaller `lr`")
-    return _bound(problem, alpha, beta, lr, steps, error=_initial_error(problem, initial_error))
+    start = _start(problem, initial_error, warm_up)
+    return start.bound(problem, alpha, beta, lr, steps)
 
 
 def correction_max_lr(problem: Constants, alpha: Numbers, beta: Numbers = 1.0) -> Numbers:
@@ -80,7 +94,13 @@ def correction_max_lr(problem: Constants, alpha: Numbers, beta: Numbers = 1.0) -
 
 
 def best_beta(
-    problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, *, initial_error: Numbers | None = None
+    problem: Constants,
+    alpha: Numbers,
+    lr: Numbers,
+    steps: Numbers,
+    *,
+    initial_error: Numbers | None = None,
+    warm_up: bool | None = None,
 ) -> Numbers:
     """Return the β with the least `correction_bound` for a step size of at most `correction_max_lr`.
 
@@ -98,11 +118,16 @@ def best_beta(
     limit = correction_max_lr(problem, alpha)
     fits = np.greater(lr, 0) & np.less_equal(lr, limit * (1 + 1e-9))
     check("lr", lr, fits, "must lie in (0, min(1/L, 1/(3αδ))]", f"take {np.min(limit):g}")
-    return _best_beta(problem, alpha, lr, steps, _initial_error(problem, initial_error))
+    return _best_beta(problem, alpha, lr, steps, _start(problem, initial_error, warm_up))
 
 
 def best_correction(
-    problem: Constants, steps: Numbers, alpha: Numbers | None = None, *, initial_error: Numbers | None = None
+    problem: Constants,
+    steps: Numbers,
+    alpha: Numbers | None = None,
+    *,
+    initial_error: Numbers | None = None,
+    warm_up: bool | None = None,
 ) -> Correction:
     """Return the knobs with the least `correction_bound`, and that bound; α is that of least noise unless given.
 
@@ -114,15 +139,15 @@ def best_correction(
     Reference: Theorem 3 and Corollary 1.
     """
     alpha, steps = least_noise_alpha(problem) if alpha is None else check_alpha(alpha), check_steps(steps)
-    error = _initial_error(problem, initial_error)
+    start = _start(problem, initial_error, warm_up)
     largest = correction_max_lr(problem, alpha)
 
     def bound(lr: NDArray[np.float64]) -> Numbers:
-        return _bound(problem, alpha, _best_beta(problem, alpha, lr, steps, error), lr, steps, error=error)
+        return start.bound(problem, alpha, _best_beta(problem, alpha, lr, steps, start), lr, steps)
 
     lr = _minimise(bound, largest * 1e-12, largest)
-    beta = _best_beta(problem, alpha, lr, steps, error)
-    return Correction(alpha, beta, lr, _bound(problem, alpha, beta, lr, steps, error=error))
+    beta = _best_beta(problem, alpha, lr, steps, start)
+    return Correction(alpha, beta, lr, start.bound(problem, alpha, beta, lr, steps))
 
 
 def hessian_gap_limit(problem: Constants, alpha: Numbers, lr: Numbers) -> Numbers:
@@ -146,23 +171,53 @@ def hessian_gap_limit(problem: Constants, alpha: Numbers, lr: Numbers) -> Number
     return noise / (alpha**3 * _bias_variance(problem))
 
 
-def _bound(
-    problem: Constants, alpha: Numbers, beta: Numbers, lr: Numbers, steps: Numbers, *, error: Numbers
-) -> Numbers:
-    variance, s = problem.variance(alpha), _bias_variance(problem)
-    drift = (alpha * problem.hessian_gap * lr / beta) ** 2
-    q = 2 * (1 + beta) * drift
-    descent = 2 * problem.initial_gap / (lr * steps) + problem.smoothness * lr * variance
-    bias = alpha**2 * error / (beta * steps) + (1 + beta) * (alpha**2 * beta * s + drift * variance)
-    return ((1 - q) * descent + bias) / (1 - 2 * q)
+class _Start(NamedTuple):
+    """How the bias estimate starts: c_0 with its error, or the bias of the first step, with or without warm-up."""
+
+    error: Numbers
+    warm_up: bool | None = None
+
+    def bound(self, problem: Constants, alpha: Numbers, beta: Numbers, lr: Numbers, steps: Numbers) -> Numbers:
+        """Return the bound, as `correction_bound` says."""
+        variance, s = problem.variance(alpha), _bias_variance(problem)
+        drift = (alpha * problem.hessian_gap * lr / beta) ** 2
+        if self.warm_up is None:
+            q = 2 * (1 + beta) * drift
+            descent = 2 * problem.initial_gap / (lr * steps) + problem.smoothness * lr * variance
+            bias = alpha**2 * self.error / (beta * steps) + (1 + beta) * (alpha**2 * beta * s + drift * variance)
+            return ((1 - q) * descent + bias) / (1 - 2 * q)
+        variance = variance + np.maximum(problem.noise**2 - variance, 0) / steps
+        descent = 2 * problem.initial_gap / (lr * steps) + problem.smoothness * lr * variance
+        noise = alpha**2 * (s * _noise_in_run(beta, steps, warm_up=self.warm_up) + self.error / steps)
+        best: Numbers = np.inf
+        for theta in _THETAS:
+            q = 2 * (1 + 1 / theta) * drift
+            with np.errstate(divide="ignore", invalid="ignore"):
+                one = ((1 - q) * descent + (1 + theta) * noise + q / 2 * variance) / (1 - 2 * q)
+            best = np.minimum(best, np.where(2 * q < 1, one, np.inf))
+        return np.asarray(best)[()]
+
+
+_THETAS = np.geomspace(1e-3, 10, 25)
+
+
+def _noise_in_run(beta: Numbers, steps: Numbers, *, warm_up: bool) -> Numbers:
+    """Return the mean of π_t over the steps: the share of s that is in c_t, which the first step does not use.
+
+    π_1 = 1,   π_{t+1} = (1 − β_t)²π_t + β_t²:   1/t while β_t = 1/(t + 1), then to β/(2 − β) by (1 − β)²
+    """
+    warm = np.floor(1 / beta + 1e-9) if warm_up else np.ones_like(beta)
+    rest, kept, level = np.maximum(steps - 1 - warm, 0), (1 - beta) ** 2, beta / (2 - beta)
+    with_beta = rest * level + (1 / warm - level) * kept * (1 - kept**rest) / (beta * (2 - beta))
+    return (digamma(np.minimum(warm, steps - 1) + 1) + np.euler_gamma + with_beta) / steps
 
 
 def _best_beta(
-    problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, error: Numbers
+    problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, start: _Start
 ) -> NDArray[np.float64]:
     # Far below 1/T the start is never forgotten, and a smaller β would change nothing.
     least = np.maximum(3 * alpha * problem.hessian_gap * lr, 1e-6 / steps)
-    return _minimise(lambda beta: _bound(problem, alpha, beta, lr, steps, error=error), np.minimum(least, 1), 1.0)
+    return _minimise(lambda beta: start.bound(problem, alpha, beta, lr, steps), np.minimum(least, 1), 1.0)
 
 
 def _minimise(cost: Callable[[NDArray[np.float64]], Numbers], low: Numbers, high: Numbers) -> NDArray[np.float64]:
@@ -187,9 +242,9 @@ def _bias_variance(problem: Constants) -> Numbers:
     return problem.noise**2 + problem.peer_variance
 
 
-def _initial_error(problem: Constants, error: Numbers | None) -> Numbers:
+def _start(problem: Constants, error: Numbers | None, warm_up: bool | None) -> _Start:
     if error is None:
-        return _bias_variance(problem)
+        return _Start(_bias_variance(problem) if warm_up is None else 0.0, warm_up)
     error = as_numbers("initial_error", error)
     check("initial_error", error, np.greater_equal(error, 0), "must not be negative")
-    return error
+    return _Start(error, warm_up)

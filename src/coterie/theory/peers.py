@@ -1,7 +1,8 @@
 """Peers that differ from one another: which to use, and the knobs that follow."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -123,6 +124,7 @@ def best_corrected_peers(
     lr: float | None = None,
     tau: ArrayLike | None = None,
     initial_error: float | None = None,
+    warm_up: bool | None = None,
 ) -> CorrectedPeers:
     """Return the peers for bias correction: those of smallest δ_k, as many as give the least bound.
 
@@ -137,7 +139,8 @@ def best_corrected_peers(
         alpha: α; the one of least noise when None.
         lr: η; the best when None. One that is too large for the bound is lowered to the largest it allows.
         tau: τ; when given, no peers are chosen.
-        initial_error: E_0; s when None.
+        initial_error: E_0; see `correction_bound`.
+        warm_up: how the bias estimate starts in a run; see `correction_bound`.
 
     Example:
         >>> peers = Peers(
@@ -154,17 +157,20 @@ def best_corrected_peers(
     candidates = nested if tau is None else np.atleast_2d(np.asarray(tau, dtype=np.float64))
     problem = peers.constants(candidates)
     common = float(np.max(least_noise_alpha(problem))) if alpha is None else alpha
-    best = int(np.argmin(_knobs(problem, steps, common, lr, initial_error).bound))
+    start = {"initial_error": initial_error, "warm_up": warm_up}
+    best = int(np.argmin(_knobs(problem, steps, common, lr, start).bound))
     problem = peers.constants(candidates[best])
-    knobs = _knobs(problem, steps, least_noise_alpha(problem) if alpha is None else alpha, lr, initial_error)
+    knobs = _knobs(problem, steps, least_noise_alpha(problem) if alpha is None else alpha, lr, start)
     return CorrectedPeers(candidates[best], Correction(*map(float, knobs)))
 
 
-def _knobs(problem: Constants, steps: float, alpha: Numbers, lr: float | None, error: float | None) -> Correction:
+def _knobs(
+    problem: Constants, steps: float, alpha: Numbers, lr: float | None, start: Mapping[str, Any]
+) -> Correction:
     """Return the best β, and the best step size where it is not given."""
     if lr is None:
-        return best_correction(problem, steps, alpha, initial_error=error)
+        return best_correction(problem, steps, alpha, **start)
     fitting = np.minimum(lr, correction_max_lr(problem, alpha))
-    beta = best_beta(problem, alpha, fitting, steps, initial_error=error)
-    bound = correction_bound(problem, alpha, beta, fitting, steps, initial_error=error)
+    beta = best_beta(problem, alpha, fitting, steps, **start)
+    bound = correction_bound(problem, alpha, beta, fitting, steps, **start)
     return Correction(alpha, beta, fitting, bound)
