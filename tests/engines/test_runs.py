@@ -64,6 +64,22 @@ def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule:
         assert point.to_plain() == pytest.approx(other.to_plain(), rel=1e-8)
 
 
+def test_constants_are_measured_on_every_engine(make_engine: MakeEngine) -> None:
+    """User 0's examples are dealt out in every case; of peers elsewhere the batches of steps are asked for."""
+    wanted, found = (
+        trained(engine, CASES["mlp"], coterie.WeightedAveraging("auto"), measure=True).record.configuration
+        for engine in (coterie.InProcess, make_engine)
+    )
+    for name in ("noise", "smoothness", "gradient"):
+        assert found.estimates[name] == pytest.approx(wanted.estimates[name], rel=1e-6)
+    assert set(found.estimates["peers"]) == set(TAU)
+    for name, peer in found.estimates["peers"].items():
+        assert peer["noise"][0] == pytest.approx(wanted.estimates["peers"][name]["noise"][0], rel=0.5)
+    assert 0 < found.choice["alpha"] < 1
+    plain = trained(make_engine, CASES["mlp"], RULES["averaging"], steps=1, measure=True).record.configuration
+    assert set(plain.estimates["peers"]) == set(TAU)
+
+
 def test_a_model_of_ones_own_is_not_touched(make_engine: MakeEngine) -> None:
     before = copy.deepcopy(make_model(CASES["batch norm"]).state_dict())
     run = trained(make_engine, CASES["batch norm"], RULES["averaging"])
@@ -94,6 +110,23 @@ def test_a_rule_that_needs_rows_fails_early(tmp_path: Any) -> None:
     assert not (tmp_path / "run").exists()
     trained(SumsOnly, CASES["mlp"], coterie.WeightedAveraging(0.5))
     assert SumsOnly.closed == 3
+
+
+class Elsewhere(SumsOnly):
+    """The same with users elsewhere."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, local=False, own_points=False)
+
+
+def test_measuring_elsewhere_needs_rows() -> None:
+    rule = coterie.WeightedAveraging(0.5)
+    assert not trained(Elsewhere, CASES["mlp"], rule).record.configuration.estimates
+    with pytest.raises(
+        KnobError, match="`measure` needs every peer's gradient, but this engine gives their weighted"
+    ):
+        trained(Elsewhere, CASES["mlp"], rule, measure=True)
 
 
 def test_an_engine_that_is_passed_in_stays_open() -> None:

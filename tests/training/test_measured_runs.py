@@ -28,7 +28,7 @@ def test_a_measured_run_has_the_bits_of_one_that_is_not(
 
     run = trained()
     assert set(run.record.configuration.estimates["peers"]) == {"u1", "u2", "u3"}
-    monkeypatch.setattr("coterie.training.train.with_estimates", lambda configuration, *_: configuration)
+    monkeypatch.setattr("coterie.training.train.with_estimates", lambda configuration, *_, **__: configuration)
     plain = trained()
     assert not plain.record.configuration.estimates
     assert run.record.points == plain.record.points

@@ -78,10 +78,11 @@ class Vectors:
         drawn = self.drawn[:, batches] + 1e-12  # a resample may have none of them
         return Vectors(rows, drawn / drawn.sum(1, keepdims=True), spread)
 
-    @property
+    @cached_property
     def shows_noise(self) -> bool:
-        """Whether the rows differ by noise; not where there is one, or each is of all examples."""
-        return len(self.rows) > 1 and self.spread.seen > 0
+        """Whether the rows differ by noise; not where there is one, or each is of all the examples there are."""
+        differ = self.apart.sum() > 1e-24 * np.diag(self.gram).sum()
+        return len(self.rows) > 1 and self.spread.seen > 0 and bool(differ)
 
     @cached_property
     def further(self) -> float:
@@ -142,7 +143,7 @@ class Vectors:
         products = self.weights @ self.gram
         value = (self.weights * products).sum(1)
         if not self.shows_noise:
-            return value - each * self.spread.of_mean(len(self.rows)), 2 * products
+            return value - each * self.spread.of_mean(1), 2 * products
         shared = self.spread.shared / self.spread.seen
         value = value - self.weights**2 @ self.apart - shared * (self.drawn @ self.apart)
         return value, 2 * (products - self.weights * self.apart)

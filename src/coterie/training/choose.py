@@ -6,6 +6,7 @@ from typing import TypeAlias, cast
 
 from coterie.choosing import Choice, MakesLearner, chooser_for
 from coterie.choosing.measuring import before_training
+from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError, KnobError
 from coterie.gradients.parameters import Parameters
@@ -66,12 +67,19 @@ def with_choice(configuration: Configuration, choice: Choice) -> Configuration:
     return replace(configuration, choice=dict(choice.account), estimates=estimates)
 
 
-def with_estimates(configuration: Configuration, spec: RunSpec, engine: Engine, rule: Followed) -> Configuration:
-    """Return a configuration with the constants at the start, or with why they are not measured."""
+def with_estimates(
+    configuration: Configuration, spec: RunSpec, engine: Engine, rule: Followed, *, anywhere: bool = False
+) -> Configuration:
+    """Return a configuration with the constants at the start, or with why they are not measured.
+
+    Elsewhere gradients may have a price: only `anywhere` measures on an engine whose users are not in this process.
+    """
     if configuration.estimates or configuration.not_measured:
         return configuration
-    if isinstance(rule, Alone | Method) or not engine.capabilities.local:
-        return configuration  # elsewhere gradients may have a price
+    if isinstance(rule, Alone | Method) or not (engine.capabilities.local or anywhere):
+        return configuration
+    if not engine.capabilities.local:
+        require(engine, "rows", "`measure`")
     parameters = Parameters(spec.model)
     held = len(engine.names) * parameters.size * parameters.dtype.itemsize
     if held > MAX_GRADIENT_BYTES and not getattr(rule, "needs_rows", False):

@@ -62,7 +62,7 @@ CHECKS: Mapping[str, Check] = {
     "resume": FLAG,
     "progress": _YES_NO_AUTO,
     "guard": one_of("auto", "held-out", "off"),
-    "measure": FLAG,
+    "measure": _YES_NO_AUTO,
     "capture": _YES_NO_AUTO,
     "forward_options": instance(ForwardOptions, "a `coterie.ForwardOptions`", {type(None): "leave it out"}),
     "engine": Check(
@@ -84,7 +84,7 @@ class RunOptions:
     resume: bool = False
     progress: bool | None = None
     guard: Literal["auto", "held-out", "off"] = "auto"
-    measure: bool = True
+    measure: bool | None = None
     capture: bool | None = None
     forward_options: ForwardOptions = DEFAULT_FORWARD
     engine: Engine | MakeEngine = InProcess

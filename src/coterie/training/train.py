@@ -60,7 +60,7 @@ def train(
     resume: bool = False,
     progress: bool | None = None,
     guard: Literal["auto", "held-out", "off"] = "auto",
-    measure: bool = True,
+    measure: bool | None = None,
     capture: bool | None = None,
     forward_options: ForwardOptions = DEFAULT_FORWARD,
     engine: Engine | MakeEngine = InProcess,
@@ -70,8 +70,8 @@ def train(
     At every step all users compute a gradient at the same point, the rule makes a direction of them, and the
     optimizer follows it (Algorithm 1). The model that is passed in is not changed; that which is
     returned shares its frozen parameters. Ctrl-C ends the run after the step it is in, with everything saved;
-    pressed twice it stops at once. Before the first step the theory's constants are measured, in a few passes that
-    change nothing; see docs/estimates.md.
+    pressed twice it stops at once. Before the first step the theory's constants are measured, in sixteen passes
+    that change nothing; see docs/estimates.md.
 
     Args:
         model: any module; training starts from its parameters, in the mode (train or eval) it is in.
@@ -108,8 +108,8 @@ def train(
         guard: "held-out" keeps a model trained alone beside, compares the two on the validation set at every
             evaluation, restarts from it where the peers do harm, and gives the better of the two; "off" does
             not; "auto" does where there are 100 validation examples.
-        measure: measure noise, bias and curvature before the first step, by a few passes over the users, and report
-            them with the plan that they imply.
+        measure: measure noise, bias and curvature before the first step, by sixteen passes over the users, and
+            report them with the plan that they imply. None: where all examples are in this process.
         capture: take steps as one program that the host looks into only where something is recorded: on a GPU a
             captured CUDA graph. None: on a GPU. What cannot be captured is told, with the reason, and taken step
             by step. Hooks are called after every step all the same. See docs/performance.md.
@@ -167,8 +167,8 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
         configuration = with_earlier_choice(configuration, folder, options.resume)
 
         rule, configuration = choose(spec, engine, configuration, progress=options.progress)
-        if options.measure:
-            configuration = with_estimates(configuration, spec, engine, rule)
+        if options.measure is not False:
+            configuration = with_estimates(configuration, spec, engine, rule, anywhere=options.measure is True)
 
         costs = setup.costs_of(spec, engine.names, configuration.peers)
         by_itself = guarded and not isinstance(rule, MakesLearner)  # whose learner guards itself

@@ -20,6 +20,7 @@ from coterie.users.trees import Tree, described, has_rows, joined, leaves, mappe
 from coterie.users.user import Loss, User
 
 NOT_BY_ROW = "the model's output is not a tensor of one row an example"
+AS_ASKED = "as asked"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ModelSupport:
     @property
     def batch_dependent(self) -> bool:
         """Whether another size of batches may mean another objective, as with BatchNorm."""
-        return self.one_by_one is not None and (self.moves_buffers or not self.random)
+        return self.moves_buffers or (self.one_by_one not in (None, AS_ASKED) and not self.random)
 
 
 @contextlib.contextmanager
@@ -68,7 +69,7 @@ def probe(
         one_by_one = "the model moves its buffers, which only user 0 may"
     else:
         passes.per_example = _per_example(passes.loss, users) if together else None
-        one_by_one = _why_one_by_one(passes, x, inputs, output, targets) if together else "as asked"
+        one_by_one = _why_one_by_one(passes, x, inputs, output, targets) if together else AS_ASKED
     loop = one_by_one
     if one_by_one in (None, NOT_BY_ROW):
         passes.whole = one_by_one is not None
