@@ -10,7 +10,7 @@ from torch.func import functional_call, vmap
 from coterie.engines.in_process.passes import MAX_MAPPED_SIZE, Passes, zeros_for_none
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import is_over_classes
-from coterie.users.trees import Tree, as_arguments, called, leaves, mapped, n_rows
+from coterie.users.trees import Tree, as_arguments, called, leaves, mapped, n_rows, together
 
 MAX_ACTIVATION_BYTES = {"cpu": 2**21, "cuda": 2**30}
 """About how many bytes of activations the copies that share a pass hold: on a CPU, no more than a near cache."""
@@ -142,15 +142,20 @@ class Copies:
 
     def _mapped(self, function: Callable[..., Tree], values: Mapping[str, Tensor], *batch: Tree) -> Tree:
         """Return what a function makes of every copy and its group's batch, (G, M, …)."""
-        shared = (None,) * len(batch)
-        if n_rows(batch[0]) > 1:
-            return vmap(vmap(function, in_dims=(0, *shared)))(dict(values), *batch)
-        alone = {name: value.squeeze(0) for name, value in values.items()}
-        only = [mapped(lambda leaf: leaf.squeeze(0), tree) for tree in batch]
-        if self._one_by_one and len(next(iter(alone.values()))) == 1:
-            output = function({name: value.squeeze(0) for name, value in alone.items()}, *only)
-            return mapped(lambda leaf: leaf[None, None], output)
-        return mapped(lambda leaf: leaf.unsqueeze(0), vmap(function, in_dims=(0, *shared))(alone, *only))
+        groups, over_copies = n_rows(batch[0]), vmap(function, in_dims=(0, *(None,) * len(batch)))
+        with self.passes.mappable():
+            if groups > 1 and not self.passes.batches_apart:
+                return vmap(over_copies)(dict(values), *batch)
+            made = []
+            for group in range(groups):
+                alone = {name: value[group] for name, value in values.items()}
+                only = [mapped(itemgetter(group), tree) for tree in batch]
+                if self._one_by_one and len(next(iter(alone.values()))) == 1:
+                    output = function({name: value.squeeze(0) for name, value in alone.items()}, *only)
+                    made.append(mapped(lambda leaf: leaf.unsqueeze(0), output))
+                else:
+                    made.append(over_copies(alone, *only))
+        return together(torch.stack, made) if groups > 1 else mapped(lambda leaf: leaf.unsqueeze(0), made[0])
 
     def _through_layers(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Return the outputs of linear layers and activations, computed with the examples last."""

@@ -128,7 +128,7 @@ class InProcess:
             same_bits=support.one_by_one is not None,
             not_captured=in_memory or support.one_by_one,
             rows_not_captured=in_memory or support.one_by_one or rows,
-            not_stacked=support.loop or in_memory or mean or passed,
+            not_stacked=support.not_stacked or in_memory or mean or passed,
             examples={name: None if user.is_stream else len(user) for name, user in users.items()},
             batch_size=self.sampler.batch_size,
             batch_dependent=support.batch_dependent,
@@ -225,7 +225,7 @@ class InProcess:
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
         one_by_one, loop = self.support.one_by_one, self.support.loop
-        mapped = f"loop: {loop}" if loop else "vmap"
+        mapped = f"loop: {loop}" if loop else "vmap, attention as products" if self.passes.plain_attention else "vmap"
         return {
             "engine": "in process",
             "device": str(self.parameters.device),

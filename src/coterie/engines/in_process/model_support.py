@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from coterie.engines.in_process.by_layer import ByLayer
+from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches
 from coterie.errors import ModelError
@@ -29,6 +30,7 @@ class ModelSupport:
 
     one_by_one: str | None = None  # why users must be taken one by one; None where their batches may share a pass
     loop: str | None = None  # why rows need a loop over users; None where `torch.func.vmap` can do it
+    not_stacked: str | None = None  # why the model cannot be passed in many copies; None where `vmap` can do it
     moves_buffers: bool = False  # whether the forward pass changes the model's buffers
     random: bool = False  # whether the forward pass or the loss draws random numbers
 
@@ -75,11 +77,15 @@ def probe(
         passes.whole = one_by_one is not None
         loop = _why_loop(passes, x, inputs, targets)
         one_by_one = loop and one_by_one
-    if one_by_one is None and not passes.whole:
-        _try_by_layer(passes, x, inputs, targets)
+        passes.whole = passes.whole and loop is None
     if one_by_one is not None or passes.whole:
         passes.per_example = None
-    return output, ModelSupport(one_by_one, loop, moves_buffers, random)
+    not_stacked = loop
+    if one_by_one is None and not passes.whole:
+        _try_by_layer(passes, x, inputs, targets)
+        if loop is not None and passes.per_example is not None:
+            not_stacked = _why_not_stacked(passes, x, inputs, targets, loop)
+    return output, ModelSupport(one_by_one, loop, not_stacked, moves_buffers, random)
 
 
 def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
@@ -164,17 +170,52 @@ def _with_zeros(inputs: Tree) -> Tree:
 def _why_loop(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> str | None:
     """Return why `vmap` cannot compute rows; note on `passes` whether it can map the loss alone."""
     twice = Batches([0, 1], joined([inputs, inputs]), joined([targets, targets]))
+    why = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # vmap warns where it would fall back to a slow loop of its own
         try:
             passes.average(x, [twice], Weights.of([0.5, 0.5], [twice], x))
         except Exception:  # a loss may fail under vmap in any way; the loop then serves
             passes.vmap_loss = False
-        try:
-            passes.mapped(x, twice, x.new_empty(2, len(x)))
-        except Exception as error:  # so may a model
-            return f"torch.func.vmap does not take this model: {str(error).splitlines()[0]}"
-    return None
+        for plain in (False, True):  # attention in one kernel cannot be mapped, its products can
+            passes.plain_attention = plain
+            try:
+                passes.mapped(x, twice, x.new_empty(2, len(x)))
+            except Exception as error:  # so may a model
+                why = why or f"torch.func.vmap does not take this model: {str(error).splitlines()[0]}"
+            else:
+                return None
+    passes.plain_attention = False
+    return why
+
+
+def _why_not_stacked(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, loop: str) -> str | None:
+    """Return why the model cannot be passed in copies, where it cannot be mapped over batches.
+
+    A model that looks at its inputs, as for a mask that masks nothing, can be mapped over parameters: its batches
+    then go one after the other.
+    """
+    points = torch.stack([x, 1.01 * x])
+    n = n_rows(inputs)
+    passes.batches_apart = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for plain in (False, True):
+            passes.plain_attention = plain
+            try:
+                copies = Copies(passes)
+                batch = [mapped(lambda leaf: leaf[None], tree) for tree in (inputs, targets)]
+                counts = copies.counts(batch[1])
+                mean = 1 / n if counts is None else 1 / counts.sum()
+                shares = (points.new_zeros(1, 2, n) + mean).to(x)
+                gradients = copies.gradients(points[None], shares, *batch)[0][0]
+            except Exception:  # noqa: S112  # a model may fail under vmap in any way
+                continue
+            alone = torch.stack([passes.single(point, inputs, targets)[0] for point in points])
+            if bool((gradients - alone).norm() <= 1e-2 * alone.norm()):
+                return None
+    passes.batches_apart = passes.plain_attention = False
+    return loop
 
 
 def _try_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> None:

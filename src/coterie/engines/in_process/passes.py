@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coterie.engines.in_process.by_layer import ByLayer
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
@@ -76,6 +78,8 @@ class Passes:
         self.per_example: PerExample | None = None  # the loss of each example, where the loss is their mean
         self.vmap_loss = True  # whether the loss can be mapped over users
         self.whole = False  # whether model and loss are mapped over users, the output having no rows to cut
+        self.plain_attention = False  # whether mapping needs attention as plain products, which PyTorch can map
+        self.batches_apart = False  # whether only copies of the model can be mapped, a batch after the other
         self.by_layer: ByLayer | None = None  # where each user's gradient can be had from one pass over all
         self.bytes_an_example = 0  # what that takes
         self.forward_options, self._forward = DEFAULT_FORWARD, cast("Callable[..., Any]", model)
@@ -92,6 +96,13 @@ class Passes:
         """Use these options for every pass from now on."""
         self.forward_options = forward_options
         self._forward = torch.compile(self.model, dynamic=False) if forward_options.compile else self.model
+
+    def mappable(self) -> AbstractContextManager[None]:
+        """Return a context in which `vmap` takes this model."""
+        if not self.plain_attention:
+            return nullcontext()
+        plain: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
+        return plain
 
     def tell_of_nothing(self, name: str, targets: Tree) -> None:
         """Warn of a user's batch in which the loss ignores everything."""
@@ -216,7 +227,8 @@ class Passes:
     def _mapped_losses(self, leaves: Mapping[str, Tensor], batch: Batches) -> Tensor:
         """Return the loss of each user by vmap of model and loss."""
         each = vmap(lambda inputs, targets: self.loss(self._called(dict(leaves), inputs), targets))
-        return each(batch.by_user(batch.inputs), batch.by_user(batch.targets))
+        with self.mappable():
+            return each(batch.by_user(batch.inputs), batch.by_user(batch.targets))
 
     def mapped(self, x: Tensor, batch: Batches, rows: Tensor) -> None:
         """Write some users' gradients by vmap of grad, where the model and the loss can be mapped."""
@@ -226,7 +238,9 @@ class Passes:
 
         points = x if x.ndim == 1 else x[torch.tensor(batch.positions, device=x.device)]
         gradients = vmap(grad(loss), in_dims=(None if x.ndim == 1 else 0, 0, 0))
-        by_name = gradients(self.parameters.unflatten(points), *map(batch.by_user, (batch.inputs, batch.targets)))
+        pair = batch.by_user(batch.inputs), batch.by_user(batch.targets)
+        with self.mappable():
+            by_name = gradients(self.parameters.unflatten(points), *pair)
         for name, view in self.parameters.unflatten(rows).items():
             view.copy_(by_name[name])
 
