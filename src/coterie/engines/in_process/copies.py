@@ -100,8 +100,10 @@ class Copies:
             self._width = _width(self.passes, mapped(lambda leaf: leaf[:2], inputs))
         bytes_a_copy = 1 + self._width * rows * self.parameters.dtype.itemsize
         memory = MAX_ACTIVATION_BYTES.get(self.parameters.device.type, 2**28)
-        # Few copies do not fill the time that a pass takes to begin, so that four may take more.
-        return max(1, min(4, 4 * memory // bytes_a_copy), memory // bytes_a_copy)
+        # Few copies do not fill the time that a pass takes to begin, so that four may take more; with attention,
+        # whose operations are many and small, much more.
+        more = 32 if self.passes.plain_attention else 4
+        return max(1, min(4, more * memory // bytes_a_copy), memory // bytes_a_copy)
 
     def _pieces(self, x: Tensor) -> dict[str, Tensor]:
         """Return copies of the parameters by name, each of shape (G, M, …)."""
