@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/any_model.py [llama] [cnn] [weighted] [lstm]
 
-Each line is one case, with both sides in one run: seconds of one CPU thread (medians of three runs), and their ratio. `llama` needs
-transformers and peft.
+Each line is one case, with both sides in one run: seconds of one CPU thread, medians of three runs, and their
+ratio. `llama` needs transformers and peft.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.nn import functional as f
 
 import coterie
 
-REPEATS = 1
+REPEATS = 3
 
 
 def llama() -> tuple[nn.Module, Any, list[coterie.User], dict[str, Any]]:
     """Return a small Llama with LoRA adapters, and users with sentences of their own."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  # slow to import, and not everybody has it
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -75,6 +75,7 @@ class LastStep(nn.Module):
         self.recurrent, self.last = nn.LSTM(8, 32, batch_first=True), nn.Linear(32, 10)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs after the last row."""
         out: Tensor = self.last(self.recurrent(inputs.view(-1, 8, 8))[0][:, -1])
         return out
 
@@ -111,7 +112,10 @@ def main(names: list[str]) -> None:
                 if repeat:
                     seconds[side].append(time.process_time() - began)
         averaging, default = (statistics.median(seconds[side]) for side in ("averaging", "default"))
-        print(f"{name:9} averaging {averaging:6.2f} s  default {default:6.2f} s  {default / averaging:5.1f} ×", flush=True)
+        print(
+            f"{name:9} averaging {averaging:6.2f} s  default {default:6.2f} s  {default / averaging:5.1f} ×",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

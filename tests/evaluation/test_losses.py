@@ -92,7 +92,7 @@ def test_a_set_and_a_batch_with_nothing_to_learn_from_are_told() -> None:
     me, peer, _ = users()
     nothing = coterie.User("b", some()[0], torch.full((40,), -100))
     with pytest.raises(DataError, match="user 'b' has a set whose targets are all -100"):
-        coterie.train(nn.Linear(4, 3), f.cross_entropy, me, [peer, nothing], steps=2)
+        coterie.train(nn.Linear(4, 3), f.cross_entropy, nothing, [peer], steps=2)
     seldom = coterie.User("b", some()[0], torch.tensor([0, 1, *[-100] * 38]))
     rare = coterie.User("me", some()[0], torch.tensor([0, 1, *[-100] * 38]))
     rule = coterie.WeightedAveraging(0.5)

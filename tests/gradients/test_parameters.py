@@ -90,3 +90,11 @@ def test_models_without_trainable_parameters_or_of_two_kinds() -> None:
         ModelError, match=r"one dtype and device, got torch.float32 on cpu, torch.float64 on cpu; use"
     ):
         Parameters(mixed)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_are_refused_with_the_remedy(inside: bool) -> None:
+    scripted = torch.jit.script(nn.Linear(2, 1))
+    with pytest.raises(ModelError, match="give the module that it was made from"):
+        Parameters(nn.Sequential(scripted) if inside else scripted)

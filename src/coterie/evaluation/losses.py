@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,12 @@ class PerExample:
         return sums if counts is None else sums / _or_one(counts)
 
 
+@overload
+def per_example(each: Each, *, weights: Callable[[Any], Tensor] | None = ...) -> PerExample: ...
+@overload
+def per_example(
+    each: None = ..., *, weights: Callable[[Any], Tensor] | None = ...
+) -> Callable[[Each], PerExample]: ...
 def per_example(
     each: Each | None = None, *, weights: Callable[[Any], Tensor] | None = None
 ) -> PerExample | Callable[[Each], PerExample]:

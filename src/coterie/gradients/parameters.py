@@ -25,6 +25,11 @@ class Parameters:
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.named:
             raise ModelError("the model has no trainable parameter; set `requires_grad` on those to train")
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise ModelError(
+                "a scripted module (torch.jit.script) cannot be passed with other parameters; give the module that "
+                "it was made from, and for speed `ForwardOptions(compile=True)`"
+            )
         for name, p in self.named.items():
             if isinstance(p, UninitializedParameter):
                 raise ModelError(f"the parameter {name!r} has no shape yet; pass one batch through the model first")

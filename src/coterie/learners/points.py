@@ -6,6 +6,7 @@ where passes move them (BatchNorm).
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from coterie.engines.engine import Engine
+from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.evaluation.evaluate import example_losses
 from coterie.gradients.parameters import Parameters
@@ -74,12 +76,18 @@ class Points:
         self.spec, self.engine, self.parts = spec, engine, parts
         self.names, self.d = engine.names, Parameters(spec.model).size
         self._users = [_part(spec.me, part) for part in parts]
-        self._own = [
-            replace(spec, me=user, peers=()).in_process(forward_options=forward_options) for user in self._users
-        ]
-        moves = self._own[0].support.moves_buffers
-        self._buffers = [b for b in spec.model.buffers() if b.is_floating_point()] if moves else []
+        self._forward_options = forward_options
+        self._buffers = [b for b in spec.model.buffers() if b.is_floating_point()] if self._moves_buffers() else []
         self._model = copied(spec.model)
+
+    @functools.cached_property
+    def _own(self) -> list[InProcess]:
+        """User 0 by itself, with each part of its examples."""
+        made = (replace(self.spec, me=user, peers=()) for user in self._users)
+        return [each.in_process(forward_options=self._forward_options) for each in made]
+
+    def _moves_buffers(self) -> bool:
+        return self._own[0].support.moves_buffers
 
     def start(self) -> Tensor:
         """Return the point where the model is."""

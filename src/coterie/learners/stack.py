@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from coterie.gradients.gradients import cut
 from coterie.gradients.parameters import Parameters
-from coterie.gradients.trained_part import copied
 from coterie.learners.capturable import at_rates, make_capturable, settings_of, state_tensors
 from coterie.learners.spec import RunSpec
 
@@ -191,9 +190,9 @@ def _take_state(new: Optimizer, olds: Sequence[Optimizer], origins: Sequence[Seq
 
 def _over(spec: RunSpec, x: Tensor, direction: Tensor) -> Optimizer:
     """Return a copy of the optimizer that holds rows of parameters, or one row, in the place of the model's."""
-    model, optimizer = copied((spec.model, spec.made_optimizer), spec.model)
+    optimizer = copy.deepcopy(spec.made_optimizer, {id(p): p for p in spec.model.parameters()})
     optimizer._warned_capturable_if_run_uncaptured = True  # single steps beside captured ones are meant
-    parameters = Parameters(model)
+    parameters = Parameters(spec.model)
     names = {id(p): name for name, p in parameters.named.items()}
     values, slopes = parameters.unflatten(x), parameters.unflatten(direction)
     state = dict(optimizer.state)

@@ -102,8 +102,8 @@ class Copies:
         memory = MAX_ACTIVATION_BYTES.get(self.parameters.device.type, 2**28)
         # Few copies do not fill the time that a pass takes to begin, so that four may take more; with attention,
         # whose operations are many and small, much more.
-        more = 32 if self.passes.plain_attention else 4
-        return max(1, min(4, more * memory // bytes_a_copy), memory // bytes_a_copy)
+        few, more = (8, 64) if self.passes.plain_attention else (4, 4)
+        return max(1, min(few, more * memory // bytes_a_copy), memory // bytes_a_copy)
 
     def _pieces(self, x: Tensor) -> dict[str, Tensor]:
         """Return copies of the parameters by name, each of shape (G, M, …)."""

@@ -225,7 +225,9 @@ class InProcess:
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
         one_by_one, loop = self.support.one_by_one, self.support.loop
-        mapped = f"loop: {loop}" if loop else "vmap, attention as products" if self.passes.plain_attention else "vmap"
+        mapped = (
+            f"loop: {loop}" if loop else "vmap, attention as products" if self.passes.plain_attention else "vmap"
+        )
         return {
             "engine": "in process",
             "device": str(self.parameters.device),
