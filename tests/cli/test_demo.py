@@ -42,7 +42,9 @@ def test_demo_says_what_is_wrong(tmp_path: Path) -> None:
     assert "from 0 to 13, got 14" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "predict", "plan", "reproduce", "bench", "list", "worker"])
+@pytest.mark.parametrize(
+    "command", ["demo", "train", "predict", "plan", "explore", "reproduce", "bench", "list", "worker"]
+)
 def test_every_command_explains_itself(command: str) -> None:
     result = RUNNER.invoke(app, [command, "--help"])
     assert result.exit_code == 0

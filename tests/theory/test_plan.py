@@ -27,6 +27,12 @@ PROBLEM: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the sliders of a page have one place, which takes less time."""
+    monkeypatch.setattr("coterie.reporting.plan_page.POSITIONS", 1)
+
+
 def run(*more: str, **changes: Any) -> Result:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in (PROBLEM | changes).items()]
     return CliRunner().invoke(app, ["plan", *options, *more])

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from coterie.cli.bench import bench
 from coterie.cli.demo import demo
+from coterie.cli.explore import explore
 from coterie.cli.federate import federate
 from coterie.cli.listing import list_
 from coterie.cli.plan import plan
@@ -97,7 +98,7 @@ def main(
     import_from_environment()
 
 
-for command in (demo, train, worker, predict, plan, reproduce, bench):
+for command in (demo, train, worker, predict, explore, plan, reproduce, bench):
     app.command(cls=Command)(command)
 app.command("list")(list_)
 app.add_typer(federate)

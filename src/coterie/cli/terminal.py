@@ -1,8 +1,12 @@
-"""What commands show in the terminal: tables and the progress of many runs."""
+"""What commands share: tables and progress in the terminal, and the record of a run that is named."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from coterie.errors import DataError
+from coterie.recording.record import Record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +30,14 @@ def rich_table(title: str | None, rows: Sequence[Mapping[str, Any]], caption: st
     for row in rows:
         table.add_row(*(str(cell) for cell in row.values()))
     return table
+
+
+def record_of(run: Path) -> Record:
+    """Return the record of a run that is named by its folder or by its record."""
+    path = run / "record.jsonl" if run.is_dir() else run
+    if not path.exists():
+        raise DataError(f"{run} holds no run: there is no {path}; name the folder that `coterie train --out` wrote")
+    return Record.load(path)
 
 
 @contextmanager

@@ -66,13 +66,13 @@ def _first(record: Record) -> list[Section]:
     rows = beside_alone(record)
     if comparison is None:
         return [*sections, Section("The model served", tables=[rows])]
-    intervals = [_interval(name, one, said.clear.get(name)) for name, one in comparison.measures.items()]
+    intervals = [interval(name, one, said.clear.get(name)) for name, one in comparison.measures.items()]
     text = f"On {comparison.on}. Lines are two standard errors to either side; right of the mark is better."
     charts = [interval_chart([one], f"difference of {one.name} to training alone") for one in intervals]
     return [*sections, Section("Beside a model trained alone", [text], [rows], charts=charts)]
 
 
-def _interval(name: str, one: Difference, better: bool | None) -> Interval:
+def interval(name: str, one: Difference, better: bool | None) -> Interval:
     """Return a difference as an interval, what is better to the right."""
     gain = -one.difference if one.less_is_better else one.difference
     return Interval(name, gain, one.error, difference(one), better)

@@ -1,0 +1,75 @@
+"""Several runs on one page: each one's verdict, numbers, cost and weights, and their curves together."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coterie.recording.record import Record
+from coterie.reporting.charts import Points, interval_chart, line_chart
+from coterie.reporting.page import Lead, Section, write_page
+from coterie.reporting.run_page import HEADLINES, interval
+from coterie.reporting.verdict import verdict
+from coterie.reporting.whom import whom_chart
+
+CURVES = 6
+"""How many runs a chart of curves has."""
+
+
+def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
+    """Write a page that compares ended runs, given by name, and return its path."""
+    findings = [HEADLINES[verdict(record.configuration, record.end).finding] for record in records.values()]
+    counted = ", ".join(f"{findings.count(each)} × {each.lower()}" for each in dict.fromkeys(findings))
+    lead = Lead(
+        f"{len(records)} runs: {counted}. Each verdict is that of its run by itself; who takes the run with the "
+        "best test numbers has chosen by them."
+    )
+    sections = [
+        Section("Side by side", tables=[[_row(name, record) for name, record in records.items()]]),
+        Section("Against training alone", ["Right of the mark is better."], charts=_intervals(records)),
+        *_curves(records),
+        *(_of_run(name, record) for name, record in records.items()),
+    ]
+    return write_page(path, f"{len(records)} runs compared", sections, lead=lead)
+
+
+def _row(name: str, record: Record) -> dict[str, Any]:
+    """Return what the table says of a run: its test numbers, else those on its validation examples."""
+    configuration, end = record.configuration, record.end
+    which, found = ("test", end.test) if end.test else ("validation", end.validation)
+    numbers = ", ".join(f"{measure} {value:.4g}" for measure, value in found.items())
+    theirs = sum(cost.gradients for user, cost in end.costs.items() if user != configuration.me.name)
+    return {
+        "run": name,
+        "rule": configuration.rule,
+        "verdict": HEADLINES[verdict(configuration, end).finding],
+        "numbers": f"{which}: {numbers}" if found else "–",
+        "steps": f"{end.step:,}",
+        "seconds": f"{end.seconds:.3g}",
+        "peers' gradients": f"{theirs:,}",
+    }
+
+
+def _intervals(records: Mapping[str, Record]) -> list[str]:
+    """Return for each measure the differences of all runs that have it."""
+    found: dict[str, list[Any]] = {}
+    for name, record in records.items():
+        said = verdict(record.configuration, record.end)
+        for measure, one in said.measures.items():
+            shown = interval(f"{name}, {measure}", one, said.clear.get(measure))
+            found.setdefault(measure, []).append(shown)
+    return [interval_chart(some, f"difference to alone in {measure}") for measure, some in found.items()]
+
+
+def _curves(records: Mapping[str, Record]) -> list[Section]:
+    lines: dict[str, Points] = {name: record.curve("validation_loss") for name, record in records.items()}
+    lines = {name: line for name, line in list(lines.items())[:CURVES] if line[0]}
+    more = [f"The first {CURVES} runs."] if len(records) > CURVES else []
+    return (
+        [Section("Validation loss", more, charts=[line_chart(lines, "steps", "validation loss")])] if lines else []
+    )
+
+
+def _of_run(name: str, record: Record) -> Section:
+    """Return what one run says by itself."""
+    said = verdict(record.configuration, record.end).sentence
+    return Section(name, [said], charts=[whom_chart(record.configuration, record.end)], folded=True)

@@ -1,0 +1,129 @@
+"""The page of a plan: what the theory advises for some constants, and sliders that show what else would do to it.
+
+Everything that a slider can show is computed here and lies in the page; the page itself only looks it up.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie.reporting.figures import gain_factor
+from coterie.reporting.page import Lead, Section, write_page
+from coterie.theory import Choice, Constants, plan
+from coterie.theory.phrases import TITLES, note, numbers, verdict
+
+POSITIONS = 5
+"""How many places a slider has; what was asked for is in the middle."""
+FACTORS = {"peers": 3.0, "noise": 2.0, "bias": 3.0, "steps": 4.0}
+"""What one place of a slider multiplies by."""
+COLUMNS = {"alpha": "alpha", "beta": "beta", "lr": "step size", "bound": "excess loss ≤", "speedup": "speedup"}
+DIGITS = 4
+
+
+def write_plan_page(out: Path, problem: Constants, steps: int) -> Path:
+    """Write the page with its sliders, and the gain-factor picture beside it; return the page's path."""
+    choices = plan(problem, steps)
+    first, *rest = verdict(problem, choices, steps)
+    figure = gain_factor(mark=_mark(problem, steps))
+    out.mkdir(parents=True, exist_ok=True)
+    for kind in ("png", "pdf"):
+        figure.savefig(out / f"gain_factor.{kind}")
+    table = lookup(problem, steps)
+    constants = [{"constant": name, "value": f"{value:.4g}"} for name, value in _scalars(problem).items()]
+    rows = {name: numbers(choice) for name, choice in choices.items()}
+    picture = "The speedup of averaging, for m = 0 and peers as noisy as user 0; the mark is this problem."
+    sections = [
+        Section("", [*rest, note(rows)]),
+        Section("What if?", charts=[_sliders(table["values"]), _results()]),
+        Section("The constants", tables=[[*constants, {"constant": "steps", "value": str(steps)}]], folded=True),
+        Section("Gain over all problems", [picture], figures=[figure], folded=True),
+    ]
+    data = json.dumps(table).replace("<", "\\u003c")
+    script = f"const PLAN = {data};\n{resources.files('coterie.reporting').joinpath('plan.js').read_text('utf-8')}"
+    finding = "better" if float(choices["wga"].speedup) > 1.05 else ""
+    title = "Plan: does collaboration pay, by the theory's bounds?"
+    return write_page(out / "index.html", title, sections, lead=Lead(first, "", finding), script=script)
+
+
+def lookup(problem: Constants, steps: int) -> dict[str, Any]:
+    """Return what the sliders can show: their values, and for each combination of places a row for each method.
+
+    Rows lie in the order of the places of peers, noise, bias and steps, the last fastest; a row has alpha, beta,
+    step size, bound and speedup of each method, null where there is none or it is infinite.
+    """
+    middle = {
+        "peers": float(problem.n_peers),
+        "noise": float(problem.noise),
+        "bias": float(problem.bias_floor),
+        "steps": float(steps),
+    }
+    values = {name: _places(name, value) for name, value in middle.items()}
+    peers, noise, bias, many = np.meshgrid(*(np.array(places) for places in values.values()), indexing="ij")
+    ratio = 1.0 if problem.peer_noise is None else float(problem.peer_noise) / (float(problem.noise) or 1.0)
+    changed = replace(problem, n_peers=peers, noise=noise, peer_noise=ratio * noise, bias_floor=bias)
+    choices = plan(changed, many)
+    shape = peers.shape
+    rows = np.stack([_column(choice, name, shape) for choice in choices.values() for name in COLUMNS], axis=-1)
+    flat = [[_number(value) for value in row] for row in rows.reshape(-1, rows.shape[-1])]
+    return {"values": values, "methods": [TITLES[name] for name in choices], "columns": list(COLUMNS), "rows": flat}
+
+
+def _places(name: str, middle: float) -> list[float]:
+    """Return the values that a slider has, what was asked for in the middle; whole ones where they count."""
+    powers = range(-(POSITIONS // 2), POSITIONS // 2 + 1)
+    values = [middle * FACTORS[name] ** k for k in powers]
+    if name == "bias" and not middle:
+        values = [0.0, *(10.0 ** (k - POSITIONS + 1) for k in range(1, POSITIONS))]
+    if name not in ("peers", "steps"):
+        return values
+    whole = [max(1.0, round(value)) for value in values]
+    return whole if len(set(whole)) == POSITIONS else [float(middle + k) for k in range(POSITIONS)]
+
+
+def _column(choice: Choice, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    value = getattr(choice, name)
+    return np.broadcast_to(np.asarray(math.nan if value is None else value, dtype=np.float64), shape)
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _sliders(values: Mapping[str, Sequence[float]]) -> str:
+    """Return the sliders, each in the middle, or where what was asked for is."""
+    words = {"peers": "peers N", "noise": "own noise σ₀", "bias": "peers' bias ζ", "steps": "steps T"}
+    made = []
+    for name, places in values.items():
+        start = POSITIONS // 2 if places[0] and places[POSITIONS // 2] / places[0] > 1.5 else 0
+        start = 0 if name == "bias" and not places[0] else start
+        made.append(
+            f'<label>{words[name]} <output id="of-{name}">{places[start]:.4g}</output>'
+            f'<input type="range" id="{name}" min="0" max="{POSITIONS - 1}" step="1" value="{start}"></label>'
+        )
+    return f'<div class="sliders">{"".join(made)}</div>'
+
+
+def _results() -> str:
+    """Return the place for what belongs to the sliders' places."""
+    heads = "".join(f'<th scope="col">{title}</th>' for title in ("method", *COLUMNS.values()))
+    return (
+        '<p id="said" aria-live="polite"></p><div class="bars" id="speedups" role="list"></div>'
+        f'<div class="scroll"><table id="plan"><tr>{heads}</tr></table></div>'
+    )
+
+
+def _scalars(problem: Constants) -> dict[str, float]:
+    return {name.replace("_", " "): float(value) for name, value in asdict(problem).items() if value is not None}
+
+
+def _mark(problem: Constants, steps: int) -> tuple[float, float] | None:
+    """Return the point Lσ_0²/(μTζ²), N of a problem in the picture."""
+    bias = problem.pl * steps * problem.bias_floor**2
+    noise = problem.smoothness * problem.noise**2
+    return (float(noise / bias) if bias else math.inf, float(problem.n_peers)) if noise else None

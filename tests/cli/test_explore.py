@@ -1,0 +1,122 @@
+"""`coterie explore` and `coterie plan RUN`: from records to pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tests.support.regressions import users_with_validation
+from torch import nn
+from torch.nn.functional import mse_loss
+from typer.testing import CliRunner
+
+import coterie
+from coterie import theory
+from coterie.cli import app
+from coterie.reporting import plan_page
+from coterie.theory.estimates import Estimates
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with three runs: by averaging, alone, and by averaging without measured constants."""
+    folder, users = tmp_path_factory.mktemp("runs"), users_with_validation()
+    rules = {
+        "wga": coterie.WeightedAveraging(0.5),
+        "alone": coterie.Alone(),
+        "plain": coterie.WeightedAveraging(0.5),
+    }
+    for name, rule in rules.items():
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"steps": 20, "guard": "held-out", "measure": name == "wga", "progress": False}
+        coterie.train(nn.Linear(20, 1).double(), mse_loss, users[0], users[1:], rule, out=folder / name, **options)
+    return folder
+
+
+def test_runs_are_compared_on_one_page(runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "runs.html"
+    result = RUNNER.invoke(
+        app, ["explore", str(runs / "wga"), str(runs / "alone" / "record.jsonl"), "--out", str(page)]
+    )
+    assert result.exit_code == 0, result.output
+    text = page.read_text(encoding="utf-8")
+    for name in ("wga", "alone"):
+        record = coterie.Record.load(runs / name / "record.jsonl")
+        assert record.end.verdict.replace("'", "&#39;") in text
+        assert f"{record.end.validation['rmse']:.4g}" in text
+    missing = RUNNER.invoke(app, ["explore", str(tmp_path)])
+    assert missing.exit_code == 2
+    assert "holds no run" in missing.stderr
+
+
+def test_a_run_gives_the_constants_of_a_plan(runs: Path) -> None:
+    result = RUNNER.invoke(app, ["plan", str(runs / "wga"), "--steps", "500", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    record = coterie.Record.load(runs / "wga" / "record.jsonl")
+    estimates = Estimates.from_plain(record.configuration.estimates)
+    equal = np.full(len(estimates.peers), 1 / len(estimates.peers))
+    wanted = theory.plan(estimates.constants(500).constants(equal), 500)  # the average with equal weights
+    for name in ("alone", "wga", "bc"):
+        assert found[name]["bound"] == pytest.approx(float(wanted[name].bound))
+        assert found[name]["alpha"] == pytest.approx(float(wanted[name].alpha))
+    more = json.loads(RUNNER.invoke(app, ["plan", str(runs / "wga"), "--noise", "100", "--json"]).stdout)
+    assert more["alone"]["bound"] > found["alone"]["bound"]
+
+
+def test_what_a_plan_lacks_is_named(runs: Path) -> None:
+    for arguments, words in (
+        ([str(runs / "plain")], "has no measured constants"),
+        (["--n-peers", "3"], "`--noise` is missing; give it, or a run"),
+        (["--data", "visits.csv"], "`--data` needs `--user-column` too"),
+    ):
+        result = RUNNER.invoke(app, ["plan", *arguments])
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+
+def test_a_table_gives_the_constants_of_a_plan(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 2))
+    frame = pd.DataFrame(x, columns=["u", "v"]).assign(
+        who=np.resize(["a", "b", "c"], 120), y=x[:, 0] + rng.normal(size=120)
+    )
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    named = ["--user-column", "who", "--target", "y", "--me", "a"]
+    result = RUNNER.invoke(app, ["plan", "--data", str(tmp_path / "t.csv"), *named, "--json"])
+    assert result.exit_code == 0, result.output
+    assert 0.5 < json.loads(result.stdout)["bc_oracle"]["alpha"] < 1  # two peers, about as noisy
+
+
+def test_what_sliders_show_is_the_theory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_page, "POSITIONS", 3)
+    problem = theory.Constants(
+        n_peers=9, noise=10, bias_floor=0.4, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5, peer_noise=5
+    )
+    table = plan_page.lookup(problem, 1000)
+    values, columns = table["values"], table["columns"]
+    assert len(table["rows"]) == 3**4
+    assert [places[1] for places in values.values()] == [9, 10, 0.4, 1000]
+    for places in ((1, 1, 1, 1), (0, 2, 1, 0)):
+        row = table["rows"][np.ravel_multi_index(places, (3,) * 4)]
+        peers, noise, bias, steps = (of[at] for of, at in zip(values.values(), places, strict=True))
+        changed = theory.Constants(
+            n_peers=peers, noise=noise, bias_floor=bias, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5,
+            peer_noise=noise / 2,
+        )  # fmt: skip
+        for i, choice in enumerate(theory.plan(changed, steps).values()):
+            shown = dict(zip(columns, row[i * len(columns) :], strict=False))
+            assert shown["speedup"] == pytest.approx(float(choice.speedup), rel=1e-3)
+            assert shown["bound"] == pytest.approx(float(choice.bound), rel=1e-3)
+    nothing = plan_page.lookup(
+        theory.Constants(n_peers=1, noise=1, bias_floor=0, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5), 9
+    )
+    assert nothing["values"]["bias"][0] == 0
+    assert nothing["values"]["peers"] == [1, 2, 3]
