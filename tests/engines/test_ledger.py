@@ -59,6 +59,20 @@ def test_chosen_batches_give_no_row_away() -> None:
     assert float((gradients.T @ mixed.solution - rows.T).norm(dim=0).min()) > 1, "no row is a mixture of answers"
 
 
+def test_what_caps_do_not_prevent() -> None:
+    """SECURITY.md says so: parameters that a single row wakes up give that row away, whatever the batch."""
+    _, rows = site(None)
+    user = coterie.User("a", rows, torch.zeros(N, 1, dtype=torch.float64))
+    model = nn.Sequential(nn.Linear(WIDTH, 1), nn.ReLU(), nn.Linear(1, 1)).double()
+    peer = Peer(user, Passes(model, nn.functional.mse_loss), Caps(gradients=1, norm=1.0, examples=N))
+    largest, second = rows[:, 0].argmax(), rows[:, 0].topk(2).values.mean()
+    point = torch.zeros(WIDTH + 3, dtype=torch.float64)
+    point[0], point[WIDTH], point[WIDTH + 1] = 1.0, -second, 1.0  # of the first column the largest passes alone
+    given = peer.answer(Request(point[None], 0, 0, N)).gradients
+    assert given is not None
+    torch.testing.assert_close(given[0, :WIDTH] / given[0, WIDTH], rows[largest])
+
+
 def test_every_batch_is_whole_blocks_of_the_least_size() -> None:
     draws = OwnDraws(b"secret", 103, least=10)
     blocks = draws._blocks
@@ -81,6 +95,12 @@ def test_a_peer_started_anew_draws_the_same_batches_and_another_draws_others(tmp
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert not torch.equal(first, answers(site(caps)[0])[0])
+
+
+def test_a_stream_draws_no_more_than_it_can_hold() -> None:
+    user = coterie.User.stream("a", lambda size, seed, step: (torch.ones(size, 2), torch.ones(size, 1)))
+    peer = Peer(user, Passes(nn.Linear(2, 1), nn.functional.mse_loss), Caps())
+    assert peer.answer(Request(torch.zeros(1, 3), 0, 0, 2**40)).refused == "it draws 1048576 examples at most"
 
 
 def test_streams_and_dropout_do_not_draw_from_user_0s_seed(tmp_path: Path) -> None:

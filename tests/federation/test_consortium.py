@@ -30,7 +30,9 @@ from coterie.data import Preparation
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.peer import Peer
+from coterie.federation.job import write_job
 from coterie.federation.participants import LOG, lead_participant, peer_of
+from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
 from coterie.recording import End
 from coterie.tables.fit import fit
@@ -252,6 +254,58 @@ def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, exam
     assert (end.step, end.stopped) == (300, None)
     lines = (folder / "sites" / sites[1] / "requests.jsonl").read_text().splitlines()
     assert len(lines) <= 300 + 30 + 2, "no more is done again than the steps since the last checkpoint"
+
+
+@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+def test_a_job_of_another_class_or_with_code_is_not_run_by_a_site(tmp_path: Path, example: ModuleType) -> None:
+    """User 0 lifts all limits of its own server, and submits jobs that would run a program at the site."""
+    folder, marker = tmp_path / "trial", tmp_path / "taken over"
+    tables = example.hospitals(None)
+    example.set_up(folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--own-examples", "40"])
+    lift(folder / "server" / "local")
+    program = {"path": "subprocess.Popen", "args": {"args": ["touch", str(marker)]}}
+    with example.started(*example.commands(folder, ["hungarian"])):
+        said = folder / "sites" / "hungarian" / "said.txt"
+        until(lambda: "Successfully registered" in said.read_text(), "connecting")
+        for name, component, code in (
+            ("class", program, ""),
+            ("code", {"path": "evil.Evil", "args": {}}, str(marker)),
+        ):
+            job = write_job(tmp_path / "jobs", name)
+            path = job / "app" / "config" / "config_fed_client.json"
+            config = json.loads(path.read_text())
+            config["components"] = [{"id": "_client", **component}]
+            path.write_text(json.dumps(config))
+            if code:
+                (job / "app" / "custom").mkdir()
+                text = f"import pathlib\npathlib.Path({code!r}).touch()\nclass Evil: pass\n"
+                (job / "app" / "custom" / "evil.py").write_text(text)
+            assert "COMPLETED" not in status_of(job, folder / "lead")
+    assert not marker.exists()
+
+
+def status_of(job: Path, lead: Path) -> str:
+    """Submit a job, and return how it ends."""
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    session = new_secure_session(LEAD, str(lead), timeout=60)
+    try:
+        submitted = session.submit_job(str(job))
+        until(lambda: str(session.get_job_meta(submitted)["status"]).startswith("FINISHED"), "its end", 180)
+        return str(session.get_job_meta(submitted)["status"])
+    finally:
+        session.close()
+
+
+def lift(local: Path) -> None:
+    """Take away what coterie limits at a participant that NVFLARE has."""
+    resources = json.loads((local / "resources.json").read_text())
+    resources["class_list_enforcement_mode"] = "warn"
+    resources["class_allow_list"] += ["subprocess.Popen", "evil.Evil"]
+    (local / "resources.json").write_text(json.dumps(resources))
+    rights = json.loads((local / "authorization.json").read_text())
+    rights["permissions"]["lead"] = "any"
+    (local / "authorization.json").write_text(json.dumps(rights))
 
 
 def answers_without_certificate(port: int) -> bool:

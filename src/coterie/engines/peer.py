@@ -32,6 +32,9 @@ from coterie.users.user import User
 MAX_STEP = 2**62
 """The steps that can be asked for end here, far beyond any run."""
 
+MAX_STREAMED = 2**20
+"""How many new examples a stream may be asked for at once."""
+
 MAX_POINTS = 16
 """At how many points one request may ask for gradients."""
 
@@ -205,8 +208,8 @@ class Peer:
             return f"a point must be {size} finite floating-point numbers"
         if len(points) > MAX_POINTS:
             return f"it answers at {MAX_POINTS} points at most"
-        if not 0 <= request.step < MAX_STEP or request.batch_size < 1 or not -(2**63) <= request.seed < 2**64:
-            return "step, seed and batch size must be whole numbers"
+        if wrong := self._wrong_numbers(request):
+            return wrong
         if request.buffers:
             ours = dict(self.passes.model.named_buffers())
             for name, rows in request.buffers.items():
@@ -214,6 +217,14 @@ class Peer:
                     return "its model has other buffers"
         if request.frozen is not None and request.frozen != self.frozen:
             return "its model has other frozen parameters"
+        return None
+
+    def _wrong_numbers(self, request: Request) -> str | None:
+        """Return what is wrong with the step, the seed or the size of the batch, if anything is."""
+        if not 0 <= request.step < MAX_STEP or request.batch_size < 1 or not -(2**63) <= request.seed < 2**64:
+            return "step, seed and batch size must be whole numbers"
+        if self.user.is_stream and request.batch_size > MAX_STREAMED:
+            return f"it draws {MAX_STREAMED} examples at most"
         return None
 
     def _exceeded_cap(self, request: Request) -> str | None:
