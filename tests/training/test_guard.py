@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.errors import GradientError, KnobError
 from coterie.evaluation.evaluate import example_losses
+from coterie.training.guard import BY_CHANCE, worse_by_chance
 from coterie.users.examples import InMemory
 
 N_HELD_OUT = 150
@@ -42,7 +43,7 @@ def model() -> nn.Module:
     return nn.Linear(4, 2)
 
 
-def run(me: coterie.User, kind: str, rule: coterie.Rule | None = None, **settings: Any) -> coterie.Run:
+def run(me: coterie.User, kind: str, rule: Any = None, **settings: Any) -> coterie.Run:
     rule = rule or coterie.WeightedAveraging(0.9)
     settings = {"lr": 0.1, "steps": 120, "batch_size": 8, "evaluate_every": 5} | settings
     return coterie.train(model(), cross_entropy, me, peers(kind), rule, **settings)
@@ -101,7 +102,7 @@ def test_harmful_peers_are_listened_to_less_and_less(me: coterie.User) -> None:
 
 
 def test_peers_that_lead_to_infinity_do_not_end_the_run(me: coterie.User) -> None:
-    overflowing: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 1e10}
+    overflowing: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 1e10, "norm_bound": None}
     with pytest.raises(GradientError):
         run(me, "astray", guard="off", **overflowing)
     found, alone = run(me, "astray", **overflowing), run(me, "astray", coterie.Alone(), **overflowing)
@@ -123,22 +124,72 @@ def test_a_guarded_run_resumes_to_the_same_bits(me: coterie.User, tmp_path: Path
         assert torch.equal(ours, theirs)
 
 
-def test_it_is_on_where_there_is_enough_to_judge_by_and_says_so(me: coterie.User) -> None:
-    few = coterie.User("me", *examples(12, 0), validation=examples(99, 1))
+def test_it_is_on_with_any_validation_examples_and_says_so(me: coterie.User) -> None:
+    few, none = (coterie.User("me", *examples(12, 0), validation=held) for held in (examples(1, 1), None))
 
     def said(user: coterie.User, **settings: Any) -> str:
         return str(run(user, "honest", steps=5, **settings).record.configuration.guard)
 
-    assert said(few) == "off: 99 validation examples, fewer than 100"
+    assert said(few) == "held-out: 1 validation examples"
     assert said(me) == "held-out: 150 validation examples"
-    assert said(few, guard="held-out") == "held-out: 99 validation examples"
-    assert said(me, rule=coterie.Alone()) == "off"
+    assert said(none) == "off: no validation examples"
+    assert said(none, rule=coterie.AdaptiveAveraging()).endswith("own examples held out in turn instead")
+    assert said(me, guard="off") == said(me, rule=coterie.Alone()) == "off"
+
+
+@pytest.mark.parametrize("n", [1, 4, 12])
+def test_with_few_examples_the_better_of_the_two_is_served_too(n: int) -> None:
+    few = coterie.User("me", *examples(12, 0), validation=examples(n, 1))
+    for rule in (coterie.WeightedAveraging(0.9), coterie.AdaptiveAveraging()):
+        found = run(few, "wrong", rule)
+        assert found.alone is not None
+        alone = coterie.evaluate(found.alone, cross_entropy, few.validation)["loss"]  # type: ignore[arg-type]
+        assert held_out_loss(found, few) <= alone + 1e-6
+
+
+def differences(kind: str, n: int, random: np.random.Generator, looks: int) -> np.ndarray[Any, Any]:
+    """Return how much worse each of n examples is at each look, of mean 0: at every look anew, or drifting."""
+    shape = looks, n
+    if kind == "heavy":
+        return random.standard_t(4, shape)
+    if kind == "lopsided":
+        return random.exponential(size=shape) - 1
+    normal = random.normal(size=shape)
+    if (
+        kind == "lopsided otherwise"
+    ):  # the same examples at all looks: with fresh ones Student's t would be too bold
+        return (1 - random.exponential(size=n)) * np.linspace(0.5, 1.5, looks)[:, None] + normal.cumsum(0) / 20
+    return normal if kind == "normal" else normal.cumsum(0) / 3
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "lopsided", "lopsided otherwise", "drifting"])
+@pytest.mark.parametrize("n", [3, 10, 40, 200])
+def test_how_often_chance_restarts_a_run(kind: str, n: int) -> None:
+    """Of 400 runs of 51 comparisons whose peers do no harm no more than the stated share is restarted."""
+    random, looks, restarted = np.random.default_rng(n), 51, 0
+    for _ in range(400):
+        change = differences(kind, n, random, looks)
+        errors = change.std(1, ddof=1) / np.sqrt(n)
+        chances = [worse_by_chance(d, e, n) for d, e in zip(change.mean(1).tolist(), errors.tolist(), strict=True)]
+        restarted += min(chances) < BY_CHANCE / looks
+    assert restarted <= 400 * BY_CHANCE + 3 * np.sqrt(400 * BY_CHANCE)
+
+
+def test_what_is_worse_is_seen() -> None:
+    random = np.random.default_rng(0)
+    seen = 0
+    for _ in range(100):
+        change = random.normal(0.5, 1.0, 100)  # five standard errors
+        seen += worse_by_chance(change.mean(), change.std(ddof=1) / 10, 100) < BY_CHANCE / 51
+    assert seen > 90
+    assert worse_by_chance(np.nan, np.nan, 50) == worse_by_chance(np.inf, np.nan, 50) == 0
+    assert worse_by_chance(1.0, np.inf, 1) == worse_by_chance(-1.0, 0.1, 50) == 1
 
 
 def test_errors(me: coterie.User) -> None:
     with pytest.raises(KnobError, match='`guard` must be "auto", "held-out" or "off", got \'maybe\''):
         run(me, "honest", guard="maybe")
-    with pytest.raises(KnobError, match="'me' has 0 validation examples"):
+    with pytest.raises(KnobError, match="'me' has no validation examples"):
         run(coterie.User("me", *examples(12, 0)), "honest", guard="held-out")
 
 

@@ -50,15 +50,15 @@ class Looks:
         return losses[self.folds, torch.arange(len(self.folds))]
 
     def guarded(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
-        """Return the model, or Alone at its best look where its validation loss is lower; see `Learner.served`."""
+        """Return the model, or the one trained alone where its validation loss is lower; see `Learner.served`."""
         model = copied(self.spec.model)
         if self.chosen is None or self.spec.me.validation is None:
             return model, {}, None
-        point = self.points.start()[None]  # the model is what is served
-        ours = self.points.losses(point, self.spec.me.validation)[0].numpy()
-        path, look = self.paths["alone"], self._best_alone()
-        theirs = path.table()[look, len(self.folds) :]
-        change, lower = ours - theirs, theirs.mean() < ours.mean()
+        # Both are means over looks chosen alike: the best of many looks would look better than it is.
+        path, frequencies = self.paths["alone"], self.chosen.frequencies["alone"]
+        points = torch.stack([self.points.start(), path.mean_point(frequencies)])  # the model is what is served
+        ours, theirs = self.points.losses(points, self.spec.me.validation).numpy()
+        change, lower = ours - theirs, not ours.mean() <= theirs.mean()
         decision = GuardDecision(
             served="alone" if lower else "collaborative",
             difference=float(change.mean()),
@@ -66,21 +66,14 @@ class Looks:
         )
         if not lower:
             return model, {}, decision
-        best = {"step": path.steps[look], "loss": float(theirs.mean())}
-        return self._with(path.points[look]), best, decision
+        best = {"step": path.steps[int(frequencies.argmax())], "loss": float(theirs.mean())}
+        return self._with(points[1]), best, decision
 
-    def alone(self, *, guarded: bool) -> nn.Module | None:
-        """Return the model trained alone: under a guard at its best look, else as its looks say."""
+    def alone(self) -> nn.Module | None:
+        """Return the model trained alone, as its looks say."""
         if self.chosen is None:
             return None
-        path = self.paths["alone"]
-        if guarded and self.spec.me.validation is not None:
-            return self._with(path.points[self._best_alone()])
-        return self._with(path.mean_point(self.chosen.frequencies["alone"]))
-
-    def _best_alone(self) -> int:
-        """Return the look of the model trained alone that has the least validation loss."""
-        return int(self.paths["alone"].table()[:, len(self.folds) :].mean(1).argmin())
+        return self._with(self.paths["alone"].mean_point(self.chosen.frequencies["alone"]))
 
     def _with(self, point: Tensor) -> nn.Module:
         """Return a copy of the model with the parameters and buffers of a point."""

@@ -219,12 +219,12 @@ class TrunkAndBranch(Learner):
                 stack.set_rates(self.optimizer)
 
     def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
-        """Return the model to serve; under a guard Alone's best look where its validation loss is lower."""
+        """Return the model to serve; under a guard the one trained alone where its validation loss is lower."""
         return self.looks.guarded() if self.guarded else (copied(self.model), {}, None)
 
     def trained_alone(self) -> nn.Module | None:
         """Return the model trained alone beside this one."""
-        return self.looks.alone(guarded=self.guarded)
+        return self.looks.alone()
 
     def _weights(self) -> list[Array]:
         """Return the peers' weights in the branch's copies, then in pooled."""

@@ -5,12 +5,17 @@ average. So user 0 also keeps a shadow, the same model trained alone, at the pri
 step. Every so often the two are compared on held-out examples; where the collaborative learner is significantly
 worse it restarts from the shadow and listens to nobody for a while, twice as long each time. What is served is
 the better of the two.
+
+Significantly: so much worse, on so few examples and seen so often, that of the runs whose peers do no harm chance
+restarts one in twenty at most. What the examples cannot show the guard does not see: a peer that holds copies of
+them can look better on them than it is.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from scipy import special
 from torch import nn
 
 from coterie.evaluation.evaluate import example_losses
@@ -20,18 +25,19 @@ from coterie.recording.result import GuardCheck, GuardDecision
 from coterie.users.examples import Examples
 from coterie.users.user import Loss
 
-MIN_HELD_OUT = 100
-"""How many held-out examples a guard needs by default: with fewer it would mostly judge noise."""
-
-WORSE_BY_ERRORS = 2.0
-"""By how many standard errors the collaborative learner must be worse to be restarted."""
+BY_CHANCE = 0.05
+"""How often a run whose peers do no harm may be restarted by chance, all comparisons of the run together."""
 
 
 class Guard:
-    """A shadow with the learner's model, optimizer and batches that follows `Alone`, and comparisons with it."""
+    """A shadow with the learner's model, optimizer and batches that follows `Alone`, and comparisons with it.
 
-    def __init__(self, shadow: Learner, loss: Loss, held_out: Examples, every: int) -> None:
+    `every` and `comparisons`: how many steps lie between two comparisons, and how many of those a run has.
+    """
+
+    def __init__(self, shadow: Learner, loss: Loss, held_out: Examples, every: int, comparisons: int) -> None:
         self.shadow, self.loss, self.held_out, self.every = shadow, loss, held_out, every
+        self.level = BY_CHANCE / comparisons  # the chances of all comparisons add up to no more
         self.restarts = 0
 
     def compare(self, ours: nn.Module, alone: nn.Module) -> tuple[float, float, float]:
@@ -45,7 +51,7 @@ class Guard:
         """Compare the collaborative learner with the shadow, and restart it where it is significantly worse."""
         difference, error, alone = self.compare(learner.model, self.shadow.model)
         self.shadow.consider(alone)
-        if not difference <= WORSE_BY_ERRORS * error:  # a loss that is not a number is worse
+        if worse_by_chance(difference, error, len(self.held_out)) < self.level:
             self.restart(learner)
         return GuardCheck(alone_loss=alone, difference=difference, error=error, restarts=self.restarts)
 
@@ -82,3 +88,20 @@ class Guard:
         """Take up a state."""
         self.shadow.load_state_dict(state["shadow"])
         self.restarts = state["restarts"]
+
+
+def worse_by_chance(difference: float, error: float, n: int) -> float:
+    """Return how often chance alone shows a loss worse by as much on n examples, by Student's t, one-sided.
+
+    n differences have one sign by chance in one case of 2ⁿ, so that nothing is rarer. A loss that is not a number
+    is worse, not by chance.
+
+    Example:
+        >>> round(worse_by_chance(0.2, 0.1, 31), 3), worse_by_chance(0.2, 0.001, 5)
+        (0.027, 0.03125)
+    """
+    if math.isnan(difference) or difference == math.inf:
+        return 0.0
+    if n < 2 or difference <= 0 or not math.isfinite(error):
+        return 1.0
+    return max(2.0**-n, float(special.stdtr(n - 1, -difference / error)) if error else 0.0)

@@ -33,7 +33,7 @@ from coterie.recording.describe import describe
 from coterie.rules import Alone, Rule
 from coterie.training.captured import Captured, block_of, warn_not_captured
 from coterie.training.choose import Followed
-from coterie.training.guard import MIN_HELD_OUT, Guard
+from coterie.training.guard import Guard
 from coterie.training.hooks import as_hook
 from coterie.users.examples import Examples, InMemory, plain_targets
 from coterie.users.user import Loss, User
@@ -292,11 +292,16 @@ def guard_mode(guard: str, spec: RunSpec) -> tuple[bool, str]:
     n = 0 if spec.me.validation is None else len(spec.me.validation)
     if guard == "off" or isinstance(spec.rule, Alone | Method):
         return False, "off"
-    if guard == "auto" and n < MIN_HELD_OUT:
-        return False, f"off: {n} validation examples, fewer than {MIN_HELD_OUT}"
-    if n < 2:
-        raise KnobError(f"a guard compares on a validation set, but {spec.me.name!r} has {n} validation examples")
+    if not n and guard == "held-out":
+        raise KnobError(f"a guard compares on a validation set, but {spec.me.name!r} has no validation examples")
+    if not n:
+        return False, "off: no validation examples" + _crossed(spec)
     return True, f"held-out: {n} validation examples"
+
+
+def _crossed(spec: RunSpec) -> str:
+    """Say what takes a guard's place without validation examples, where anything does."""
+    return ", own examples held out in turn instead" if isinstance(spec.rule, MakesLearner) else ""
 
 
 def guard_of(spec: RunSpec, costs: Costs, forward_options: ForwardOptions) -> Guard:
@@ -305,7 +310,7 @@ def guard_of(spec: RunSpec, costs: Costs, forward_options: ForwardOptions) -> Gu
     alone = replace(spec, model=model, optimizer=optimizer, peers=())
     engine = alone.in_process(forward_options=forward_options)
     shadow = Learner(alone, Alone(), engine, costs)
-    return Guard(shadow, spec.loss, cast("Examples", spec.me.validation), spec.every)
+    return Guard(shadow, spec.loss, cast("Examples", spec.me.validation), spec.every, 2 + spec.steps // spec.every)
 
 
 def captured(capture: bool | None, learner: Learner, guard: Guard | None) -> tuple[Captured | None, str]:

@@ -106,8 +106,9 @@ def train(
         resume: go on from the last checkpoint in `out`; from the start where there is none.
         progress: show a progress bar; None: when standard error is a terminal.
         guard: "held-out" keeps a model trained alone beside, compares the two on the validation set at every
-            evaluation, restarts from it where the peers do harm, and gives the better of the two; "off" does
-            not; "auto" does where there are 100 validation examples.
+            evaluation, restarts from it where the peers do harm, and gives the better of the two, for one more own
+            gradient a step; "off" does not; "auto" does where there are validation examples. The default rule
+            trains alone beside in any case, and without validation examples compares on own examples held out.
         measure: measure noise, bias and curvature before the first step, by sixteen passes over the users, and
             report them with the plan that they imply. None: where all examples are in this process.
         capture: take steps as one program that the host looks into only where something is recorded: on a GPU a
