@@ -281,7 +281,10 @@ def test_a_job_of_another_class_or_with_code_is_not_run_by_a_site(tmp_path: Path
                 text = f"import pathlib\npathlib.Path({code!r}).touch()\nclass Evil: pass\n"
                 (job / "app" / "custom" / "evil.py").write_text(text)
             assert "COMPLETED" not in status_of(job, folder / "lead")
-    assert not marker.exists()
+            assert not marker.exists()
+        lift(folder / "sites" / "hungarian" / "nvflare" / "local")  # the site's own list is what has stopped it
+        status_of(tmp_path / "jobs" / "class", folder / "lead")
+        assert marker.exists()
 
 
 def status_of(job: Path, lead: Path) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from coterie.data import read_table
+from coterie.data import Preparation, read_table
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.federation import manifest
@@ -83,31 +83,35 @@ def set_up(
     preparation = task.preparation
     model = models.build(settings.model.name, task.n_inputs, task.n_outputs)
     size = sum(tensor.numel() for tensor in model.state_dict().values())
+    kits = [_kit(site, consortium, settings, preparation, size) for site in consortium.sites]
     provision(consortium, folder, size)
     preparation.save(folder)
     (folder / FILE).write_text(_lead_file(settings), encoding="utf-8")
     fingerprints = {}
-    for site in consortium.sites:
-        place = folder / "sites" / site
-        kit = Kit(
-            consortium=consortium.name,
-            site=site,
-            lead=settings.me,
-            server=consortium.server,
-            port=consortium.port,
-            target=settings.data.target,
-            columns=(*preparation.numeric, *preparation.categorical),
-            model=settings.model.name,
-            size=size,
-            gradients=planned_gradients(settings),
-            batch_size=settings.training.batch_size,
-        )
+    for kit in kits:
+        place = folder / "sites" / kit.site
         kit.save(place)
         preparation.save(place)
         page = README.format(file=FILE, caps=SITE_CAPS, **vars(kit))
         (place / "README.md").write_text(page, encoding="utf-8")
-        fingerprints[site] = seal(place)
+        fingerprints[kit.site] = seal(place)
     return fingerprints
+
+
+def _kit(site: str, consortium: Consortium, settings: LeadSettings, preparation: Preparation, size: int) -> Kit:
+    return Kit(
+        consortium=consortium.name,
+        site=site,
+        lead=settings.me,
+        server=consortium.server,
+        port=consortium.port,
+        target=settings.data.target,
+        columns=(*preparation.numeric, *preparation.categorical),
+        model=settings.model.name,
+        size=size,
+        gradients=planned_gradients(settings),
+        batch_size=settings.training.batch_size,
+    )
 
 
 def accept(folder: Path, fingerprint: str, caps: Caps = SITE_CAPS) -> Kit:
