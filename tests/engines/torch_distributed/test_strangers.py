@@ -18,8 +18,10 @@ from tests.support import fuzz, processes
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
 
 import coterie
+from coterie.cli import app
 from coterie.engines.torch_distributed import group as torch_group
 from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
@@ -48,15 +50,15 @@ def linear() -> nn.Module:
 
 @pytest.mark.parametrize("secret", [None, b"a secret of 16 bytes"])
 def test_frames_to_a_worker(secret: bytes | None) -> None:
-    found = fuzz.frames_to_a_worker(400, secret=secret)
+    found = fuzz.frames_to_a_worker(250, secret=secret)
     assert set(found) <= {"answered", "typed"}
-    assert found["typed"] > 50
-    assert (found["answered"] > 100) == (secret is None), "what has no tag is no message of user 0's"
+    assert found["typed"] > 30
+    assert (found["answered"] > 60) == (secret is None), "what has no tag is no message of user 0's"
 
 
 @pytest.mark.parametrize("send", [fuzz.messages_to_a_site, fuzz.replies_to_user_0, fuzz.notes_of_strangers])
 def test_messages_to_sites_replies_and_notes(send: Any) -> None:
-    found = send(300)
+    found = send(150)
     assert set(found) == {"answered", "typed"}, found
 
 
@@ -134,9 +136,7 @@ def test_a_process_without_the_secret_does_not_take_part(tmp_path: Path, monkeyp
     honest = functools.partial(serve, timeout=3)
     with (
         processes.torch_distributed([honest, stranger, honest], timeout=3.0) as engine,
-        pytest.raises(
-            PeerLost, match=r"'hello/2' of rank 2 is not one that a process of this run leaves|rank 2 did"
-        ),
+        pytest.raises(PeerLost, match=r"'hello/2' of rank 2 is not one|did not come within"),
     ):
         gradients(engine, EVEN)
 
@@ -200,15 +200,15 @@ def test_which_weights_make_a_sum(what: str) -> None:
 
 def test_weights_are_brought_to_the_nearest_sum_that_peers_take_part_in() -> None:
     sums, generator = SumsOnly(), torch.Generator().manual_seed(0)
-    weights = torch.rand(500, 5, generator=generator, dtype=torch.float64) ** 8
-    weights[torch.rand(500, 5, generator=generator) < 0.2] = NAN
+    weights = torch.rand(150, 5, generator=generator, dtype=torch.float64) ** 8
+    weights[torch.rand(150, 5, generator=generator) < 0.2] = NAN
     enough = (~weights.isnan()).sum(1) >= 3
     found = sums.nearest(weights)
     assert sums.allowed(found)[enough].all()
     assert torch.equal(found.isnan(), weights.isnan())
     torch.testing.assert_close(found.nansum(1), weights.nansum(1))
     fine = sums.allowed(weights)
-    assert 20 < int(fine.sum()) < 480
+    assert 5 < int(fine.sum()) < 145
     assert torch.equal(found[fine].nan_to_num(-1), weights[fine].nan_to_num(-1))
     assert torch.equal(found[~enough].nan_to_num(-1), weights[~enough].nan_to_num(-1))
 
@@ -240,3 +240,11 @@ def test_fewer_peers_than_a_sum_must_have_are_told_before_the_run() -> None:
     for wrong in wrongs:
         with pytest.raises(KnobError):
             SumsOnly(**wrong)
+
+
+@pytest.mark.parametrize("limits", [["--max-share", "2"], ["--min-peers", "0"]], ids=" ".join)
+def test_a_worker_checks_its_limits_before_it_joins(limits: list[str], tmp_path: Path) -> None:
+    worker = ["worker", "--data", str(tmp_path / "a.csv"), "--name", "a", "--sums-only", *limits]
+    answer = CliRunner().invoke(app, worker)
+    assert answer.exit_code == 2
+    assert limits[0].removeprefix("--max-") in answer.output
