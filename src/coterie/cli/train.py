@@ -134,6 +134,7 @@ def train(
     columns: dict[str, Any] = {"user_column": user_column, "target": target, "me": me}
     columns |= {"kind": kind, "categorical": categorical or (), "own_examples": own_examples, "seed": seed}
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "batch_size": batch_size, "device": device}
+    settings["threads"] = threads
     settings |= {"trackers": tracker} if tracker else {}
     if engine != "torch" and (gather or compress):
         raise KnobError("`--gather` and `--compress` have no effect without `--engine torch`; leave them out")

@@ -45,8 +45,8 @@ def evaluate(
         >>> evaluate(model, nn.functional.mse_loss, data)
         {'loss': 2.0, 'rmse': 1.4142135623730951}
     """
-    loss = as_loss(loss)
-    with torch.no_grad(), evaluation_mode(model):
+    loss, device = as_loss(loss), next(model.parameters()).device
+    with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):  # a loss may draw, too
         parts = outputs_on(model, examples, chunk)
         if (whole := whole_of(parts)) is not None:
             return scores(*whole, loss, metrics)

@@ -53,11 +53,12 @@ def site_participant(folder: Path, settings: SiteSettings) -> Participant:
 
 def lead_participant(folder: Path, settings: LeadSettings) -> tuple[Participant, TableTask | None]:
     """Return what user 0 holds, and its task where the examples are a table's."""
-    torch.manual_seed(settings.training.seed)
-    if settings.data.loader:
-        return _loaded(folder, settings.data, settings.model), None
-    task = lead_task(_rows(folder, settings.data), settings, Preparation.load(folder))
-    return Participant(task.me, *_model(settings.model, task.preparation)), task
+    with torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
+        torch.manual_seed(settings.training.seed)
+        if settings.data.loader:
+            return _loaded(folder, settings.data, settings.model), None
+        task = lead_task(_rows(folder, settings.data), settings, Preparation.load(folder))
+        return Participant(task.me, *_model(settings.model, task.preparation)), task
 
 
 def lead_task(

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.arguments import instance, listed
 from coterie.choosing import chooser_for
+from coterie.engines.in_process.cpu_threads import cpu_threads, threads_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError
 from coterie.gradients.trained_part import copied
@@ -73,7 +74,8 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
     for some in programs.values():
         if not stopped:
             bar = progress_bar(progress, f"{len(some)} runs", some[0].spec.steps)
-            with interruptible() as interrupted, bar as show:
+            threads = cpu_threads(threads_for(None, some[0].engine))
+            with threads, interruptible() as interrupted, bar as show:
                 trained, stopped = ManyLoop(some).train(interrupted, show)
             runs |= trained
     for each, spec in zip(ready, specs, strict=True):

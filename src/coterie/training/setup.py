@@ -64,6 +64,7 @@ CHECKS: Mapping[str, Check] = {
     "guard": one_of("auto", "held-out", "off"),
     "measure": _YES_NO_AUTO,
     "capture": _YES_NO_AUTO,
+    "threads": optional(COUNT),
     "forward_options": instance(ForwardOptions, "a `coterie.ForwardOptions`", {type(None): "leave it out"}),
     "engine": Check(
         "be an engine, or a function that makes one",
@@ -88,6 +89,7 @@ class RunOptions:
     capture: bool | None = None
     forward_options: ForwardOptions = DEFAULT_FORWARD
     engine: Engine | MakeEngine = InProcess
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)

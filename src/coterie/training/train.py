@@ -14,6 +14,7 @@ from torch import nn
 from coterie.arguments import COUNT
 from coterie.choosing import Chooser, MakesLearner
 from coterie.engines.engine import Engine, MakeEngine
+from coterie.engines.in_process.cpu_threads import cpu_threads, threads_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import KnobError
@@ -64,6 +65,7 @@ def train(
     capture: bool | None = None,
     forward_options: ForwardOptions = DEFAULT_FORWARD,
     engine: Engine | MakeEngine = InProcess,
+    threads: int | None = None,
 ) -> Run:
     """Train a personal model for user 0 with its peers' gradients.
 
@@ -117,6 +119,8 @@ def train(
         forward_options: autocast, channels last and `torch.compile` for training; see `ForwardOptions`.
         engine: where the users are: `InProcess`, another function that makes an engine over this run's model
             and users, which is closed at the end, or an engine.
+        threads: CPU threads of torch while the run goes on. None: one where passes are small, so that threads would
+            only wait for each other, else as many as torch has.
 
     Example:
         >>> import coterie
@@ -134,7 +138,7 @@ def train(
     if epochs is not None:
         spec = replace(spec, steps=_steps_in(epochs, spec))
     options = RunOptions(
-        out, trackers, checkpoint_every, resume, progress, guard, measure, capture, forward_options, engine
+        out, trackers, checkpoint_every, resume, progress, guard, measure, capture, forward_options, engine, threads
     )
     return train_spec(spec, options)
 
@@ -161,6 +165,7 @@ def train_spec(spec: RunSpec, options: RunOptions) -> Run:
     guarded, guard = setup.guard_mode(options.guard, spec)
     with ExitStack() as held, ExitStack() as stack:
         engine = setup.opened(spec, options, stack)
+        held.enter_context(cpu_threads(threads_for(options.threads, engine)))
         data = "" if folder is None else " ".join(user.fingerprint() for user in (spec.me, *spec.peers))
         frozen = "" if folder is None else setup.frozen_part(spec)
         configuration = setup.configuration_of(spec, engine, guard=guard, data=data, frozen=frozen)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from coterie.errors import DataError, blaming
 from coterie.users.reading import Collate, as_tree_pair, collated, pair_of
+from coterie.users.sampling import seeded
 from coterie.users.trees import NOTHING, Tree, device_of, leaves, mapped, n_rows
 
 
@@ -106,7 +107,7 @@ class FromStream:
 
     def fresh(self, size: int, seed: int, step: int, whose: str) -> tuple[Tree, Tree]:
         """Return a batch of new examples."""
-        with blaming(f"the stream of {whose}"):
+        with blaming(f"the stream of {whose}"), seeded(seed, "stream", step):
             drawn = self.draw(size, seed, step)
         inputs, targets = as_tree_pair(drawn, whose)
         for what, tree in (("inputs", inputs), ("targets", targets)):

@@ -2,8 +2,11 @@
 
 import contextlib
 import hashlib
+import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +109,37 @@ def _mix(z: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np
     return z ^ (z >> np.uint64(31))
 
 
+class _Shared:
+    """What all threads share."""
+
+    lock = threading.RLock()
+
+    @classmethod
+    def renew(cls) -> None:
+        """Forget who held the lock: the thread is not in a process that is forked."""
+        cls.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_Shared.renew)
+
+
+def one_thread() -> AbstractContextManager[object]:
+    """Return the lock to hold while something is changed that all threads share, such as a global generator."""
+    return _Shared.lock
+
+
 @contextlib.contextmanager
 def seeded(seed: int, name: str, step: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed the generators of torch, NumPy and Python by (seed, user, step) inside, and restore them afterwards."""
+    """Seed the generators of torch, NumPy and Python by (seed, user, step) inside, and restore them afterwards.
+
+    Inside, other threads wait that want the same, so that none draws another's numbers.
+    """
+    with one_thread(), _seeded(seed, name, step, device):
+        yield
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, name: str, step: int, device: torch.device | None) -> Iterator[None]:
     key = random_key(seed, f"{name}/{step}")
     on_gpu = device is not None and device.type == "cuda"
     before, numpy_before = random.getstate(), np.random.get_state()  # transforms use it

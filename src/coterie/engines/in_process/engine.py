@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from coterie.arguments import COUNT, SEED
 from coterie.engines.engine import NOT_IN_MEMORY, Capabilities
 from coterie.engines.in_process.copies import Copies
+from coterie.engines.in_process.cpu_threads import operations
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.model_support import check_classes, probe
 from coterie.engines.in_process.passes import Passes, Weights
@@ -91,6 +92,14 @@ class InProcess:
         self._tau: tuple[Any, Weights] | None = None
         check_classes(loss, self._output, [me, *peers])
         self.passes.set_forward_options(forward_options)
+
+    def operations(self) -> float:
+        """Return about how many operations a forward pass over everybody's batches takes, on a CPU."""
+        if self.parameters.device.type != "cpu":
+            return 0.0
+        with seeded(self.seed, self.me, 0):
+            inputs, _ = self.sampler.one(self.me, 0)
+            return operations(self.passes, self.parameters.vector(), inputs) * (1 + len(self.names))
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""

@@ -1,11 +1,14 @@
 """How users may share a pass through a model, learned by trying it once on real batches before training."""
 
 import contextlib
+import random
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,8 +18,10 @@ from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches
 from coterie.errors import ModelError
+from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import PerExample, ignored_class, is_over_classes, known_per_example, simplest
 from coterie.users.examples import InMemory, plain_targets
+from coterie.users.sampling import one_thread
 from coterie.users.trees import Tree, described, has_rows, joined, leaves, mapped, n_rows
 from coterie.users.user import Loss, User
 
@@ -44,14 +49,31 @@ class ModelSupport:
 def full_precision() -> Iterator[None]:
     """Switch TensorFloat32 off: with it, two ways to compute the same numbers differ by hundredths."""
     places: tuple[Any, Any] = (torch.backends.cudnn, torch.backends.cuda.matmul)
-    before = [place.allow_tf32 for place in places]
-    for place in places:
-        place.allow_tf32 = False
-    try:
+    with one_thread():
+        before = [place.allow_tf32 for place in places]
+        for place in places:
+            place.allow_tf32 = False
+        try:
+            yield
+        finally:
+            for place, allowed in zip(places, before, strict=True):
+                place.allow_tf32 = allowed
+
+
+@contextlib.contextmanager
+def warnings_as_errors() -> Iterator[None]:
+    """Let what this thread is warned of be an error inside; other threads are warned as ever."""
+    mine, otherwise = threading.get_ident(), warnings.showwarning
+
+    def show(message: Warning | str, *about: Any, **more: Any) -> None:
+        if threading.get_ident() == mine and isinstance(message, Warning):
+            raise message
+        otherwise(message, *about, **more)
+
+    with one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
         yield
-    finally:
-        for place, allowed in zip(places, before, strict=True):
-            place.allow_tf32 = allowed
 
 
 @full_precision()
@@ -63,9 +85,10 @@ def probe(
     before, random_before = passes.buffers(), _random_state(x.device)
     buffers = passes.buffers()
     output = _check_fit(passes, x, inputs, targets, buffers)
-    random = not torch.equal(random_before, _random_state(x.device))
+    _try_evaluation(passes, x, inputs)
+    draws = random_before != _random_state(x.device)
     moves_buffers = any(not torch.equal(before[name], buffers[name]) for name in before)
-    if random:
+    if draws:
         one_by_one: str | None = "the model draws random numbers, which belong to (seed, user, step)"
     elif moves_buffers:
         one_by_one = "the model moves its buffers, which only user 0 may"
@@ -85,7 +108,7 @@ def probe(
         _try_by_layer(passes, x, inputs, targets)
         if loop is not None and passes.per_example is not None:
             not_stacked = _why_not_stacked(passes, x, inputs, targets, loop)
-    return output, ModelSupport(one_by_one, loop, not_stacked, moves_buffers, random)
+    return output, ModelSupport(one_by_one, loop, not_stacked, moves_buffers, draws)
 
 
 def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
@@ -118,8 +141,7 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: 
     given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     about = f"the model's output ({given}) does not fit the loss with targets {described(targets)}"
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch only warns where mse_loss would broadcast wrongly
+        with torch.no_grad(), warnings_as_errors():  # torch only warns where mse_loss would broadcast wrongly
             loss = passes.loss(output, targets)
     except Exception as error:
         part = "" if isinstance(output, Tensor) else ", such as `lambda output, y: loss(output.logits, y)`"
@@ -139,6 +161,12 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: 
     except Exception as error:
         raise ModelError(f"the loss of the model's output has no gradient: {error}") from error
     return output
+
+
+def _try_evaluation(passes: Passes, x: Tensor, inputs: Tree) -> None:
+    """Pass a batch in evaluation mode, in which some models draw random numbers, and not in training."""
+    with contextlib.suppress(Exception), torch.no_grad(), evaluation_mode(passes.model):
+        passes.output(x, inputs, passes.buffers())  # what fails is told where the model is evaluated
 
 
 def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tree, output: Any, targets: Tree) -> str | None:
@@ -171,8 +199,7 @@ def _why_loop(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> str | N
     """Return why `vmap` cannot compute rows; note on `passes` whether it can map the loss alone."""
     twice = Batches([0, 1], joined([inputs, inputs]), joined([targets, targets]))
     why = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # vmap warns where it would fall back to a slow loop of its own
+    with warnings_as_errors():  # vmap warns where it would fall back to a slow loop of its own
         try:
             passes.average(x, [twice], Weights.of([0.5, 0.5], [twice], x))
         except Exception:  # a loss may fail under vmap in any way; the loop then serves
@@ -257,6 +284,9 @@ def _per_example(loss: Loss, users: Sequence[User]) -> PerExample | None:
     return plain
 
 
-def _random_state(device: torch.device) -> Tensor:
-    state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
+def _random_state(device: torch.device) -> tuple[object, ...]:
+    """Return where all global generators are."""
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    tensors = [state.numpy().tobytes() for state in (torch.get_rng_state(), *on_gpu)]
+    numpy: Any = np.random.get_state()
+    return (*tensors, numpy[1].tobytes(), *numpy[2:], random.getstate())
