@@ -225,8 +225,7 @@ def _why_not_stacked(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, loo
     points = torch.stack([x, 1.01 * x])
     n = n_rows(inputs)
     passes.batches_apart = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as_errors():
         for plain in (False, True):
             passes.plain_attention = plain
             try:
