@@ -144,7 +144,7 @@ TRAIN: dict[str, list[Any]] = {
     "resume": ["yes", 1, None],
     "progress": ["yes", 1],
     "guard": ["on", None, True, 3, ["off"]],
-    "measure": ["yes", None, 1],
+    "measure": ["yes", 1],
     "capture": ["x", 1, 0.0],
     "forward_options": [None, "bf16", torch.bfloat16, {}],
     "engine": [None, "torch", 3, lambda *_, **__: None, [coterie.InProcess]],
