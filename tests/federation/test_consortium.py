@@ -82,7 +82,7 @@ def end_of(folder: Path) -> End:
 
 def site_in_this_process(kit: Path, copy: Path) -> Peer:
     """Return a peer with a site's rows and caps that draws by the site's secret."""
-    shutil.copytree(kit, copy, ignore=lambda *_: [LOG])
+    shutil.copytree(kit, copy, ignore=lambda *_: [LOG, f"{LOG}.count"])
     return peer_of(copy)
 
 
