@@ -24,7 +24,7 @@ def run(path: Path, folder: Path) -> str:
     return result.stdout
 
 
-SLOW = {"cluster", "consortium"}  # have tests of their own
+SLOW = {"cluster", "consortium", "adapter"}  # have tests of their own
 
 
 @pytest.mark.parametrize(

@@ -229,3 +229,29 @@ def test_wrong_uses_are_named() -> None:
 
     with pytest.raises(KnobError, match="let the peers give rows"):
         adaptive(user("me", 10, TRUTH), alike(1), engine=Elsewhere())
+
+
+def test_what_it_will_cost_is_told_before(capsys: pytest.CaptureFixture[str]) -> None:
+    users = [coterie.User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
+    spec = coterie.RunSpec(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:], steps=50)
+    before = [p.clone() for p in spec.model.parameters()]
+    thorough, cheap = (coterie.AdaptiveAveraging(budget).expected_cost(spec) for budget in (None, 3))
+    assert (thorough.runs, thorough.own_runs) == (4.5, 6)
+    assert (cheap.runs, cheap.own_runs) == (3, 4.5)
+    assert "4.5 runs of the peers' gradients" in str(thorough)
+    assert all(torch.equal(a, b) for a, b in zip(before, spec.model.parameters(), strict=True))
+    how: dict[str, Any] = {"steps": 2, "progress": True}
+    for rule, told in ((None, "asks for 3"), (coterie.AdaptiveAveraging(3), "3 times"), (coterie.Alone(), "")):
+        coterie.train(spec.model, spec.loss, users[0], users[1:], rule, **how)
+        shown = capsys.readouterr().err
+        assert told in shown
+        assert ("adaptive averaging asks the peers" in shown) is bool(told)
+
+
+def test_gradients_asked_are_those_expected() -> None:
+    """The estimate of runs, against the gradients that the record counts."""
+    users = [coterie.User(name, torch.randn(30, 2), torch.randn(30, 1)) for name in ("me", "a", "b")]
+    run = coterie.train(
+        torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:], steps=200, measure=False
+    )
+    assert run.record.end.account["cost"]["runs"] == pytest.approx(coterie.AdaptiveAveraging().plan.cost, abs=0.05)

@@ -1,5 +1,7 @@
 """Adaptive averaging: whom to listen to, and until when, found from user 0's own examples while it trains."""
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +10,11 @@ from coterie.arguments import optional, real
 from coterie.choosing.chooser import Choice
 from coterie.choosing.looks import Looks, split
 from coterie.choosing.repeated_steps import RepeatedSteps
-from coterie.choosing.trunk_and_branch import TrunkAndBranch
+from coterie.choosing.trunk_and_branch import LOOKS, TrunkAndBranch
 from coterie.engines.capabilities import AsksAtPoints, Stackable, require
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.forward_options import ForwardOptions
+from coterie.gradients.parameters import Parameters
 from coterie.learners.blocks import Block, StackBlock
 from coterie.learners.capturable import why_not_capturable
 from coterie.learners.learner import Learner
@@ -40,6 +43,23 @@ class Plan:
 
 PLANS = (Plan(3, nested=True), Plan(3, nested=False), Plan(2, nested=False))
 """From thorough to cheap: 4.5, 3.5 and 3 runs."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a run is expected to cost, from two steps that change nothing."""
+
+    runs: float  # how many gradients of each peer, in those of a run by `WeightedAveraging`
+    own_runs: float  # the same of user 0
+    seconds: float  # about, in this process
+    averaging_seconds: float  # of the same steps by `WeightedAveraging`
+
+    def __str__(self) -> str:
+        ratio = self.seconds / max(self.averaging_seconds, 1e-9)
+        return (
+            f"about {self.seconds:.3g} s, {ratio:.2g} times the {self.averaging_seconds:.3g} s of averaging "
+            f"({self.runs:g} runs of the peers' gradients and {self.own_runs:g} of the own)"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,6 +105,35 @@ class AdaptiveAveraging:
         """The most thorough plan that the budget allows."""
         return next(plan for plan in PLANS if self.budget is None or plan.cost <= self.budget)
 
+    def cost_in_words(self) -> str:
+        """Return in a line what this asks of the peers, and how to lower it."""
+        cheaper = [plan.cost for plan in PLANS if plan.cost < self.plan.cost]
+        lower = f"; `AdaptiveAveraging(budget={min(cheaper):g})` asks for {min(cheaper):g}" if cheaper else ""
+        return f"adaptive averaging asks the peers for {self.plan.cost:g} times the gradients of one run{lower}"
+
+    def expected_cost(self, spec: RunSpec) -> Expected:
+        """Return what a run by this rule will cost, without running it: passes of two steps are timed.
+
+        Example:
+            >>> import torch, coterie
+            >>> users = [coterie.User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
+            >>> loss = torch.nn.functional.mse_loss
+            >>> spec = coterie.RunSpec(torch.nn.Linear(2, 1), loss, users[0], users[1:], steps=100)
+            >>> expected = AdaptiveAveraging(budget=3).expected_cost(spec)
+            >>> expected.runs, expected.own_runs, expected.seconds > expected.averaging_seconds > 0
+            (3.0, 4.5, True)
+        """
+        ready = spec.prepared()
+        engine, x = ready.in_process(), Parameters(ready.model).vector()
+        weights = weights_over(None, engine.names)
+        own, whole = (_seconds(engine, x, asked) for asked in ({}, weights))
+        folds, runs = self.plan.folds, self.plan.cost
+        own_runs = 1.5 * (folds + 1)  # Alone's copies in all steps, the branch's in half of them
+        judging = len(spec.me) + (0 if spec.me.validation is None else len(spec.me.validation))
+        looks = LOOKS * (1.5 * folds + 2) * judging / min(spec.batch_size, len(spec.me)) / 3  # forward passes only
+        seconds = spec.steps * (own_runs * own + runs * max(whole - own, 0.0)) + looks * own
+        return Expected(runs, own_runs, seconds, spec.steps * whole)
+
     def check(self, engine: Engine) -> None:
         """Refuse an engine that has no peers, or cannot give what this needs."""
         weights_over(None, engine.names)
@@ -127,3 +176,13 @@ class AdaptiveAveraging:
         if not isinstance(learner.points, PointsTogether):
             return "gradients at several points are computed one after the other"
         return why_not_capturable(learner.optimizer) or StackBlock(RepeatedSteps(learner, learner.points))
+
+
+def _seconds(engine: Engine, x: torch.Tensor, weights: Mapping[str, float]) -> float:
+    """Return how long a step takes, the faster of two; the first may set things up."""
+    times = []
+    for step in range(2):
+        began = time.perf_counter()
+        float(engine.gradients(x, step, weights).own.sum())  # waits for a GPU
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -34,6 +34,14 @@ class Chooser(Protocol):
 
 
 @runtime_checkable
+class TellsCost(Protocol):
+    """What asks more of the peers than the training itself, and says so before."""
+
+    def cost_in_words(self) -> str:
+        """Return in a line what it will ask, and how to lower that."""
+
+
+@runtime_checkable
 class MakesLearner(Protocol):
     """What takes the steps of a run in its own way, by a learner of its own kind, such as `AdaptiveAveraging`."""
 

@@ -1,10 +1,12 @@
 """Hooks: what is called while a run goes on. TensorBoard and the progress bar are hooks too."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from coterie.choosing.chooser import TellsCost
 from coterie.errors import KnobError, UserCodeError, blaming
 from coterie.learners.spec import RunSpec
 from coterie.recording.configuration import Configuration
@@ -107,7 +109,9 @@ class ProgressHook(Hook):
         self._wanted, self._stack = wanted, stack
 
     def on_start(self, start: Start) -> None:
-        """Open the bar."""
+        """Say what a rule will cost that asks much, and open the bar."""
+        if isinstance(start.rule, TellsCost) and (sys.stderr.isatty() if self._wanted is None else self._wanted):
+            print(start.rule.cost_in_words(), file=sys.stderr)
         bar = progress_bar(self._wanted, type(start.rule).__name__, start.spec.steps)
         self._show = self._stack.enter_context(bar)
 

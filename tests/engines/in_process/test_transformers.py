@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -108,7 +112,7 @@ def test_copies_of_an_adapter_are_passed_together(masked: bool) -> None:
         return f.cross_entropy(output.logits.transpose(1, 2), targets)
 
     fast, slow = (
-        coterie.train(model, loss, me, peers, steps=6, batch_size=4, lr=0.05, measure=False)
+        coterie.train(model, loss, me, peers, steps=4, batch_size=4, lr=0.05, measure=False)
         for loss in (of_words, mean)
     )
     assert fast.record.end.account["tau"] == pytest.approx(slow.record.end.account["tau"], rel=1e-6)
@@ -167,3 +171,26 @@ def test_rows_of_a_data_set() -> None:
     inputs, targets = user.batch(2, seed=0, step=0)
     assert inputs["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
     assert targets.tolist() == [0, 1]
+
+
+def test_the_example_of_a_personal_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two plays of seven speakers with little to say; the example reads them, trains three adapters and tells."""
+    root = ElementTree.Element("PLAY")
+    for speaker in ["MACBETH", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX"]:
+        for turn in range(60):
+            speech = ElementTree.SubElement(root, "SPEECH")
+            ElementTree.SubElement(speech, "SPEAKER").text = speaker
+            ElementTree.SubElement(speech, "LINE").text = f"my name is {speaker.lower()}, said {turn} times over"
+    with zipfile.ZipFile(tmp_path / "shakespeare.zip", "w") as archive:
+        for play in ("macbeth", "other"):
+            archive.writestr(f"{play}.xml", ElementTree.tostring(root))
+    path = Path(__file__).parents[3] / "examples" / "adapter.py"
+    spec = importlib.util.spec_from_file_location("adapter", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.main([str(tmp_path), "--steps", "3", "--base-steps", "2"])
+    out = capsys.readouterr().out
+    assert "40 sequences; with " in out
+    assert [line.split()[0] for line in out.splitlines()[3:6]] == ["alone", "pooled", "default"]
