@@ -1,15 +1,15 @@
 """What the default rule costs beside weighted averaging, for models that could not share passes before.
 
-    OMP_NUM_THREADS=1 python benchmarks/any_model.py [llama] [cnn] [weighted] [lstm]
+    OMP_NUM_THREADS=1 python benchmarks/any_model.py [llama] [cnn] [weighted] [lstm] [--repeats 3]
 
-Each line is one case, with both sides in one run: seconds of one CPU thread, medians of three runs, and their
+Each line is one case, with both sides in one run: seconds of one CPU thread, the medians of the repeats, and their
 ratio. `llama` needs transformers and peft.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 import coterie
-
-REPEATS = 3
 
 
 def llama() -> tuple[nn.Module, Any, list[coterie.User], dict[str, Any]]:
@@ -96,12 +94,16 @@ def _name(k: int) -> str:
     return "me" if not k else f"peer {k}"
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Time the cases named, or all."""
-    for name in names or CASES:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=", ".join(CASES))
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args()
+    for name in asked.cases or CASES:
         model, loss, users, how = CASES[name]()
         seconds: dict[str, list[float]] = {"averaging": [], "default": []}
-        for repeat in range(1 + REPEATS):
+        for repeat in range(1 + asked.repeats):
             for side, rule in (("averaging", coterie.WeightedAveraging(0.5)), ("default", None)):
                 steps = how["steps"] if repeat else 2  # libraries set up what they need first
                 began = time.process_time()
@@ -121,4 +123,4 @@ def main(names: list[str]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    main(sys.argv[1:])
+    main()
