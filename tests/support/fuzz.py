@@ -26,8 +26,8 @@ import coterie
 from coterie.engines.flare.messages import answer_message, read_reply
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
-from coterie.engines.torch_distributed.engine import _HELLO
 from coterie.engines.torch_distributed.group import Group
+from coterie.engines.torch_distributed.hellos import HELLO, check_hellos, strictest
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Wire
 from coterie.engines.torch_distributed.worker import _Worker
@@ -202,14 +202,18 @@ def notes_of_strangers(n: int, seed: int = 0, secret: bytes | None = None) -> Co
     """Leave wrong notes in the place of user 0's and of the peers'."""
     rng, found = np.random.default_rng(seed), Counter[str]()
     odd: list[Any] = [0, -1, 2**70, 1.5, True, None, "", "x", "gloo", [], {}, [[]], {"refused": "\x1b[2J"}]
-    hello = {"name": "a", "examples": 3, "data": "", "size": 3, "dtype": "torch.float32", "sums_only": None}
+    odd += [[1, 0.5], [1, 2], [3, 0.5], [None, 1], ["x", "y"], [1, None], [1, 1, 1], [True, True]]
+    wire = Wire(model(), 1, None, moves_buffers=True, backend="gloo")
+    hello = {"name": "a", "examples": 3, "data": "", "size": wire.size, "dtype": "torch.float32", "sums_only": None}
     notes: dict[str, dict[str, Any]] = {"run": RUN, "go": GO, "hello/1": hello | {"refused": None}}
 
     def read(key: str, data: bytes) -> None:
         if key == "hello/1":
             group = Group(HashStore(), 0, 2, 0.1, secret)
             group.store.set(key, data)  # type: ignore[arg-type]  # it takes bytes
-            group.read_note(key, "rank 1", **_HELLO)
+            said = group.read_note(key, "rank 1", **HELLO)
+            check_hellos("me", wire, [said], [])
+            strictest([said])
         else:
             with worker(secret, {key: data}):
                 pass

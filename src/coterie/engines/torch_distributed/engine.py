@@ -20,21 +20,18 @@ from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.sketch import sketch_size
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
+from coterie.engines.torch_distributed.hellos import HELLO, check_hellos, strictest
 from coterie.engines.torch_distributed.reading import Reading
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
-from coterie.engines.torch_distributed.sums import SumsOnly
 from coterie.engines.torch_distributed.wire import Compress, Notes, Wire, relative_error
 from coterie.engines.torch_distributed.worker import serve
-from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost, printable
+from coterie.errors import CoterieError, KnobError, PeerLost
 from coterie.gradients.gradients import Gradients
 from coterie.recording.traffic import Traffic
-from coterie.users.user import Loss, User, check_names
+from coterie.users.user import Loss, User
 
 __all__ = ["TorchDistributed", "join", "serve"]
-
-_HELLO: dict[str, Any] = {"name": str, "examples": int | str, "data": str, "size": int, "dtype": str}
-_HELLO |= {"sums_only": list | None, "refused": str | None}
 
 
 class TorchDistributed:
@@ -87,7 +84,7 @@ class TorchDistributed:
         self.group.leave_note("run", run | {"moves_buffers": moves, "backend": self.backend})
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
-        self.sums_only = _strictest(self.hellos)
+        self.sums_only = strictest(self.hellos)
         self.capabilities = self._capabilities()
         self._reading = Reading(self.wire, self.names, compress)
         self._traffic = {name: Traffic() for name in (self.me, *self.names)}
@@ -210,9 +207,9 @@ class TorchDistributed:
 
     def _meet(self, expected: Sequence[str]) -> list[dict[str, Any]]:
         """Return what each peer says of itself, once all are there and fit together."""
-        hellos = [self.group.read_note(f"hello/{rank}", f"rank {rank}", **_HELLO) for rank in self.group.others]
+        hellos = [self.group.read_note(f"hello/{rank}", f"rank {rank}", **HELLO) for rank in self.group.others]
         try:
-            _check(self.me, self.wire, hellos, expected)
+            check_hellos(self.me, self.wire, hellos, expected)
             if self.gather and any(hello["sums_only"] for hello in hellos):
                 raise KnobError("`gather` collects every peer's gradient, but a peer gives sums only; leave it out")
         except CoterieError as error:
@@ -285,36 +282,3 @@ class _Exchange:
     works: list[dist.Work]  # what has to be waited for, in order
     answers: Tensor
     sketches: Tensor | None
-
-
-def _strictest(hellos: Sequence[Mapping[str, Any]]) -> SumsOnly | None:
-    """Return sums that all peers take part in; None where none gives sums only."""
-    kinds = [SumsOnly(*hello["sums_only"]) for hello in hellos if hello["sums_only"]]
-    return SumsOnly(max(k.peers for k in kinds), min(k.share for k in kinds)) if kinds else None
-
-
-def _check(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: Sequence[str]) -> None:
-    """Refuse peers that do not fit user 0 or each other."""
-    names = [hello["name"] for hello in hellos]
-    for rank, hello in enumerate(hellos, 1):
-        if hello["refused"]:
-            said = printable(hello["refused"], 1000)
-            raise ModelError(f"rank {rank} ({hello['name']!r}) cannot take part: {said}")
-        theirs, ours = (hello["size"], hello["dtype"]), (wire.size, str(wire.dtype))
-        if theirs != ours:
-            raise ModelError(
-                f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of {theirs[1]}, user 0 one "
-                f"of {ours[0]} of {ours[1]}; build the same model in every process"
-            )
-        if not hello["name"].isprintable():
-            raise DataError(f"rank {rank} has the name {hello['name'][:80]!r}; a name must be printable text")
-        if (hello["sums_only"] and len(hello["sums_only"]) != 2) or not hello["name"]:
-            raise DataError(f"rank {rank} says of itself what cannot be: {printable(hello)}")
-        if hello["sums_only"] and SumsOnly(*hello["sums_only"]).peers > len(hellos):
-            raise KnobError(
-                f"rank {rank} ({hello['name']!r}) gives sums of {hello['sums_only'][0]} peers or more, and there "
-                f"are {len(hellos)}; start more, or agree on fewer (`--min-peers`)"
-            )
-    check_names([me, *names])
-    if expected and sorted(expected) != sorted(names):
-        raise DataError(f"expected the peers {', '.join(expected)}, but {', '.join(names)} came")
