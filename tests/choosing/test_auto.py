@@ -91,7 +91,7 @@ def test_auto_works_with_any_engine() -> None:
     assert choice["tau"] == pytest.approx({"1": 1.0}, abs=1e-3)
     # Twenty batches cannot show that the copy has no bias, which 400 steps would add up.
     assert 0 < choice["alpha"] < 0.4
-    assert "not known well enough to claim a gain" in choice["sentence"] or "at least" in choice["sentence"]
+    assert "not known well enough to claim a gain" in choice["claim"] or "at least" in choice["claim"]
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.03, 0.1, 0.3, 1.0])
@@ -107,7 +107,7 @@ def test_a_bias_that_the_batches_cannot_show_does_no_harm(bias: float, d: int) -
     true = theory.Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=n, bias_floor=bias)
     cost, alone = (float(theory.averaging_cost(true, each, steps)) for each in (alpha, 0.0))
     assert cost <= 1.001 * alone
-    claimed = re.search("at least ([0-9.]+) times", account["sentence"])
+    claimed = re.search("at least ([0-9.]+) times", account["claim"])
     assert float(claimed[1] if claimed else 1) <= 1.001 * alone / cost
     if d == 200 and not bias:  # enough directions to tell bias from noise: some of the cost is saved
         assert cost < 0.9 * alone
@@ -131,7 +131,7 @@ def test_alike_peers_are_followed_where_examples_show_it() -> None:
         nn.init.zeros_(model.weight)
         run = coterie.train(model, mse_loss, users[0], users[1:], rule, **settings)
         choice = run.record.configuration.choice
-        assert not choice or (choice["alpha"] > 0.3 and "at least" in choice["sentence"])
+        assert not choice or (choice["alpha"] > 0.3 and "at least" in choice["claim"])
         return float((run.model.weight.detach()[0] - truth).square().sum())  # type: ignore[operator]
 
     assert error(coterie.WeightedAveraging("auto")) < 0.4 * error(coterie.Alone())

@@ -95,6 +95,8 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
         "examples (loss +0.50 ± 0.10).",
     )
     assert verdict(ASKED, end(account={"path": "alone"})).finding == "alone"
+    nobody = configuration(rule="WeightedAveraging(alpha='auto')", choice={"alpha": 0.0, "tau": {}})
+    assert verdict(nobody, end(comparison=compared((0.0, 0.0), (0.0, 0.0)).comparison)).finding == "alone"
     assert (
         verdict(configuration(alone=True), end()).sentence
         == "The model for me was trained alone: no peer was asked."

@@ -36,8 +36,9 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
     examples that the copies judged had not seen, and it says which.
     """
     name = configuration.me.name
-    if configuration.alone:
-        return Verdict("alone", f"The model for {name} was trained alone: no peer was asked.")
+    if asks_nobody(configuration):
+        why = "no peer was asked" if configuration.alone else "no peer was given weight before the first step"
+        return Verdict("alone", f"The model for {name} was trained alone: {why}.")
     if serves_alone(end):
         return Verdict("alone", f"The model trained alone is served to {name}: {_why_alone(configuration, end)}.")
     comparison = end.comparison or _from_account(configuration, end.account)
@@ -47,6 +48,11 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
             "unknown", f"Whether the model for {name} is better than one trained alone is not known: {why}."
         )
     return judged(name, comparison)
+
+
+def asks_nobody(configuration: Configuration) -> bool:
+    """Say whether the rule is `Alone`, or what was chosen before the first step gives no peer weight."""
+    return configuration.alone or configuration.choice.get("tau") == {}
 
 
 def serves_alone(end: End) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from coterie.recording.configuration import Configuration
 from coterie.recording.result import End
 from coterie.reporting.charts import Bar, bar_chart
-from coterie.reporting.verdict import serves_alone
+from coterie.reporting.verdict import asks_nobody, serves_alone
 
 SMALL = 0.001
 """Below this share a peer counts as not listened to."""
@@ -27,7 +27,7 @@ class Heard:
 
 def heard(configuration: Configuration, end: End) -> list[Heard]:
     """Return all peers, those with most weight first; nobody has any where the model trained alone is served."""
-    nobody = configuration.alone or serves_alone(end)
+    nobody = asks_nobody(configuration) or serves_alone(end)
     shares = {} if nobody else {name: share for name, share in end.tau.items() if share >= SMALL}
     names = sorted(configuration.peers, key=lambda name: -shares.get(name, 0.0))
     return [Heard(name, shares.get(name, 0.0), _reason(name, configuration, end, name in shares)) for name in names]
@@ -39,7 +39,7 @@ def _reason(name: str, configuration: Configuration, end: End, listened: bool) -
     if listened:
         return missed and f"left out at times: {missed}"
     reasons = {
-        "not asked": configuration.alone,
+        "not asked": asks_nobody(configuration),
         "the model trained alone is served": serves_alone(end),
         missed: missed,
         str(configuration.choice.get("left_out", {}).get(name)): name in configuration.choice.get("left_out", {}),

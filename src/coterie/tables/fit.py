@@ -53,7 +53,7 @@ def fit(
         torch.manual_seed(SEED("seed", seed))
         made = models.build(model, task.n_inputs, task.n_outputs)
     loss = models.loss_of(task.preparation)
-    settings = {"guard": "held-out", **settings, "seed": seed, "metrics": reported}
+    settings |= {"seed": seed, "metrics": reported}
     with claimed(out):
         run = train(made, loss, task.me, task.peers, rule, out=out, engine=engine, **settings)
         if run.stopped is Stopped.CTRL_C:
