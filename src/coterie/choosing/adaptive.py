@@ -150,7 +150,7 @@ class AdaptiveAveraging:
             return Choice(StreamAveraging(spec.steps), account)
         if len(spec.me) < 2:
             why = "peers weigh nothing: there is one own example, nothing to judge by"
-            return Choice(Alone(), {"sentence": why})
+            return Choice(Alone(), {"tau": {}, "sentence": why})
         return None
 
     def learner(
