@@ -3,13 +3,15 @@
 One command starts everything on this machine, each hospital in processes of its own, connected by NVFLARE over
 mutual TLS (`pip install "coterie[flare]"`), and ends it:
 
-    python examples/consortium.py [FOLDER [DATA]]
+    python examples/consortium.py [FOLDER [DATA]] [--wrong SITE]
 
 FOLDER is where the consortium is set up, a temporary folder when it is left out. DATA is a folder with the four
-`processed.*.data` files of the UCI Heart Disease set; tables of the same shape are made up without it. Between real
-hospitals the same commands run on four machines; see docs/engines.md.
+`processed.*.data` files of the UCI Heart Disease set; tables of the same shape are made up without it. SITE has its
+patients' `ill` the wrong way round: the default rule finds out, and does not listen to it. Between real hospitals
+the same commands run on four machines; see docs/engines.md.
 """
 
+import argparse
 import os
 import shutil
 import signal
@@ -119,9 +121,12 @@ def end(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(family, timeout=10)
 
 
-def main(folder: Path, data: Path | None) -> None:
+def main(folder: Path, data: Path | None, wrong: str | None) -> None:
     """Set up, start, train, and apply the model."""
-    sites = set_up(folder, hospitals(data), "va", ["--own-examples", "40", "--steps", "150", "--batch-size", "40"])
+    tables = hospitals(data)
+    if wrong is not None:
+        tables[wrong] = tables[wrong].assign(ill=1 - tables[wrong]["ill"])
+    sites = set_up(folder, tables, "va", ["--own-examples", "40", "--steps", "150", "--batch-size", "40"])
     with started(*commands(folder, sites)):
         subprocess.run([*COTERIE, "run", str(folder)], check=True)
     predict = [sys.executable, "-m", "coterie", "predict", str(folder / "run"), str(folder / "mine.csv")]
@@ -129,11 +134,14 @@ def main(folder: Path, data: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    arguments = [Path(argument) for argument in sys.argv[1:]]
-    temporary = not arguments
-    place = Path(tempfile.mkdtemp()) if temporary else arguments[0]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("data", type=Path, nargs="?")
+    parser.add_argument("--wrong", metavar="SITE", choices=[name for name in SIZES if name != "va"])
+    given = parser.parse_args()
+    place = given.folder or Path(tempfile.mkdtemp())
     try:
-        main(place, arguments[1] if len(arguments) > 1 else None)
+        main(place, given.data, given.wrong)
     finally:
-        if temporary:
+        if given.folder is None:
             shutil.rmtree(place, ignore_errors=True)
