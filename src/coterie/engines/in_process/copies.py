@@ -1,6 +1,6 @@
 """A model in many copies at once: the losses and gradients of all, on batches that groups of them share."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from coterie.engines.in_process.passes import MAX_MAPPED_SIZE, Passes, zeros_for_none
+from coterie.engines.in_process.sampler import Batches
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import is_over_classes
 from coterie.users.trees import Tree, as_arguments, called, leaves, mapped, n_rows, together
@@ -70,6 +71,29 @@ class Copies:
                 gradients[one], sums[one] = self.gradients(x[one], shares[one], *batch)
         return gradients, sums
 
+    @property
+    def in_layers(self) -> bool:
+        """Whether the model is linear layers and activations in a row, which copies pass through together."""
+        return self._layers is not None and not self.weighs
+
+    def rows(self, x: Tensor, batches: Sequence[Batches]) -> tuple[Tensor, Tensor]:
+        """Return every user's gradient and loss at its own row of x, where the batches' positions are."""
+        most = max(1, self.passes.memory // (4 * self.parameters.size * x.element_size()))
+        parts = [part for batch in batches for part in batch.cut(most)]
+        if len(parts) == 1:
+            return self._at_own_points(x, parts[0])
+        rows, losses = torch.empty_like(x), x.new_empty(len(x))
+        for part in parts:
+            places = torch.tensor(part.positions, device=x.device)
+            rows[places], losses[places] = self._at_own_points(x[places], part)
+        return rows, losses
+
+    def _at_own_points(self, x: Tensor, batch: Batches) -> tuple[Tensor, Tensor]:
+        inputs, targets = (batch.by_user(tree) for tree in (batch.inputs, batch.targets))
+        mean = x.new_tensor(1 / batch.size).expand(len(x), 1, batch.size)
+        gradients, losses = self.gradients(x.unsqueeze(1), mean, inputs, targets)
+        return gradients.squeeze(1), losses.squeeze(1)
+
     def losses(self, x: Tensor, inputs: Tree, targets: Tree) -> Tensor:
         """Return the loss of each example by itself under each copy, of shape (G, M, R), in evaluation mode."""
         with torch.no_grad(), evaluation_mode(self.passes.model):
@@ -106,8 +130,10 @@ class Copies:
         return max(1, min(few, more * memory // bytes_a_copy), memory // bytes_a_copy)
 
     def _pieces(self, x: Tensor) -> dict[str, Tensor]:
-        """Return copies of the parameters by name, each of shape (G, M, …)."""
-        pieces = self.parameters.unflatten(x).items()
+        """Return the parameters by name, each of shape (G, M, …), in one piece where groups have several copies."""
+        pieces = self.parameters.unflatten(x.detach()).items()
+        if x.shape[1] == 1:
+            return dict(pieces)
         return {name: piece.clone(memory_format=torch.contiguous_format) for name, piece in pieces}
 
     def _losses(self, values: Mapping[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:

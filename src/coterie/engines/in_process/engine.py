@@ -1,6 +1,7 @@
 """All users in one process: one pass for user 0 and one for all peers, on CPU or GPU."""
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,7 @@ from coterie.engines.in_process.cpu_threads import operations
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.model_support import check_classes, probe
 from coterie.engines.in_process.passes import Passes, Weights
-from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn
+from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn, with_own
 from coterie.engines.in_process.side_stream import side_stream
 from coterie.engines.peer import Caps, Peer, Request
 from coterie.errors import KnobError
@@ -185,10 +186,19 @@ class InProcess:
         """Return the model in many copies at once; only where `capabilities.not_stacked` is None."""
         return Copies(self.passes)
 
+    @functools.cached_property
+    def _layered(self) -> Copies | None:
+        """The model in copies that go through its layers together, where it has such layers."""
+        copies = self.copies() if self.capabilities.not_stacked is None else None
+        return copies if copies is not None and copies.in_layers else None
+
     def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return every user's gradient at its row of `points`, and user 0's loss; one row asks nobody else."""
         names = self.names if len(points) > 1 else ()
         own_batch, batches = self.sampler.draw(() if self.support.loop else names, step)
+        if names and self._layered is not None:
+            rows, losses = self._layered.rows(points, with_own(own_batch, batches))
+            return rows, losses[0]
         own, loss, buffers = self._single(points[0], step, self.me, own_batch)
         rows = self._rows(points[1:], step, names, batches) if names else points[1:]
         self._keep_buffers(own, buffers)

@@ -62,6 +62,16 @@ def alike(batches: Sequence[Batches]) -> list[list[Batches]]:
     return [list(some) for _, some in groupby(batches, key=lambda b: (form(b.inputs), form(b.targets)))]
 
 
+def with_own(own: tuple[Tree, Tree], batches: Sequence[Batches]) -> list[Batches]:
+    """Return user 0's batch at position 0, joined with those of its size, and the peers' at positions after it."""
+    mine = Batches([0], *own)
+    after = [replace(batch, positions=[position + 1 for position in batch.positions]) for batch in batches]
+    same = [mine, *(batch for batch in after if batch.size == mine.size)]
+    inputs, targets = (joined(trees) for trees in zip(*((b.inputs, b.targets) for b in same), strict=True))
+    whole = Batches([position for batch in same for position in batch.positions], inputs, targets)
+    return [whole, *(batch for batch in after if batch.size != mine.size)]
+
+
 Drawn: TypeAlias = tuple[tuple[Tree, Tree], list[Batches]]
 """User 0's batch, and those of the peers asked, grouped by size and form."""
 
