@@ -204,6 +204,7 @@ OWN: dict[str, Callable[[], dict[str, Any]]] = {
     "a method with an optimizer": lambda: {"rule": methods.FedAvg(), "optimizer": torch.optim.Adam},
     "a method with a norm": lambda: {"rule": methods.FedAvg(), "clip_norm": 1.0},
     "a method with a guard": lambda: {"rule": methods.FedAvg(), "guard": "held-out"},
+    "tuning that never begins": lambda: {"rule": methods.FineTuning(9), "steps": 3},
     "a guard without validation": lambda: {"me": User("me", INPUTS, CLASSES), "guard": "held-out"},
     "a value that cannot be shown": lambda: {"steps": Unshown()},
     "an unknown peer": lambda: {"rule": coterie.WeightedAveraging(0.5, {"nobody": 1.0})},

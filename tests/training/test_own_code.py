@@ -168,3 +168,20 @@ def test_steps_and_epochs_are_not_both_given(make_users: Users) -> None:
     users = make_users()
     with pytest.raises(KnobError, match=r"`steps` .* and `epochs` .* were both given"):
         coterie.train(network(), cross_entropy, users[0], users[1:], steps=5, epochs=2)
+
+
+def test_of_many_runs_those_go_on_whose_code_does_not_raise(make_users: Users) -> None:
+    users = make_users()
+    base = coterie.RunSpec(network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5), steps=6)
+    bad = [
+        replace(base, hooks=[after(2, lambda _: None)]),
+        replace(base, metrics={"odd": after(2, lambda *_: 1.0)}),
+    ]
+    whole = coterie.train_many([base, base])
+    with pytest.raises(UserCodeError, match="raised ZeroDivisionError: of your own") as caught:
+        coterie.train_many([base, *bad, base])
+    first, hooked, measured, last = caught.value.run
+    assert [run.stopped for run in caught.value.run] == [None, Stopped.USER_CODE, Stopped.USER_CODE, None]
+    assert (hooked.step, measured.step) == (3, 2)
+    torch.testing.assert_close(state_of(first.model), state_of(whole[0].model))
+    torch.testing.assert_close(state_of(last.model), state_of(whole[1].model))

@@ -93,7 +93,7 @@ class TrainingLoop:
         try:
             return self._run(interrupted)
         except UserCodeError as error:
-            raise self._failed(error) from error.__cause__
+            raise self.failed(error) from error.__cause__
 
     def _run(self, interrupted: Callable[[], bool]) -> Stopped | None:
         learner, steps = self.learner, self.spec.steps
@@ -313,7 +313,7 @@ class TrainingLoop:
         whole = sum(weights.values())
         return {name: float(weight / whole) for name, weight in weights.items()} if whole else {}
 
-    def _failed(self, error: UserCodeError) -> UserCodeError:
+    def failed(self, error: UserCodeError) -> UserCodeError:
         """Save what there is, tell the hooks that the run has ended, and return the error with where it is."""
         try:
             run = self.finish(Stopped.USER_CODE, 0.0)

@@ -13,7 +13,7 @@ from coterie.arguments import instance, listed
 from coterie.choosing import chooser_for
 from coterie.engines.in_process.cpu_threads import cpu_threads, threads_for
 from coterie.engines.in_process.engine import InProcess
-from coterie.errors import GradientError
+from coterie.errors import GradientError, UserCodeError
 from coterie.gradients.trained_part import copied
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import why_not_stacked
@@ -44,7 +44,8 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
 
     A run that cannot take part is trained by `train` after the others, and `record.configuration.runs` says
     why. So is one whose gradients turn out not to be finite; where they are user 0's own, its `stopped` says so.
-    Its hooks are then told of its steps from the first again. Ctrl-C ends all runs after the step they are in.
+    Its hooks are then told of its steps from the first again. A run whose own code raises ends, the others go on,
+    and a `UserCodeError` at the end has all of them. Ctrl-C ends all runs after the step they are in.
 
     Args:
         specs: the runs, each complete: `dataclasses.replace(base, rule=…, seed=…)` is a run like another.
@@ -70,20 +71,30 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
         if each.why_by_itself is None:
             programs.setdefault(_program(specs[each.place]), []).append(each)
     runs: dict[int, Run] = {}
+    errors: list[UserCodeError] = []
     stopped = False
     for some in programs.values():
         if not stopped:
             bar = progress_bar(progress, f"{len(some)} runs", some[0].spec.steps)
             threads = cpu_threads(threads_for(None, some[0].engine))
             with threads, interruptible() as interrupted, bar as show:
-                trained, stopped = ManyLoop(some).train(interrupted, show)
+                loop = ManyLoop(some)
+                trained, stopped = loop.train(interrupted, show)
             runs |= trained
+            errors += loop.errors
     for each, spec in zip(ready, specs, strict=True):
         if each.place not in runs:
-            run = each.not_started() if stopped else _by_itself(spec, progress, each.why_by_itself)
+            try:
+                run = each.not_started() if stopped else _by_itself(spec, progress, each.why_by_itself)
+            except UserCodeError as error:
+                errors.append(error)
+                run = error.run
             runs[each.place] = run
-            stopped = stopped or run.stopped is Stopped.CTRL_C
-    return [runs[place] for place in range(len(specs))]
+            stopped = stopped or (run is not None and run.stopped is Stopped.CTRL_C)
+    found = [runs[place] for place in range(len(specs))]
+    if errors:
+        raise UserCodeError(f"{errors[0]}; all runs are in this error's `run`", found) from errors[0].__cause__
+    return found
 
 
 def _ready(specs: Sequence[RunSpec], progress: bool | None) -> list[ReadyRun]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from coterie.engines.in_process.engine import InProcess
+from coterie.errors import UserCodeError
 from coterie.evaluation.evaluate import scores
 from coterie.learners.blocks import StackBlock
 from coterie.learners.capturable import why_not_capturable
@@ -76,6 +77,7 @@ class ManyLoop:
         self.program = Program(self.ready[0].engine.copies(), [each.spec for each in self.ready], stack)
         self.captured = self._captured()
         self.running = set(range(len(ready)))
+        self.errors: list[UserCodeError] = []  # of the runs' own code
         self.runs: dict[int, Run] = {}
 
     def train(self, interrupted: Callable[[], bool], show: Show) -> tuple[dict[int, Run], bool]:
@@ -115,8 +117,11 @@ class ManyLoop:
             loop = self._at_step(run)
             loop.losses = [losses[run]] if program.step else []
             spec = self.ready[run].spec
-            validation = scores(*held_out[run], spec.loss, spec.metrics) if run in held_out else None
-            points[run] = loop.evaluate(validation)
+            try:
+                validation = scores(*held_out[run], spec.loss, spec.metrics) if run in held_out else None
+                points[run] = loop.evaluate(validation)
+            except UserCodeError as error:
+                self._end_by(error, run)
         return points
 
     def _at_step(self, run: int) -> TrainingLoop:
@@ -133,8 +138,11 @@ class ManyLoop:
         called = [run for run in sorted(self.running) if self.ready[run].spec.hooks]
         own_loss = self.program.own_loss.tolist() if called else []
         for run in called:
-            if self._at_step(run).call_hooks(own_loss[run], {}, points.get(run)):
-                self._finish({run}, Stopped.HOOK)
+            try:
+                if self._at_step(run).call_hooks(own_loss[run], {}, points.get(run)):
+                    self._finish({run}, Stopped.HOOK)
+            except UserCodeError as error:
+                self._end_by(error, run)
 
     def _finish(self, runs: set[int], stopped: Stopped | None) -> None:
         """End runs that have not failed."""
@@ -144,8 +152,17 @@ class ManyLoop:
             loop = self._at_step(run)
             asked = list(loop.learner.rule.weights(loop.learner.engine.names))
             loop.learner.count(asked, steps=self.program.step)
-            self.runs[self.ready[run].place] = loop.finish(stopped, share)
+            try:
+                self.runs[self.ready[run].place] = loop.finish(stopped, share)
+            except UserCodeError as error:
+                self._end_by(error, run)
             self.running.discard(run)
+
+    def _end_by(self, error: UserCodeError, run: int) -> None:
+        """End a run whose own code raised; the others go on."""
+        self.errors.append(error if error.run is not None else self._at_step(run).failed(error))
+        self.runs[self.ready[run].place] = self.errors[-1].run
+        self.running.discard(run)
 
 
 def _setting(spec: RunSpec) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from coterie.evaluation.metrics import binary_accuracy, metrics_for
 from coterie.gradients.trained_part import copied, frozen_digest
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
+from coterie.methods.averaging.fine_tuning import FineTuning
 from coterie.methods.clients import Clients
 from coterie.methods.rounds import Method, Rounds
 from coterie.recording.configuration import Configuration, UserSummary
@@ -122,6 +123,9 @@ def with_rule(spec: RunSpec, guard: str) -> RunSpec:
         raise KnobError("a method takes plain gradient steps of its own: leave `clip_norm` out")
     if spec.optimizer not in (None, torch.optim.SGD):
         raise KnobError("a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`")
+    if isinstance(spec.rule, FineTuning) and spec.rule.rounds > spec.steps:
+        never = f"`FineTuning(rounds={spec.rule.rounds})` would never tune in {spec.steps} rounds"
+        raise KnobError(f"{never}; lower `rounds`, or raise `steps`")
     if guard == "held-out":
         raise KnobError('a guard watches over a rule, not over a method: leave `guard` out, or set it to "off"')
     return replace(spec, optimizer=torch.optim.SGD, lr=0.1 if spec.lr is None else spec.lr)
