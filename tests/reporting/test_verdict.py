@@ -107,7 +107,7 @@ def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:
     account = {"path": "branch", "validation_loss": 0.5, "difference": -0.5, "error": 0.1}
     found = verdict(ASKED, end(account=account))
     assert found.finding == "better"
-    assert "loss -0.50 ± 0.10 on 6 validation examples, each judged by choices made without it" in found.sentence
+    assert "loss -0.50 ± 0.10 on 6 validation examples, corrected for having chosen" in found.sentence
     tested = compared((0.0, 0.1), (0.0, 0.1))
     assert (
         verdict(ASKED, End(step=1, best_step=1, account=account, comparison=tested.comparison)).finding == "unclear"

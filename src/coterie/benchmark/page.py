@@ -44,6 +44,16 @@ def in_short(totals: "pd.DataFrame") -> list[dict[str, Any]]:
     ]
 
 
+def conclusion(totals: "pd.DataFrame") -> str:
+    """Say which method is near the best most often, and how it does beside Alone."""
+    best = totals[totals["method"] != "alone"].sort_values("near_best", ascending=False, kind="stable").iloc[0]
+    return (
+        f"Of {len(totals)} methods `{best['method']}` is near the best most often: in {best['near_best']} of "
+        f"{best['places']} sets and conditions. It is better than alone in {best['better']} and worse in "
+        f"{best['worse']}."
+    )
+
+
 def _by_place(means: "pd.DataFrame") -> list[dict[str, Any]]:
     """Return a row a set, model and condition: Alone's score, and each method's difference to it."""
     rows = []
@@ -56,7 +66,7 @@ def _by_place(means: "pd.DataFrame") -> list[dict[str, Any]]:
 
 
 def _write_page(path: Path, store: Store, means: "pd.DataFrame", totals: "pd.DataFrame") -> Path:
-    from coterie.reporting.page import Section, write_page
+    from coterie.reporting.page import Lead, Section, write_page
 
     users, seeds = f"up to {means['users'].max()} users", f"{means['seeds'].max()} seeds"
     text = [
@@ -79,7 +89,7 @@ def _write_page(path: Path, store: Store, means: "pd.DataFrame", totals: "pd.Dat
         sections.append(Section(f"Condition: {condition}", done, [rows], _figures(part)))
     seconds = "Seconds are of CPU time, of all settings tried."
     sections.append(Section("Everything", [seconds], [_everything(means)]))
-    return write_page(path, "Benchmark on real users", sections)
+    return write_page(path, "Benchmark on real users", sections, lead=Lead(conclusion(totals)))
 
 
 def _figures(part: "pd.DataFrame") -> list["Figure"]:

@@ -8,7 +8,7 @@ from typing import Any
 from coterie.errors import KnobError
 from coterie.paper.series import TRIALS, Series
 from coterie.paper.studies import STUDIES, Study
-from coterie.reporting.page import Section, write_page
+from coterie.reporting.page import Lead, Section, write_page
 from coterie.users.sampling import random_key
 
 
@@ -45,7 +45,9 @@ def reproduce(names: Sequence[str], out: Path, *, seed: int = 0) -> Iterator[str
         (out / "results.json").write_text(json.dumps({"figures": results}, indent=1), encoding="utf-8")
         sections.append(Section(study.title, [study.claim, study.finding], [_table(study, series)], [figure]))
         yield name
-    write_page(out / "index.html", "Linear speedup in personalized collaborative learning, reproduced", sections)
+    lead = Lead(f"{len(sections)} figures, computed exactly: each with what the paper says and what was found.")
+    title = "Linear speedup in personalized collaborative learning, reproduced"
+    write_page(out / "index.html", title, sections, lead=lead)
 
 
 def _table(study: Study, series: Sequence[Series]) -> list[dict[str, str]]:

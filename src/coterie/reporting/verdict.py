@@ -147,7 +147,7 @@ def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> C
     n = configuration.me.validation
     ours, difference = account["validation_loss"], account["difference"]
     loss = Difference(ours=ours, alone=ours - difference, error=account["error"], less_is_better=True)
-    on = f"{n} validation examples, each judged by choices made without it"
+    on = f"{n} validation examples, corrected for having chosen"
     return Comparison(on=on, examples=n, measures={"loss": loss})
 
 
