@@ -200,7 +200,7 @@ def test_a_non_finite_own_gradient_moves_no_buffer(make_engine: MakeEngine) -> N
 
 def test_bad_settings(make_engine: MakeEngine) -> None:
     users = make_users(CASES["mlp"])
-    with pytest.raises(coterie.errors.KnobError, match="`batch_size` must be at least 1, got 0"):
+    with pytest.raises(coterie.errors.KnobError, match="`batch_size` must be a whole number, at least 1, got 0"):
         make_engine(mlp().double(), f.cross_entropy, users[0], users[1:], batch_size=0, seed=0)
     with pytest.raises(coterie.errors.DataError, match="users must have different names"):
         make_engine(mlp().double(), f.cross_entropy, users[0], [users[0]], batch_size=2, seed=0)
@@ -248,7 +248,7 @@ def test_what_an_engine_has_comes_with_its_methods_and_the_rest_is_refused(
 def test_examples_that_are_known_are_those_of_the_users(engine: coterie.Engine) -> None:
     can = engine.capabilities
     sizes = {user.name: len(user) for user in make_users(CASES["mlp"])}
-    assert not can.examples or dict(can.examples) == sizes
+    assert {name: sizes[name] for name in can.examples} == dict(can.examples)
     assert can.batch_size == BATCH
 
 
