@@ -75,7 +75,7 @@ def from_table(
 
     Example:
         >>> import pandas as pd
-        >>> table = pd.DataFrame({"ward": list("aab" * 20), "age": range(60), "ill": [0, 1, 1] * 20})
+        >>> table = pd.DataFrame({"ward": list("aab" * 20), "age": range(60), "ill": [0, 1, 1, 0] * 15})
         >>> task = from_table(table, user_column="ward", target="ill", me="a")
         >>> task.me, task.peers, task.preparation.kind
         (User('a', 24 examples), (User('b', 20 examples),), 'classification')
@@ -133,7 +133,7 @@ def _kept(frame: pd.DataFrame, user_column: str, me: str, leave_out: Sequence[st
 
 def _check_classes(targets: pd.Series[Any], kind: Kind) -> None:
     if kind == "classification" and targets.nunique() == 1:
-        raise DataError(f"its rows are of one class only ({targets.iloc[0]!r})")
+        raise DataError(f"its rows are of one class only ({targets.tolist()[0]!r})")
 
 
 def distinct_targets(targets: pd.Series[Any], kind: str) -> list[Any] | None:
