@@ -143,7 +143,7 @@ def test_the_command_line_trains_by_the_rule(folder: Path) -> None:
     data = ["--data", "clinics/visits.csv", "--user-column", "clinic", "--target", "ill", "--me", "a"]
     options = ["--rule", "clipped", "--knob", "limit=0.1", "--metric", "recall", "--tracker", "best"]
     options += ["--steps", "20", "--out", "run"]
-    assert "Clipped(limit=0.1)" in coterie_command(folder, *imports, "train", *data, *options)
+    coterie_command(folder, *imports, "train", *data, *options)
     record = coterie.Record.load(folder / "run" / "record.jsonl")
     assert record.configuration.rule == "Clipped(limit=0.1)"
     assert record.end is not None
