@@ -91,6 +91,20 @@ class Clients:
         """Return each user's loss at its point, on its batch of this step; running statistics stay as they are."""
         return self.engine.losses(points, step)
 
+    def losses_over_all(self, models: Tensor, step: int) -> Tensor:
+        """Return each user's mean loss under each model over all its examples, of shape (models, users).
+
+        They are those of evaluation. A stream's are those of its batch of this step.
+        """
+        columns = []
+        for place, user in enumerate(self._users.values()):
+            if user.is_stream:
+                points = models[:, None].expand(-1, len(self.names), -1)
+                columns.append(torch.stack([self.losses(point, step)[place] for point in points]))
+            else:
+                columns.append(self.engine.losses_over(user.examples, models))
+        return torch.stack(columns, dim=1)
+
     def held_out_losses(self, points: Tensor) -> Tensor:
         """Return user 0's mean validation loss at each of these points."""
         if self.me.validation is None:

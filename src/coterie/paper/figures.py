@@ -17,10 +17,11 @@ NOTE = "lines: exact; bands: mean of 100 sampled runs ± 2 standard errors"
 
 def loss_curves(series: Sequence[Series], title: str) -> Figure:
     """Draw expected losses over steps, each beside the mean of its sampled runs ± 2 standard errors."""
-    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(7.6, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     label_axes(axes, title, "steps taken", "expected loss  E f₀(x) − f₀*")
     _losses(axes, series)
+    add_legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the curves, which go everywhere
     figure.supxlabel(NOTE, fontsize=8, color="#555555")
     return figure
 
@@ -36,6 +37,7 @@ def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float
         axes = figure.add_subplot(1, len(panels), i + 1, sharey=figure.axes[0] if i else None)
         label_axes(axes, heading, "steps taken", "" if i else "expected loss  E f₀(x) − f₀*")
         _losses(axes, series)
+        add_legend(axes)
         axes.axhline(floor, color="#444444", linewidth=0.8)
         axes.annotate(note, (0.02, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
         axes.tick_params(labelleft=not i)
@@ -51,6 +53,7 @@ def bias_growth(series: Sequence[Series]) -> Figure:
     label_axes(axes, title, "number of users  N + 1", "speedup over training alone")
     for i, one in enumerate(series):
         axes.plot(one.x, one.exact, color=COLOURS[i], linestyle="-" if i else "--", label=one.legend)
+    logarithmic_axes(axes)
     axes.margins(x=0)
     add_legend(axes)
     return figure
@@ -68,4 +71,3 @@ def _losses(axes: Axes, series: Sequence[Series]) -> None:
         axes.plot(one.x, one.exact, color=colour, linestyle=dashes, linewidth=width, label=one.legend)
     logarithmic_axes(axes)
     axes.margins(x=0)
-    add_legend(axes)

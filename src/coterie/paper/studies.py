@@ -1,7 +1,7 @@
 """The figures: the settings of each, what the paper says of it, and what the exact values say."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -31,6 +31,7 @@ class Study:
     series: Callable[[int], list[Series]]  # its lines, from a seed
     draw: Callable[[Sequence[Series]], Figure]  # the figure, from its lines
     unit: str = "expected loss"  # what its values are
+    panels: Mapping[str, str] = field(default_factory=dict)  # headings of its panels, by how labels end
 
 
 def paper_problem(n_peers: int = N_PEERS, shift: float = 4.0) -> NoisyQuadratic:
@@ -148,13 +149,15 @@ def _curves(settings: Callable[[], list[Setting]], steps: int, first: int = 10) 
     return lambda seed: [setting.series(recorded(steps, first), seed) for setting in settings()]
 
 
+_TUNED = {
+    "constant": "best constant steps",
+    "decreasing": "decreasing steps",
+    "averaged": "constant steps, averaged",
+}
+
+
 def _draw_tuned(series: Sequence[Series]) -> Figure:
-    headings = {
-        "constant": "best constant steps",
-        "decreasing": "decreasing steps",
-        "averaged": "constant steps, averaged",
-    }
-    panels = {title: [s for s in series if s.label.endswith(end)] for end, title in headings.items()}
+    panels = {title: [s for s in series if s.label.endswith(end)] for end, title in _TUNED.items()}
     panels["best constant steps"].append(series[0])
     return figures.loss_panels(
         panels, "Every method at its own best", 100 / (2 * STEPS), "σ²/2T: all that g₀ can tell"
@@ -244,6 +247,7 @@ STUDIES = {
         "the bias, goes below by the factor N + 1.",
         _curves(tuned_comparison, STEPS),
         _draw_tuned,
+        panels=_TUNED | {"printed": "best constant steps"},
     ),
     "drift": Study(
         "Where BC wins: objectives that drift together",

@@ -55,6 +55,7 @@ def _table(study: Study, series: Sequence[Series]) -> list[dict[str, str]]:
     return [
         {
             "": one.legend,
+            **({"panel": _panel(study, one)} if study.panels else {}),
             "knobs": one.knobs,
             f"{study.unit}, exact": f"{one.exact[-1]:.3g}",
             "stationary, exact": "–" if one.stationary is None else f"{one.stationary:.3g}",
@@ -64,3 +65,8 @@ def _table(study: Study, series: Sequence[Series]) -> list[dict[str, str]]:
         }
         for one in series
     ]
+
+
+def _panel(study: Study, one: Series) -> str:
+    """Return the heading of the panel that a line is in."""
+    return next(heading for end, heading in study.panels.items() if one.label.endswith(end))

@@ -26,7 +26,7 @@ from coterie.theory.correction import (
     correction_max_lr,
     hessian_gap_limit,
 )
-from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone
+from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone, steps_alone_to_loss
 from coterie.theory.peers import Averaging, CorrectedPeers, Peers, best_averaging, best_corrected_peers
 from coterie.theory.plan import Choice, plan, plan_for_peers
 
@@ -59,4 +59,5 @@ __all__ = [
     "plan",
     "plan_for_peers",
     "steps_alone",
+    "steps_alone_to_loss",
 ]

@@ -194,6 +194,32 @@ def steps_alone(problem: Constants, bound: Numbers) -> Numbers:
     return np.where(bound <= 2 * variance, long, 2 * gap / np.maximum(bound - variance, bound / 2))[()]
 
 
+def steps_alone_to_loss(problem: Constants, bound: Numbers) -> Numbers:
+    """Return how many steps Alone needs, at its best constant step size, for the same bound on the excess loss.
+
+    It has no closed form: T is found by bisection. At least 1, and infinite beyond 10¹⁵.
+
+    Example:
+        >>> problem = Constants(smoothness=1, pl=1, initial_gap=2, noise=1)
+        >>> print(f"{steps_alone_to_loss(problem, 0.0341):.0f}")  # see `Descent.best_loss_lr`
+        100
+
+    Reference: Theorem 1, μ-PL case, at α = 0, solved for T.
+    """
+    own, bound = alone(problem), as_numbers("bound", bound)
+
+    def least(steps: Numbers) -> Numbers:
+        return own.loss_bound(own.best_loss_lr(steps), steps)
+
+    shape = np.broadcast_shapes(np.shape(bound), np.shape(least(1.0)))
+    low, high = np.zeros(shape), np.full(shape, np.log(1e15))
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = least(np.exp(middle)) <= bound * (1 + 1e-12)
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return np.where(least(1e15) > bound * (1 + 1e-12), np.inf, np.exp(high))[()]
+
+
 def averaging(problem: Constants, alpha: Numbers) -> Descent:
     """Return the descent of weighted gradient averaging (Theorem 1).
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from coterie.theory.choices import averaging_speedup, best_alpha, oracle_speedup
+from coterie.theory.choices import best_alpha
 from coterie.theory.constants import Constants, Numbers, check_steps
 from coterie.theory.correction import best_correction
-from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone
+from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone, steps_alone_to_loss
 from coterie.theory.peers import Peers, best_averaging, best_corrected_peers
 
 
@@ -21,7 +21,7 @@ class Choice:
     beta: Numbers | None = None  # for bias correction
     lr: Numbers  # constant
     bound: Numbers
-    speedup: Numbers  # how many times more steps Alone needs, by the same theorem, for the same
+    speedup: Numbers  # how many times more steps Alone needs, at its best, for a bound as low
     alone_bound: Numbers | None = None  # for bias correction, Alone's bound on the mean over the steps
 
 
@@ -47,9 +47,9 @@ def plan(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> di
     corrected = best_correction(problem, steps)
     own = alone(problem)
     return {
-        "alone": _choice(own, 0.0, steps, 1.0),
-        "wga": _choice(averaging(problem, weight), weight, steps, averaging_speedup(problem, steps, weight)),
-        "bc_oracle": _choice(oracle(problem, corrected.alpha), corrected.alpha, steps, oracle_speedup(problem)),
+        "alone": _choice(problem, own, 0.0, steps),
+        "wga": _choice(problem, averaging(problem, weight), weight, steps),
+        "bc_oracle": _choice(problem, oracle(problem, corrected.alpha), corrected.alpha, steps),
         "bc": Choice(
             alpha=corrected.alpha,
             beta=corrected.beta,
@@ -77,6 +77,7 @@ def plan_for_peers(peers: Peers, steps: int) -> dict[str, Choice]:
     return averaged | {name: corrected[name] for name in ("bc_oracle", "bc")}
 
 
-def _choice(descent: Descent, alpha: Numbers, steps: Numbers, speedup: Numbers) -> Choice:
+def _choice(problem: Constants, descent: Descent, alpha: Numbers, steps: Numbers) -> Choice:
     lr = descent.best_loss_lr(steps)
-    return Choice(alpha=alpha, lr=lr, bound=descent.loss_bound(lr, steps), speedup=speedup)
+    bound = descent.loss_bound(lr, steps)
+    return Choice(alpha=alpha, lr=lr, bound=bound, speedup=steps_alone_to_loss(problem, bound) / steps)

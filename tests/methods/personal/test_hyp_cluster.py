@@ -17,7 +17,8 @@ from tests.support.least_squares import (
 )
 
 import coterie
-from coterie.methods import FedAvg, HypCluster
+from coterie.methods import Clients, FedAvg, HypCluster
+from coterie.recording.costs import Costs
 
 
 def two_clusters(signs: tuple[int, ...]) -> LeastSquares:
@@ -70,3 +71,21 @@ def test_hyp_cluster_against_a_plain_loop() -> None:
 def test_one_cluster_is_fedavg() -> None:
     one, fedavg = HypCluster(1, 3), FedAvg(3)
     assert torch.allclose(EXACT.play(one, 20, 0.1), EXACT.play(fedavg, 20, 0.1), atol=1e-12)
+
+
+def test_a_cluster_is_chosen_by_all_examples() -> None:
+    """At the true centres one noisy example would often choose wrongly; all of a user's examples do not."""
+    signs = (1, -1, 1, -1, -1, 1, 1, -1)
+    random = torch.Generator().manual_seed(0)
+    users = []
+    for k, sign in enumerate(signs):
+        inputs = torch.randn(60, 3, generator=random)
+        targets = 0.5 * sign * inputs.sum(1, keepdim=True) + torch.randn(60, 1, generator=random)
+        users.append(coterie.User(f"u{k}", inputs, targets))
+    model, loss = torch.nn.Linear(3, 1, bias=False), torch.nn.functional.mse_loss
+    engine = coterie.InProcess(model, loss, users[0], users[1:], batch_size=1)
+    clients = Clients(engine, users[0], users[1:], Costs({user.name: 1 for user in users}))
+    centres, method = torch.tensor([[0.5] * 3, [-0.5] * 3]), HypCluster(2, 1)
+    for step in range(0, 20, 2):
+        state = {**method.init(clients, centres[0]), "x": centres, "step": step}
+        assert method.round(clients, state, lr=0.0)["cluster"].tolist() == [int(sign < 0) for sign in signs]

@@ -16,13 +16,14 @@ from coterie.users.sampling import seeded
 class HypCluster(LocalSteps):
     """Let every user choose the best of q models by its loss, and average within each choice.
 
-        c_k = argmin_j loss_k(x_j);      y_k ← x_{c_k}, then K times  y_k ← y_k − η g_k(y_k)
+        c_k = argmin_j loss_k(x_j) over all its examples;      y_k ← x_{c_k}, then K times  y_k ← y_k − η g_k(y_k)
         x_j ← Σ p_k y_k / Σ p_k  over the users with c_k = j,  p_k the shares of the examples
 
     Once the clusters no longer change it is FedAvg in each of them; with one cluster it is FedAvg. A model that no
     user chooses does not move. The starting models decide which clusters form, or whether one model takes all
     users; they are x plus noise, drawn from (seed, model). IFCA is the same algorithm with restarts. All users take
-    part in every round; in the papers a sample does. In a round a user also computes q losses.
+    part in every round; in the papers a sample does. In a round a user also computes q losses
+    of all its examples.
 
     Args:
         clusters: q.
@@ -57,8 +58,8 @@ class HypCluster(LocalSteps):
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
-        x, step, n = state["x"], state["step"], len(users.names)
-        losses = torch.stack([users.losses(model.expand(n, -1), step) for model in x])
+        x, step = state["x"], state["step"]
+        losses = users.losses_over_all(x, step)
         cluster = losses.nan_to_num(torch.inf).argmin(0)
         points = local_steps(users, x[cluster], step + 1, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.shape[1] + 1)
