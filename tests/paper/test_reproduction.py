@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from typer.testing import CliRunner
 
 from coterie.cli import app
@@ -90,6 +91,7 @@ def test_the_paper_figures_settle_at_the_known_levels(figures: dict[str, Any]) -
     levels = {name: {k: s["exact_stationary"] for k, s in figures[name]["series"].items()} for name in LABELS}
     assert levels["comparison"]["alone"] == pytest.approx(2.50e-3, rel=1e-3)
     assert levels["comparison"]["bc"] == pytest.approx(9.375e-4, rel=1e-4)
+    assert f"{levels['comparison']['wga']:.2e}" == "2.52e-03"
     assert list(levels["bias_on_bc"].values()) == pytest.approx([9.375e-4] * 5, rel=1e-4)
     assert [float(f"{level:.2e}") for level in levels["peers_on_bc"].values()] == [
         5.15e-3,
@@ -104,6 +106,29 @@ def test_the_paper_figures_settle_at_the_known_levels(figures: dict[str, Any]) -
         rate, variance = 1 + alpha, (1 - alpha) ** 2 * 100 + alpha**2 * 10
         bias, noise = 2 * alpha * float(shift) / rate, lr * variance / (rate * (2 - lr * rate))
         assert level == pytest.approx((bias**2 + noise) / 2, rel=1e-9)
+
+
+def test_no_legend_covers_a_curve() -> None:
+    """Beside curves that go everywhere the legend is outside of the axes."""
+    figure = STUDIES["bias_on_bc"].draw(STUDIES["bias_on_bc"].series(0))
+    FigureCanvasAgg(figure).draw()  # type: ignore[no-untyped-call]
+    axes = figure.axes[0]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+
+
+def test_growing_bias_is_drawn_on_logarithmic_axes() -> None:
+    axes = STUDIES["bias_growth"].draw(STUDIES["bias_growth"].series(0)).axes[0]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+
+
+def test_the_table_of_a_figure_with_panels_says_which(out: Path) -> None:
+    page = (out / "index.html").read_text(encoding="utf-8")
+    table = page[page.index("Every method at its own best") :]
+    for heading in ("best constant steps", "decreasing steps", "constant steps, averaged"):
+        assert table.count(f">{heading}<") >= 4
 
 
 def test_alone_follows_its_closed_form_at_every_step(figures: dict[str, Any]) -> None:

@@ -79,7 +79,9 @@ def trunk_and_branch(
     kappas: list[list[Array]] = [[] for _ in trunks]
     norms: list[list[Array]] = [[] for _ in trunks]
     weights = [np.full(len(peers), 1 / len(peers)) for _ in trunks]
-    paths: dict[str, dict[str, list[Any]]] = {p: {"x": [], "l": [], "c": []} for p in ("alone", "branch", "pooled")}
+    paths: dict[str, dict[str, list[Any]]] = {
+        p: {"x": [], "l": [], "c": [], "f": []} for p in ("alone", "branch", "pooled")
+    }
 
     def look(name: str, full: Array, blind: list[Array]) -> None:
         crossed = told = losses(full, own)
@@ -88,7 +90,7 @@ def trunk_and_branch(
             crossed = np.array([each[folds[i], i] for i in range(n)])
             told = crossed + losses(full, own) - each.mean(0)
         paths[name]["x"].append(full.copy())
-        for key, values in (("l", crossed), ("c", told)):
+        for key, values in (("l", crossed), ("c", told), ("f", losses(full, own))):
             paths[name][key].append(np.concatenate([values, losses(full, held_out)]))
 
     for t in range(half):
@@ -140,10 +142,13 @@ def trunk_and_branch(
         ]
         pooled = pooled - lr * step_of(pooled, by_size, 1.0, 0.0)
         alone = [w - lr * gradient(w, part) for w, part in zip(alone, parts, strict=True)]
-    return _served(paths, folds, counts) | {"tau": used[0]}
+    everything = tuple(np.concatenate(pair) for pair in zip(own, held_out, strict=True))
+    return _served(paths, folds, counts, cast("Data", everything)) | {"tau": used[0]}
 
 
-def _served(paths: dict[str, dict[str, list[Any]]], folds: Array, counts: Array) -> dict[str, Any]:
+def _served(
+    paths: dict[str, dict[str, list[Any]]], folds: Array, counts: Array, everything: Data
+) -> dict[str, Any]:
     tables = {name: np.array(path["l"]) for name, path in paths.items()}
     without = {
         name: [frequencies(table[:, folds != q], counts[:, folds != q]) for q in range(int(folds.max()) + 1)]
@@ -164,10 +169,12 @@ def _served(paths: dict[str, dict[str, list[Any]]], folds: Array, counts: Array)
     path = best({name: mean([score(name, i, folds[i]) for i in everyone]) for name in paths})
     told = {"served": [], "alone": []}  # type: dict[str, list[float]]
     for i in everyone:
-        rest = [j for j in everyone if folds[j] != folds[i]]
-        its = best({name: mean([score(name, j, folds[i]) for j in rest]) for name in paths})
+        its = best({name: mean([score(name, j, folds[j]) for j in everyone if j != i]) for name in paths})
         for key, name in (("served", its), ("alone", "alone")):
-            told[key].append(float(without[name][folds[i]] @ np.array(paths[name]["c"])[:, i]))
+            looks = without[name][folds[i]]
+            average = sum(f * w for f, w in zip(looks, paths[name]["x"], strict=True))
+            lower = losses(average, everything)[i] - looks @ np.array(paths[name]["f"])[:, i]
+            told[key].append(float(looks @ np.array(paths[name]["c"])[:, i] + lower))
     chosen = frequencies(tables[path], counts)
     point = sum(f * w for f, w in zip(chosen, paths[path]["x"], strict=True))
     return {"path": path, "point": point, **told}

@@ -92,3 +92,9 @@ def test_corrected_peers_are_those_of_smallest_gap_and_knobs_the_bounds_own() ->
     assert fixed.beta == pytest.approx(float(theory.best_beta(peers.constants([0, 1, 0, 0]), 0.3, 0.01, 5000)))
     with pytest.raises(KnobError, match="at least one peer"):
         theory.Peers(smoothness=1, initial_gap=1, noise=1, peer_noise=[])
+
+
+def test_the_best_average_needs_a_pl_constant() -> None:
+    peers = theory.Peers(smoothness=1, initial_gap=1, noise=1, peer_noise=[1, 1])
+    with pytest.raises(KnobError, match="`pl` must be positive for a cost in terms of the loss, got 0"):
+        theory.best_averaging(peers, 100)

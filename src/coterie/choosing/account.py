@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from coterie.choosing.when import Chosen, Path, standard_error
-
-_SHARES = {2: "half", 3: "two thirds", 4: "three quarters", 5: "four fifths"}
+from coterie.choosing.when import Path, standard_error
+from coterie.choosing.whom import Array
 
 
 def stop_of(path: Path, frequencies: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
@@ -17,26 +16,26 @@ def stop_of(path: Path, frequencies: np.ndarray[Any, np.dtype[np.float64]]) -> d
     return {"mean": float(frequencies @ steps), "first": first, "last": last}
 
 
-def compared(chosen: Chosen, n_own: int, *, nested: bool) -> dict[str, float]:
-    """Return what may be said of the difference to Alone, in losses of examples that no copy judged has seen.
+def compared(served: Array, alone: Array, n_own: int, *, nested: bool) -> dict[str, float]:
+    """Return what may be said of the difference to Alone, from losses as `Resampled.told` gives them.
 
-    With validation examples it is the paired difference on those, looks and path chosen without the examples that
-    judge. Without, the two losses by cross-validation, whose difference overstates; with one trunk nothing.
+    With validation examples it is the paired difference on those. Without, the two losses by cross-validation;
+    their difference overstates, since Alone suffers most from the examples that its blind copies lack. With one
+    trunk nothing.
     """
-    served, alone = chosen.served[n_own:], chosen.alone[n_own:]
-    if len(served) > 1:
-        change = served - alone
+    if len(served) > n_own + 1:
+        change = served[n_own:] - alone[n_own:]
         return {
-            "validation_loss": float(served.mean()),
+            "validation_loss": float(served[n_own:].mean()),
             "difference": float(change.mean()),
             "error": standard_error(change),
         }
     if not nested:
         return {}
     return {
-        "crossed_loss": float(chosen.served[:n_own].mean()),
-        "crossed_error": standard_error(chosen.served[:n_own]),
-        "alone_crossed_loss": float(chosen.alone[:n_own].mean()),
+        "crossed_loss": float(served[:n_own].mean()),
+        "crossed_error": standard_error(served[:n_own]),
+        "alone_crossed_loss": float(alone[:n_own].mean()),
     }
 
 
@@ -53,13 +52,13 @@ def sentence(account: Mapping[str, Any], examples: int) -> str:
     if "difference" in account:
         return (
             f"{what}. On {examples} validation examples: loss {account['validation_loss']:.4g}, "
-            f"{account['difference']:+.3g} ± {account['error']:.2g} against Alone (looks and path chosen without "
-            "the examples that judge)"
+            f"{account['difference']:+.3g} ± {account['error']:.2g} against Alone, corrected for having "
+            "been chosen"
         )
     if account["path"] == "alone" or "crossed_loss" not in account:
         return what
     return (
-        f"{what}. Copies that had {_SHARES[account['folds']]} of the own examples: loss "
-        f"{account['crossed_loss']:.4g}, Alone's {account['alone_crossed_loss']:.4g}; with all of them the "
-        "difference is smaller"
+        f"{what}. By cross-validation, corrected for having been chosen: loss {account['crossed_loss']:.4g} ± "
+        f"{account['crossed_error']:.2g}; Alone's, {account['alone_crossed_loss']:.4g}, looks worse than it is "
+        "where examples are few"
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.choosing.when import Chosen, Path, Resampled, standard_error
+from coterie.choosing.whom import Array
 from coterie.gradients.trained_part import copied
 from coterie.learners.points import Points
 from coterie.learners.spec import RunSpec
@@ -33,14 +34,14 @@ class Looks:
         """Note losses at the points of each path's copies: the one that sees all first, then any blind ones."""
         for name, points in copies.items():
             each = self.points.losses(points, self.spec.me.examples)
-            crossed = corrected = each[0]
+            crossed = corrected = full = each[0]
             if len(points) > 1:
                 crossed = self.crossed(each[1:])
                 corrected = crossed + each[0] - each[1:].mean(0)
             if self.spec.me.validation is not None:
                 held_out = self.points.losses(points[:1], self.spec.me.validation)[0]
-                crossed, corrected = (torch.cat([losses, held_out]) for losses in (crossed, corrected))
-            self.paths[name].add(step, points[0], crossed, corrected)
+                crossed, corrected, full = (torch.cat([one, held_out]) for one in (crossed, corrected, full))
+            self.paths[name].add(step, points[0], crossed, corrected, full)
         self.chosen = self._resampled.choose(self.paths, nested=self.nested)
         path = self.paths[self.chosen.path]
         self.points.serve(path.mean_point(self.chosen.frequencies[self.chosen.path]))
@@ -69,6 +70,17 @@ class Looks:
         best = {"step": path.steps[int(frequencies.argmax())], "loss": float(theirs.mean())}
         return self._with(points[1]), best, decision
 
+    def told(self) -> tuple[Array, Array]:
+        """Return the loss of each own and validation example under what is served and under Alone."""
+
+        def losses_at(point: Tensor) -> Array:
+            held = [part for part in (self.spec.me.examples, self.spec.me.validation) if part is not None]
+            return torch.cat([self.points.losses(point[None], part)[0] for part in held]).double().numpy()
+
+        if self.chosen is None:
+            raise AssertionError("nothing has been looked at yet")
+        return self._resampled.told(self.chosen, self.paths, losses_at)
+
     def alone(self) -> nn.Module | None:
         """Return the model trained alone, as its looks say."""
         if self.chosen is None:
@@ -87,8 +99,8 @@ class Looks:
         """Take up saved paths, their losses on the host."""
         self.paths = {}
         for name, saved in paths.items():
-            losses, corrected = ([each.cpu() for each in saved[key]] for key in ("losses", "corrected"))
-            self.paths[name] = Path(list(saved["steps"]), list(saved["points"]), losses, corrected)
+            kinds = ([each.cpu() for each in saved[key]] for key in ("losses", "corrected", "full"))
+            self.paths[name] = Path(list(saved["steps"]), list(saved["points"]), *kinds)
         if self.paths["alone"].steps:
             self.chosen = self._resampled.choose(self.paths, nested=self.nested)
 

@@ -279,7 +279,7 @@ class TrunkAndBranch(Learner):
                 "messages": sum(each.messages for each in travelled.values()),
                 "bytes": mine.bytes_sent + mine.bytes_received,
             },
-            **compared(chosen, len(self.looks.folds), nested=self.nested),
+            **compared(*self.looks.told(), len(self.looks.folds), nested=self.nested),
         }
         return account | {"sentence": sentence(account, self.looks.held_out)}
 

@@ -1,7 +1,8 @@
 """When to stop, and which path to serve: losses at looks, and how often each look is best under resampling."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,23 +27,26 @@ class Path:
     Losses, of shape (n + v,), are of each own example by the copy that is blind to it, then of each validation
     example; looks and paths are chosen by them. A blind copy has had fewer examples than the one that sees all:
     Burman's correction, for what is told, adds the latter's loss less the blind copies' mean loss, by example.
+    The losses of the copy that sees all are kept, too.
     """
 
     steps: list[int] = field(default_factory=list)  # of the looks
     points: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     corrected: list[Tensor] = field(default_factory=list)
+    full: list[Tensor] = field(default_factory=list)
 
-    def add(self, step: int, point: Tensor, losses: Tensor, corrected: Tensor) -> None:
+    def add(self, step: int, point: Tensor, losses: Tensor, corrected: Tensor, full: Tensor) -> None:
         """Add a look."""
         self.steps.append(step)
         self.points.append(point.clone())
         self.losses.append(losses)
         self.corrected.append(corrected)
+        self.full.append(full)
 
-    def table(self, *, corrected: bool = False) -> Array:
-        """Return the losses of all looks, of shape (looks, n + v)."""
-        losses = torch.stack(self.corrected if corrected else self.losses).double()
+    def table(self, kind: Literal["losses", "corrected", "full"] = "losses") -> Array:
+        """Return losses of all looks, of shape (looks, n + v)."""
+        losses = torch.stack(getattr(self, kind)).double()
         return np.asarray(losses.nan_to_num(WORST, WORST, WORST).clamp(max=WORST).numpy())
 
     def mean_point(self, frequencies: Array) -> Tensor:
@@ -60,8 +64,8 @@ class Chosen:
 
     path: str
     frequencies: Mapping[str, Array]  # of each path's looks
-    served: Array  # the loss of each example, (n + v,), looks and path chosen without the example's fold
-    alone: Array  # the same for Alone
+    without: Mapping[str, Array]  # the same without the examples of each fold, of shape (folds, looks)
+    by_example: NDArray[np.str_]  # the path that would be served without each example, (n + v,)
 
 
 class Resampled:
@@ -87,19 +91,36 @@ class Resampled:
         """
         tables = {name: path.table() for name, path in paths.items()}
         folds = range(self.count)
-        weights = {name: np.stack([self.frequencies(t, q) for q in folds]) for name, t in tables.items()}
-        by_fold = {name: weights[name] @ tables[name] for name in paths}  # (folds, examples)
-        path = best_path(
-            {name: each[self.folds, np.arange(len(self.folds))] for name, each in by_fold.items()}, nested
-        )
-        told = {name: weights[name] @ p.table(corrected=True) for name, p in paths.items()}
-        served, alone = np.empty(len(self.folds)), np.empty(len(self.folds))
-        for q in folds:  # the path, too, is chosen without the fold that judges it
-            judging = self.folds == q
-            its = best_path({name: each[q][~judging] for name, each in by_fold.items()}, nested)
-            served[judging], alone[judging] = told[its][q][judging], told["alone"][q][judging]
+        without = {name: np.stack([self.frequencies(t, q) for q in folds]) for name, t in tables.items()}
+        scores = {name: self._own_fold(without[name] @ tables[name]) for name in paths}
         frequencies = {name: self.frequencies(table) for name, table in tables.items()}
-        return Chosen(path, frequencies, served, alone)
+        return Chosen(best_path(scores, nested), frequencies, without, best_paths(scores, nested))
+
+    def told(
+        self, chosen: Chosen, paths: Mapping[str, Path], losses_at: Callable[[Tensor], Array]
+    ) -> tuple[Array, Array]:
+        """Return each example's loss, (n + v,), under what is served and under Alone, corrected for the choice.
+
+        Looks are chosen without the example's fold, the path without the example: one chosen without the whole fold
+        is often a worse one. What is served is a mean of points; its loss is lower than the mean of theirs. By how
+        much is seen from the copy that sees all examples, by `losses_at` its mean point.
+        """
+
+        def of(name: str) -> Array:
+            path, without = paths[name], chosen.without[name]
+            lower = [losses_at(path.mean_point(looks)) - looks @ path.table("full") for looks in without]
+            return self._own_fold(without @ path.table("corrected") + np.stack(lower))
+
+        alone = of("alone")
+        served = alone.copy()
+        for name in set(chosen.by_example.tolist()) - {"alone"}:
+            its = chosen.by_example == name
+            served[its] = of(name)[its]
+        return served, alone
+
+    def _own_fold(self, by_fold: Array) -> Array:
+        """Return of each example the value in the row of its fold."""
+        return np.asarray(by_fold[self.folds, np.arange(len(self.folds))])
 
 
 def best_path(scores: Mapping[str, Array], nested: bool = True) -> str:
@@ -110,6 +131,18 @@ def best_path(scores: Mapping[str, Array], nested: bool = True) -> str:
     handicap = 0.0 if nested else HANDICAP * standard_error(lead)
     best = "pooled" if lead.mean() < handicap else "branch"
     return "alone" if scores["alone"].mean() <= scores[best].mean() else best
+
+
+def best_paths(scores: Mapping[str, Array], nested: bool = True) -> NDArray[np.str_]:
+    """Return what `best_path` says without each of the examples; a handicap is that of all."""
+    n = len(scores["alone"])
+    if "branch" not in scores:
+        return np.full(n, "alone")
+    rest = {name: (each.sum() - each) / max(1, n - 1) for name, each in scores.items()}
+    handicap = 0.0 if nested else HANDICAP * standard_error(scores["pooled"] - scores["branch"])
+    pooled = rest["pooled"] - rest["branch"] < handicap
+    best = np.where(pooled, rest["pooled"], rest["branch"])
+    return np.where(rest["alone"] <= best, "alone", np.where(pooled, "pooled", "branch"))
 
 
 def standard_error(values: Sequence[float] | Array) -> float:

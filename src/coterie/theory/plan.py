@@ -1,6 +1,6 @@
 """What the theory advises for a problem: each method at its best, by its bound."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coterie.theory.choices import best_alpha
 from coterie.theory.constants import Constants, Numbers, check_steps
@@ -47,7 +47,7 @@ def plan(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> di
     corrected = best_correction(problem, steps)
     own = alone(problem)
     return {
-        "alone": _choice(problem, own, 0.0, steps),
+        "alone": replace(_choice(problem, own, 0.0, steps), speedup=1.0),
         "wga": _choice(problem, averaging(problem, weight), weight, steps),
         "bc_oracle": _choice(problem, oracle(problem, corrected.alpha), corrected.alpha, steps),
         "bc": Choice(
@@ -69,7 +69,7 @@ def plan_for_peers(peers: Peers, steps: int) -> dict[str, Choice]:
     Example:
         >>> peers = Peers(smoothness=1, pl=1, initial_gap=1, noise=1, peer_noise=[1, 1], bias_floor=[0, 9])
         >>> print(f"{plan_for_peers(peers, steps=1000)['wga'].speedup:.3f}")
-        2.000
+        2.004
     """
     alpha, tau, _ = best_averaging(peers, steps)
     averaged = plan(peers.constants(tau), steps, alpha)
