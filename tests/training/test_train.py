@@ -279,6 +279,7 @@ def test_summary_and_record(make_users: Users) -> None:
         lr=0.1,
         steps=10,
         seed=4,
+        guard="off",
     )
     said, first, who, best, test, weight, constants = run.summary().splitlines()
     assert said == run.verdict.sentence == run.record.end.verdict
