@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from coterie.benchmark.methods import names
-from coterie.benchmark.summary import by_user, overall, summary, table
+from coterie.benchmark.summary import by_condition, by_user, overall, summary, table
 from coterie.reporting.figures import differences
 
 
@@ -53,7 +53,7 @@ def test_differences_and_errors_are_those_of_plain_formulas() -> None:
                 per_seed.append((alone - wga).mean())
                 variances.append((alone - wga).var(ddof=1) / 50)
             differences.append(np.mean(per_seed))
-            harmed += np.mean(per_seed) < -2 * np.sqrt(np.sum(variances)) / 2
+            harmed += np.mean(per_seed) < -2 * np.mean(np.sqrt(variances))
         row = rows_by[condition, "wga"]
         assert row["difference"] == pytest.approx(np.mean(differences))
         assert row["difference_error"] == pytest.approx(np.std(differences, ddof=1) / np.sqrt(3))
@@ -89,3 +89,22 @@ def test_a_figure_holds_as_many_methods_as_there_are() -> None:
     values = {"digits": dict.fromkeys(names(), (0.1, 0.01))}
     (axes,) = differences(values, "honest", "accuracy").axes
     assert axes.get_legend_handles_labels()[1] == names()
+
+
+def test_what_chance_would_show_stands_beside() -> None:
+    frame = table(cell_rows())
+    found = by(overall(frame), "method")["wga",]
+    rng = np.random.default_rng(0)
+    t = rng.normal(size=(200_000, 3))
+    t = t.mean(1) / (t.std(1, ddof=1) / np.sqrt(3))
+    assert found["by_chance"] == pytest.approx(2 * (t < -3).mean(), rel=0.05)  # two sets and conditions
+    assert found["harmed_by_chance"] == pytest.approx(6 * (rng.normal(size=200_000) < -2).mean(), rel=0.1)
+    assert (found["users"], found["settings"]) == (6, 12)
+    assert found["surely_better"] + found["surely_worse"] <= found["better"] + found["worse"]
+    sets = by(
+        by_condition(pd.concat([frame, frame.assign(set="other", difference=frame["difference"] + 0.1)])),
+        "condition",
+        "method",
+    )
+    honest = sets["honest", "wga"]
+    assert honest["difference_error"] == pytest.approx(0.05)  # two sets that are 0.1 apart

@@ -17,6 +17,9 @@ ROBUST = "wga-"
 
 _ADAPTIVE = tuple(s for s in schedules(Knobs(RULES.entry("adaptive"))) if not s.tail_average)
 _POOLED = Setting(Knobs(RULES.entry("pooled")))
+_PLAIN = {
+    name: Setting(Knobs(RULES.entry(name)), lrs=PLAIN_RATES, plain_steps=True) for name in ("alone", "pooled")
+}
 _AUTO = {"alpha": "auto", "beta": "auto"}
 
 VARIANTS: Mapping[str, tuple[Setting, ...]] = {
@@ -24,6 +27,7 @@ VARIANTS: Mapping[str, tuple[Setting, ...]] = {
     **{f"wga-{alpha:g}": (Setting(Knobs(RULES.entry("wga"), {"alpha": alpha})),) for alpha in ALPHAS},
     "adaptive": _ADAPTIVE,
     "adaptive-guarded": tuple(replace(setting, options={"guard": "held-out"}) for setting in _ADAPTIVE),
+    **{f"{name}-plain": (each, replace(each, lr_schedule="decreasing")) for name, each in _PLAIN.items()},
     "wga-auto": (Setting(Knobs(RULES.entry("wga"), {"alpha": "auto"})),),
     "bc-auto": (Setting(Knobs(RULES.entry("bc"), _AUTO)),),
 }
@@ -31,10 +35,11 @@ VARIANTS: Mapping[str, tuple[Setting, ...]] = {
 
 `fine-tuned`: pooled, then on alone. `wga-α`: weighted averaging with that α alone. `adaptive` averages points by
 itself, so its tail is not averaged again; `adaptive-guarded` may serve the model trained alone, by validation
-loss. `…-auto`: knobs by theory and measured constants."""
+loss. `alone-plain` and `pooled-plain` take plain steps as methods do: what a method gains or loses beside them is
+not Adam's. `…-auto`: knobs by theory and measured constants."""
 
 DEFAULT = ("alone", "pooled", "fine-tuned", *(f"wga-{alpha:g}" for alpha in ALPHAS), "wga")
-DEFAULT += ("adaptive", "adaptive-guarded", "bc")
+DEFAULT += ("adaptive", "adaptive-guarded", "bc", "alone-plain", "pooled-plain")
 """What `coterie bench` compares if nothing else is asked for: minutes of work, where all take hours."""
 
 

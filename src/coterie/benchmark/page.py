@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from coterie.benchmark.cells import Store
 from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.settings import BUDGET, PLAIN_RATES, RATES
-from coterie.benchmark.summary import HARMED, PLACE, SIGNIFICANT, overall, summary, table
+from coterie.benchmark.summary import HARMED, LEVEL, PLACE, SIGNIFICANT, by_condition, overall, summary, table
 from coterie.recording import files
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ def write_results(store: Store, out: Path) -> "pd.DataFrame":
     frame = table(store.rows())
     files.write(out / "results.parquet", frame.to_parquet(index=False))
     parts = {"rows": frame, "summary": summary(frame), "overall": overall(frame)}
+    parts["conditions"] = by_condition(frame)
     plain = {name: json.loads(part.to_json(orient="records", double_precision=15)) for name, part in parts.items()}
     files.write_json(out / "results.json", {"settings": store.settings} | plain)
-    _write_page(out / "index.html", store, parts["summary"], parts["overall"])
+    _write_page(out / "index.html", store, parts["summary"], parts["overall"], parts["conditions"])
     return frame
 
 
@@ -34,11 +35,13 @@ def in_short(totals: "pd.DataFrame") -> list[dict[str, Any]]:
         {
             "method": row["method"],
             "of": row["places"],
-            "better": row["better"],
-            "worse": row["worse"],
+            "better/worse": f"{row['better']}/{row['worse']}",
+            "by chance": f"{row['by_chance']:.1f}",
+            "corrected": f"{row['surely_better']}/{row['surely_worse']}",
             "near best": row["near_best"],
-            "wins/ties/losses": f"{row['wins']}/{row['ties']}/{row['losses']}",
-            "harmed": row["harmed"],
+            "harmed": f"{row['harmed']} of {row['users']}",
+            "by chance ": f"{row['harmed_by_chance']:.1f}",
+            "settings": f"{row['settings']:.0f}",
         }
         for row in totals.to_dict("records")
     ]
@@ -49,9 +52,19 @@ def conclusion(totals: "pd.DataFrame") -> str:
     best = totals[totals["method"] != "alone"].sort_values("near_best", ascending=False, kind="stable").iloc[0]
     return (
         f"Of {len(totals)} methods `{best['method']}` is near the best most often: in {best['near_best']} of "
-        f"{best['places']} sets and conditions. It is better than alone in {best['better']} and worse in "
-        f"{best['worse']}."
+        f"{best['places']} sets and conditions. It is better than alone by {SIGNIFICANT:g} standard errors "
+        f"in {best['better']} and worse in {best['worse']}; chance would show {best['by_chance']:.1f} of each."
     )
+
+
+def over_sets(conditions: "pd.DataFrame") -> list[dict[str, Any]]:
+    """Return a row a method: its mean difference to Alone over the sets in each condition, errors between sets."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in conditions.to_dict("records"):
+        rows.setdefault(row["method"], {"method": row["method"]})[row["condition"]] = _number(
+            row, "difference", "+.3f"
+        )
+    return list(rows.values())
 
 
 def _by_place(means: "pd.DataFrame") -> list[dict[str, Any]]:
@@ -65,9 +78,12 @@ def _by_place(means: "pd.DataFrame") -> list[dict[str, Any]]:
     return rows
 
 
-def _write_page(path: Path, store: Store, means: "pd.DataFrame", totals: "pd.DataFrame") -> Path:
+def _write_page(
+    path: Path, store: Store, means: "pd.DataFrame", totals: "pd.DataFrame", conditions: "pd.DataFrame"
+) -> Path:
     from coterie.reporting.page import Lead, Section, write_page
 
+    compared = int((means["method"] != "alone").sum())
     users, seeds = f"up to {means['users'].max()} users", f"{means['seeds'].max()} seeds"
     text = [
         f"Users of real data sets ({users} a set, {seeds}) with few examples each learn a model with their peers' "
@@ -77,12 +93,15 @@ def _write_page(path: Path, store: Store, means: "pd.DataFrame", totals: "pd.Dat
         f"sizes included: {', '.join(map(str, RATES))} of Adam, {', '.join(map(str, PLAIN_RATES))} of plain steps. "
         f"User 0 computes {store.steps} gradients in a run. The test examples are used once, with the chosen "
         "setting.",
-        "± is one standard error over users, seeds averaged within each; differences to Alone are paired. Better "
-        f"and worse: by more than {SIGNIFICANT:g} standard errors. Near best: the best method in a set and "
-        "condition, or behind it by at most one standard error of the difference. Harmed: users whose test "
-        f"examples put them below Alone by more than {HARMED:g} standard errors.",
+        "± is one standard error over users, seeds averaged within each; over all sets it is one between sets. "
+        "Differences to Alone are paired. Better and worse: by more than "
+        f"{SIGNIFICANT:g} standard errors; beside it how often chance would show that on each side. Corrected: "
+        f"better/worse where all {compared} comparisons of this page together may err by chance with {LEVEL:.0%}. "
+        "Near best: the best method in a set and condition, or behind it by at most one standard error of the "
+        "difference. Harmed: users whose test examples put them below Alone by more than "
+        f"{HARMED:g} standard errors, beside it how many chance would show. Settings: how many each chose from.",
     ]
-    sections = [Section("What was measured", text, [in_short(totals)])]
+    sections = [Section("What was measured", text, [in_short(totals), over_sets(conditions)])]
     for condition, part in means.groupby("condition", sort=False):
         rows = [{k: v for k, v in row.items() if k != "condition"} for row in _by_place(part)]
         done = [inspect.getdoc(CONDITIONS[str(condition)]) or ""]

@@ -64,6 +64,7 @@ class Setting:
     lr_schedule: Literal["constant", "decreasing"] = "constant"  # decreasing: linearly to zero
     tail_average: bool = False  # take the mean of the parameters over the last half of the steps
     weight_decay: float = 0.0  # Adam's, on all parameters
+    plain_steps: bool = False  # of gradient descent, as methods take them, in the place of Adam's
     start: "Setting | None" = None  # another setting, whose model at its best step size is the one to start from
     lrs: tuple[float, ...] = RATES  # the step sizes that it is tried at
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of `train`; no guard unless named here
@@ -71,7 +72,10 @@ class Setting:
     def label(self, run: RunFacts) -> str:
         """Name the setting in the results."""
         schedule = "tail averaged" if self.tail_average else f"{self.lr_schedule} steps"
-        return ", ".join(filter(None, [self.make.label(run), "weight decay" if self.weight_decay else schedule]))
+        plain = "plain" if self.plain_steps else ""
+        return ", ".join(
+            filter(None, [self.make.label(run), plain, "weight decay" if self.weight_decay else schedule])
+        )
 
 
 @dataclass(frozen=True)

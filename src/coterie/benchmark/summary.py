@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy import special
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,6 +17,9 @@ HARMED = 2.0
 
 SIGNIFICANT = 3.0
 """A method is better or worse than Alone in a set and condition by more than this many standard errors."""
+
+LEVEL = 0.05
+"""How often one of all comparisons may be called better or worse by chance, where they are corrected for number."""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> "pd.DataFrame":
@@ -42,15 +46,18 @@ def table(rows: Sequence[dict[str, Any]]) -> "pd.DataFrame":
 
 
 def by_user(frame: "pd.DataFrame") -> "pd.DataFrame":
-    """Return a row a user and method, the seeds averaged, and whether the user was harmed."""
+    """Return a row a user and method, the seeds averaged, and whether the user was harmed.
+
+    The test examples of a user's seeds overlap by more than half, so that its error is the mean of theirs: what it
+    is if they err alike, and no smaller for being repeated.
+    """
     groups = frame.groupby([*PLACE, "user", "method"], sort=False)
     users = groups[["score", "difference", "wrong_weight", "settings", "seconds"]].mean()
     users["difference"] = users["difference"].round(12)  # a tie is one in spite of rounding
     users["seeds"] = groups.size()
     users["metric"] = groups["metric"].first()
     keys = [frame[key] for key in (*PLACE, "user", "method")]
-    squares = (frame["difference_error"] ** 2).groupby(keys, sort=False)
-    users["difference_error"] = np.sqrt(squares.sum()) / users["seeds"]
+    users["difference_error"] = frame["difference_error"].groupby(keys, sort=False).mean()
     users["harmed"] = users["difference"] < -HARMED * users["difference_error"]
     return users.reset_index()
 
@@ -75,15 +82,24 @@ def summary(frame: "pd.DataFrame") -> "pd.DataFrame":
         settings=("settings", "max"),
         seconds=("seconds", "mean"),
     )
+    means["chance"] = _chance(means["difference"], means["difference_error"], means["users"])
     return means.reset_index()
+
+
+def by_condition(frame: "pd.DataFrame") -> "pd.DataFrame":
+    """Return a row a method and condition: the mean difference over sets, and its standard error between sets."""
+    groups = summary(frame).groupby(["condition", "method"], sort=False)["difference"]
+    return groups.agg(sets="size", difference="mean", difference_error="sem").reset_index()
 
 
 def overall(frame: "pd.DataFrame") -> "pd.DataFrame":
     """Return a row a method over all sets and conditions.
 
     `better` and `worse` count those where it differs from Alone by more than three standard errors over users;
-    `near_best` those where it is the best method, or behind the best by no more than one standard error of
-    their paired difference.
+    `by_chance` is how many chance would show on either side, by Student's t; `surely_better` and `surely_worse`
+    count what is left where all comparisons, of all methods, are corrected for their number (Bonferroni).
+    `harmed_by_chance` is how many users chance would show as harmed; `near_best` counts where it is the best
+    method, or behind the best by no more than one standard error of their paired difference.
     """
     import pandas as pd
 
@@ -96,8 +112,26 @@ def overall(frame: "pd.DataFrame") -> "pd.DataFrame":
         close = behind.mean() <= behind.sem(ddof=1).fillna(0.0)
         near += [{"place": place, "method": method, "near_best": bool(ok)} for method, ok in close.items()]
     ratio = means["difference"] / means["difference_error"].where(means["difference_error"] > 0)
-    rows = means.assign(better=ratio > SIGNIFICANT, worse=ratio < -SIGNIFICANT).groupby("method", sort=False)
-    sums = rows[["wins", "ties", "losses", "harmed", "better", "worse"]].sum()
+    compared = means["method"] != "alone"
+    sure = means["chance"] < LEVEL / max(1, compared.sum())
+    counted = means.assign(
+        better=ratio > SIGNIFICANT,
+        worse=ratio < -SIGNIFICANT,
+        surely_better=sure & (ratio > 0),
+        surely_worse=sure & (ratio < 0),
+        by_chance=special.stdtr(np.maximum(1, means["users"] - 1), -SIGNIFICANT) * compared,
+        harmed_by_chance=special.ndtr(-HARMED) * means["users"] * compared,
+    )
+    rows = counted.groupby("method", sort=False)
+    sums = rows[["wins", "ties", "losses", "harmed", "better", "worse", "surely_better", "surely_worse"]].sum()
+    sums[["by_chance", "harmed_by_chance"]] = rows[["by_chance", "harmed_by_chance"]].sum()
+    sums[["users", "settings"]] = rows.agg(users=("users", "sum"), settings=("settings", "max"))
     sums.insert(0, "places", rows.size())
     sums["near_best"] = pd.DataFrame(near).groupby("method")["near_best"].sum()
     return sums.reset_index()
+
+
+def _chance(difference: "pd.Series[float]", error: "pd.Series[float]", users: "pd.Series[int]") -> Any:
+    """Return how often chance shows a mean over users as far from 0, two-sided, by Student's t."""
+    t = (difference.abs() / error.where(error > 0)).to_numpy()
+    return np.nan_to_num(2 * special.stdtr(np.maximum(1, users.to_numpy() - 1), -t), nan=1.0)

@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.nn.utils import vector_to_parameters
-from torch.optim import Adam, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from coterie.benchmark.settings import RATES, Fixed, Knobs, Setting
@@ -138,7 +138,7 @@ class Tuning:
         steps = max(1, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
         spec = RunSpec(
             *(start, self.loss, self.me, self.task.peers, rule),
-            optimizer=None if isinstance(rule, Method) else partial(Adam, weight_decay=setting.weight_decay),
+            optimizer=None if isinstance(rule, Method) else _optimizer(setting),
             lr=lr,
             scheduler=self._falling if setting.lr_schedule == "decreasing" else None,
             steps=steps,
@@ -226,6 +226,10 @@ def _held_out(examples: Examples | None) -> Examples:
     if examples is None:
         raise DataError("user 0 needs examples held out for validation and test")
     return examples
+
+
+def _optimizer(setting: Setting) -> Callable[..., Optimizer]:
+    return SGD if setting.plain_steps else partial(Adam, weight_decay=setting.weight_decay)
 
 
 def _falling(optimizer: Optimizer, steps: int) -> LRScheduler:

@@ -1,0 +1,289 @@
+"""The campaign: attackers, kills, faults, damaged files, nonsense and bad input, all counted in one table.
+
+    python benchmarks/campaign.py --out campaign --jobs 16              # everything: hours on one core
+    python benchmarks/campaign.py --out campaign --parts attacks,faults --quick
+
+Results are saved as they come in OUT/results.jsonl: the same command goes on where it was stopped. OUT/table.md is
+the table of docs/reliability.md. What counts as bad is told in each row; the aim is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.errors import CoterieError
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+KS, SEEDS = (1, 2, 4, 6, 10), range(5)
+FUZZED = ("frames_to_a_worker", "messages_to_a_site", "replies_to_user_0", "notes_of_strangers")
+CHUNKS = 4  # into how many jobs a count is cut
+
+
+def support(name: str) -> Any:
+    """Return a module of the tests; a part imports its own, so that none needs the packages of another."""
+    return importlib.import_module(f"tests.support.{name}")
+
+
+def attacked(rule: str, attack: str, k: int, seed: int, guarded: bool) -> dict[str, Any]:
+    """Return the accuracy under attack."""
+    reached = support("attack_runs").accuracy(rule, attack, k, seed, guarded=guarded)
+    return {"n": 1, "bad": 0, "accuracy": reached}
+
+
+def fault(name: str) -> dict[str, Any]:
+    """Return whether a run went on in spite of a fault, or refused it in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = support("faults").FAULTS[name](Path(folder))
+    return {"n": 1, "bad": told not in ("went on", "refused"), "told": told}
+
+
+def damage(name: str, count: int, seed: int) -> dict[str, Any]:
+    """Return how many damaged files were accepted in silence, or ended in a raw error."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = support("damage").corrupt(name, Path(folder), count // 3, count - count // 3, seed)
+    told = f"{found.refused} refused, {found.survived} read up to the damage, {found.silent} in silence"
+    return {"n": count, "bad": found.silent + len(found.raw), "told": "; ".join([told, *found.raw[:3]])}
+
+
+def kills(count: int, seed: int) -> dict[str, Any]:
+    """Return how many runs, killed at random moments and taken up again, came to other bits or were lost."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "tests/support/killed_runs.py"), folder, str(count), str(seed)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    lost = sum(each["digest"] != each["wanted"] for each in found) + (done.returncode != 0)
+    torn = sum(each["torn"] for each in found)
+    told = f"{torn} times while a checkpoint was written {done.stderr.strip()[-200:]}"
+    return {"n": sum(len(each["killed_at"]) for each in found), "bad": lost, "told": told.strip()}
+
+
+def kill_points(seed: int) -> dict[str, Any]:
+    """Return how many of the points before, during and after each file is written lose a run."""
+    points, rng = support("kill_points"), np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        hit = points.killed_at_every_point(Path(folder), lambda point: int(rng.integers(1, 3)) if seed else 1)
+        ledgers = []
+        for point in points.LEDGER_POINTS:
+            path = Path(folder) / point / "requests.jsonl"
+            path.parent.mkdir()
+            left, counted, more = points.ledger_killed_at(point, path)
+            ledgers.append(left <= counted <= left + 1 and counted + more == 5)
+    lost = (not hit["same bits"]) + ledgers.count(False)
+    return {"n": len(points.POINTS) + len(ledgers), "bad": lost, "told": "the same bits, and the same caps"}
+
+
+def fuzz(name: str, count: int, seed: int) -> dict[str, Any]:
+    """Return how many messages of nonsense ended in an untyped error."""
+    found = getattr(support("fuzz"), name)(count, seed)
+    bad = {what: n for what, n in found.items() if what.startswith("untyped")}
+    return {"n": count, "bad": sum(bad.values()), "told": str(dict(found))[:300]}
+
+
+def inputs() -> dict[str, Any]:
+    """Return how many bad inputs to the library were not refused in words, or left something behind."""
+    wrong, bad_inputs = [], support("bad_inputs").BAD_INPUTS
+    for name, attempt in bad_inputs.items():
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                attempt(Path(folder))
+                wrong.append(f"{name}: accepted")
+            except CoterieError:
+                wrong += [f"{name}: left files"] * any(path.is_dir() for path in Path(folder).iterdir())
+            except Exception as error:
+                wrong.append(f"{name}: {type(error).__name__}")
+    return {"n": len(bad_inputs), "bad": len(wrong), "told": "; ".join(wrong[:5])}
+
+
+def commands() -> dict[str, Any]:
+    """Return how many bad commands were not refused with one message."""
+    wrong, bad_commands = [], support("bad_commands").BAD_COMMANDS
+    for name, words in bad_commands.items():
+        with tempfile.TemporaryDirectory() as folder:
+            result = CliRunner().invoke(app, words(Path(folder)))
+        if result.exit_code != 2 or "Traceback" in result.output or "not foreseen" in result.output:
+            wrong.append(f"{name}: exit {result.exit_code}")
+    return {"n": len(bad_commands), "bad": len(wrong), "told": "; ".join(wrong[:5])}
+
+
+def surroundings(name: str, count: int) -> dict[str, Any]:
+    """Return how many runs in threads, forked children or an event loop came to other bits."""
+    return {"n": count, "bad": support("surroundings").SURROUNDINGS[name](count)}
+
+
+def memory(steps: int) -> dict[str, Any]:
+    """Return whether memory grew by more than a hundredth in a long run over torch.distributed."""
+    command = [sys.executable, str(ROOT / "benchmarks/soak.py"), "--steps", str(steps)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
+    ratios = [json.loads(line)["ratio"] for line in done.stdout.splitlines() if line.startswith("{")]
+    return {"n": steps, "bad": not ratios or max(ratios) > 1.01, "told": f"the last over the first: {ratios}"}
+
+
+DOES: dict[str, Callable[..., dict[str, Any]]] = {
+    "attacks": attacked,
+    "faults": fault,
+    "damage": damage,
+    "kills": kills,
+    "kill points": kill_points,
+    "fuzz": fuzz,
+    "inputs": inputs,
+    "commands": commands,
+    "surroundings": surroundings,
+    "memory": memory,
+}
+BAD = {
+    "faults": "runs lost",
+    "damage": "accepted in silence, or a raw error",
+    "kills": "runs lost or other bits",
+    "kill points": "runs lost or other bits",
+    "fuzz": "untyped errors",
+    "inputs": "not refused in words",
+    "commands": "tracebacks",
+    "surroundings": "other bits, or something global altered",
+    "memory": "grew by more than 1 %",
+}
+
+
+def cells(quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the cases of training under attack, those without attackers too."""
+    runs, seeds, ks = support("attack_runs"), range(2) if quick else SEEDS, (1, 4) if quick else KS
+    found: list[tuple[Any, ...]] = [("alone", "none", 0, seed, False) for seed in seeds]
+    both = [(rule, seed, guarded) for seed in seeds for rule in runs.RULES for guarded in (False, True)]
+    found += [(rule, "none", 0, seed, guarded) for rule, seed, guarded in both]
+    found += [(rule, attack, k, seed, g) for rule, seed, g in both for attack in runs.ATTACKS for k in ks]
+    return [(f"{r}{', guarded' * g}: {attack}, {k} of 10", (r, attack, k, s, g)) for r, attack, k, s, g in found]
+
+
+def cases(part: str, quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return what there is to do for a part: the case, and the arguments."""
+    if part == "attacks":
+        return cells(quick)
+    if part == "faults":
+        return [(name, (name,)) for name in support("faults").FAULTS]
+    if part == "damage":
+        return [(name, (name, 20 if quick else 1200, 0)) for name in support("damage").KINDS]
+    if part == "surroundings":
+        return [(name, (name, 2 if quick else 20)) for name in support("surroundings").SURROUNDINGS]
+    if part == "fuzz":
+        each = (100 if quick else 10_000) // CHUNKS
+        return [(name, (name, each, chunk)) for name in FUZZED for chunk in range(CHUNKS)]
+    plain: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
+        "kills": [("random moments", (5 if quick else 50, seed)) for seed in range(1 if quick else 10)],
+        "kill points": [("named points", (seed,)) for seed in range(1 if quick else 3)],
+        "inputs": [("library", ())],
+        "commands": [("command line", ())],
+        "memory": [("8 processes", (300 if quick else 20_000,))],
+    }
+    return plain[part]
+
+
+def work(part: str, given: tuple[Any, ...]) -> dict[str, Any]:
+    """Do one job, in a process of its own."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = DOES[part](*given)
+        except Exception as error:
+            found = {"n": 1, "bad": 1, "told": f"{type(error).__name__}: {error}"[:300]}
+    return found | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def cells_of(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], tuple[float, float]]:
+    """Return by rule, attack and number of attackers the difference to Alone, paired by seed, and its error."""
+    found = {tuple(row["given"]): row["accuracy"] for row in rows if "accuracy" in row}
+    alone = {seed: a for (rule, _, _, seed, _), a in found.items() if rule == "alone"}
+    by_cell: dict[tuple[str, str, int], list[float]] = {}
+    for (rule, attack, k, seed, guarded), accuracy in found.items():
+        if rule != "alone" and seed in alone:
+            by_cell.setdefault((f"{rule}{', guarded' * guarded}", attack, k), []).append(accuracy - alone[seed])
+    return {
+        cell: (float(np.mean(d)), float(np.std(d, ddof=1) / np.sqrt(len(d))) if len(d) > 1 else float("nan"))
+        for cell, d in by_cell.items()
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return all that was found as tables in Markdown."""
+    lines = ["| part | case | tried | bad | what is bad |", "|---|---|---|---|---|"]
+    counted: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        if row["part"] != "attacks":
+            total = counted.setdefault((row["part"], row["case"]), [0, 0])
+            total[0] += row["n"]
+            total[1] += int(row["bad"])
+    lines += [f"| {p} | {c} | {n:,} | {bad} | {BAD[p]} |" for (p, c), (n, bad) in counted.items()]
+    found = cells_of(rows)
+    if not found:
+        return "\n".join(lines) + "\n"
+    rules, ks = list(dict.fromkeys(rule for rule, _, _ in found)), sorted({k for _, _, k in found if k})
+    lines += ["", "Accuracy less Alone's, mean and standard error over seeds, by attackers of ten:", ""]
+    lines += [f"| rule | attack | {' | '.join(map(str, ks))} |", "|---|---|" + "---|" * len(ks)]
+    for rule in rules:
+        for attack in dict.fromkeys(cell[1] for cell in found if cell[0] == rule):
+            told = [found.get((rule, attack, k if attack != "none" else 0)) for k in ks]
+            shown = [f"{d:+.3f} ± {e:.3f}" if each else "" for each in told for d, e in [each or (0.0, 0.0)]]
+            lines.append(f"| {rule} | {attack} | {' | '.join(shown)} |")
+    lines += ["", "With at most half of the peers attacking:", ""]
+    lines += ["| rule | cells | below −.05 | below Alone by 3 errors | the worst |", "|---|---|---|---|---|"]
+    for rule in rules:
+        some = {cell: each for cell, each in found.items() if cell[0] == rule and cell[2] <= 5}
+        worst = min(some, key=lambda cell: some[cell][0])
+        low = [cell for cell, (d, _) in some.items() if d < -0.05]
+        sure = [cell for cell, (d, e) in some.items() if d < -3 * e and d < 0]
+        name = f"{worst[1]}, {worst[2]} of 10: {some[worst][0]:+.3f} ± {some[worst][1]:.3f}"
+        lines.append(f"| {rule} | {len(some)} | {len(low)} | {len(sure)} | {name} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Do what has not been done, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("campaign"))
+    parser.add_argument("--parts", default=",".join(DOES), help=f"of {', '.join(DOES)}")
+    parser.add_argument("--quick", action="store_true", help="a hundredth of it")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    done = {(row["part"], row["case"], json.dumps(row["given"])) for row in rows}
+    asked = [(part, *case) for part in options.parts.split(",") for case in cases(part, options.quick)]
+    todo = [job for job in asked if (*job[:2], json.dumps(job[2])) not in done]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool, path.open("a", encoding="utf-8") as file:
+        waiting = {pool.submit(work, part, given): (part, case, given) for part, case, given in todo}
+        for count, future in enumerate(as_completed(waiting), 1):
+            part, case, given = waiting[future]
+            row = {"part": part, "case": case, "given": list(given), **future.result()}
+            rows.append(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(f"{count}/{len(waiting)} {part}: {case}: {row}"[:180], file=sys.stderr, flush=True)
+    (options.out / "table.md").write_text(table(rows), encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
