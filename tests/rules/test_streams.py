@@ -169,7 +169,7 @@ def test_resuming_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_wrong_uses_are_named() -> None:
-    with pytest.raises(KnobError, match="`horizon` must be at least 1 step, got 0"):
+    with pytest.raises(KnobError, match="`horizon` must be a whole number, at least 1, got 0"):
         StreamAveraging(0)
     with pytest.raises(KnobError, match="every peer's gradient"):
         StreamAveraging(5)(Gradients(torch.zeros(2)), {"step": 0, "tau": {}})

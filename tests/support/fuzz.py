@@ -1,7 +1,8 @@
 """Nonsense sent to a worker, to a site and to user 0, without a network: what comes of it, counted.
 
     >>> from tests.support import fuzz
-    >>> fuzz.frames_to_a_worker(1000)    # Counter({"answered": …, "typed": …})
+    >>> [kind for kind in fuzz.frames_to_a_worker(20) if kind not in ("answered", "typed")]
+    []
 
 Every function takes how many messages to send and a seed. What it counts as "untyped: …" is a fault.
 """

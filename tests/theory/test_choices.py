@@ -160,7 +160,7 @@ def test_plan_is_made_of_the_bounds() -> None:
     assert plan["alone"].speedup == 1
     assert plan["wga"].alpha == theory.best_alpha(problem, 5000)
     assert plan["wga"].bound < plan["alone"].bound
-    assert plan["bc_oracle"].speedup == pytest.approx(10)
+    assert plan["bc_oracle"].speedup == pytest.approx(10, rel=2e-3)  # the initial gap is forgotten otherwise
     bc = plan["bc"]
     bound = theory.correction_bound(problem, bc.alpha, bc.beta or 0, bc.lr, 5000)
     assert bc.bound == pytest.approx(bound / 2)

@@ -136,7 +136,7 @@ def test_a_guard_s_shadow_is_in_the_program_and_restarts_it(device: str) -> None
     assert_same(one_by_one, captured, device)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW, falling", "plain, falling", "momentum"])
+@pytest.mark.parametrize("optimizer", ["AdamW, falling"])
 def test_adaptive_averaging_steps_as_one_by_one_with_every_schedule(optimizer: str) -> None:
     made, scheduler = OPTIMIZERS[optimizer]
     one_by_one, captured = (

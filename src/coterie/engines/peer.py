@@ -104,6 +104,7 @@ class Peer:
         support: what is known of the model; a model that is not known may draw random numbers and move buffers.
 
     Example:
+        >>> from torch import nn
         >>> user = User("a", torch.eye(2), torch.ones(2, 1))
         >>> peer = Peer(user, Passes(nn.Linear(2, 1), nn.functional.mse_loss), Caps(gradients=1))
         >>> request = Request(torch.zeros(1, 3), step=0, seed=0, batch_size=2)
