@@ -23,7 +23,8 @@ def model_of(seed: int) -> torch.Tensor:
     me, *peers = (
         coterie.User(name, torch.randn(24, 4, generator=random), torch.arange(24) % 2) for name in ("me", "a", "b")
     )
-    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.2), nn.Linear(6, 2))
+    layers = [nn.utils.skip_init(nn.Linear, *shape) for shape in ((4, 6), (6, 2))]  # type: ignore[no-untyped-call]  # draws nothing
+    net = nn.Sequential(layers[0], nn.ReLU(), nn.Dropout(0.2), layers[1])
     with torch.no_grad():
         for p in net.parameters():
             p.copy_(torch.randn(p.shape, generator=random) / 2)
