@@ -6,6 +6,8 @@ from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.engines import Engine, InProcess, attacks
 from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.evaluation import evaluate, model_loss, per_example, register_metric
+from coterie.everyone.runs import Runs
+from coterie.everyone.train import train_everyone
 from coterie.gradients import Gradients
 from coterie.learners.spec import RunSpec
 from coterie.methods import register_method
@@ -46,6 +48,7 @@ __all__ = [
     "Rule",
     "Run",
     "RunSpec",
+    "Runs",
     "State",
     "Step",
     "User",
@@ -64,5 +67,6 @@ __all__ = [
     "register_tracker",
     "theory",
     "train",
+    "train_everyone",
     "train_many",
 ]

@@ -1,0 +1,108 @@
+"""Who gains: the verdict on every user's model, the mean over users, and the worst-off of them."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coterie.evaluation.metrics import less_is_better
+from coterie.recording.result import Difference
+from coterie.reporting.verdict import LEVEL, Verdict, difference, with_error
+from coterie.training.run import Run
+
+COUNTED = {
+    "better": "better off than alone",
+    "worse": "worse off",
+    "mixed": "better off in one measure and worse off in another",
+    "unclear": "without a clear difference",
+    "alone": "served a model trained alone",
+    "unknown": "not compared with training alone",
+}
+"""What is said of users whose verdicts are alike."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a user has of the others: the verdict on its model, and the numbers that it rests on."""
+
+    name: str
+    verdict: Verdict
+    measures: Mapping[str, Difference]  # the chosen metric and the loss; no difference where Alone is served
+
+    def told(self) -> dict[str, str]:
+        """Return the differences with their standard errors; "" where the model trained alone is served."""
+        return {key: difference(one) if one.error else "" for key, one in self.measures.items()}
+
+
+@dataclass(frozen=True)
+class Overall:
+    """One measure over all users who can be compared."""
+
+    measure: str
+    users: int
+    mean: float  # of the differences to Alone
+    error: float  # its standard error over test examples, for these very users
+    worst: tuple[str, float]  # who is worst off, and its number
+    worst_alone: tuple[str, float]  # who would be, trained alone
+
+    def __str__(self) -> str:
+        (name, value), (other, alone) = self.worst, self.worst_alone
+        return (
+            f"{self.measure} against alone: {with_error(self.mean, self.error)} in the mean of {self.users} users "
+            f"(one standard error); the worst-off is {name} with {value:.4g}, alone it would be {other} with "
+            f"{alone:.4g}"
+        )
+
+
+def gain_of(name: str, run: Run) -> Gain:
+    """Return what a user has of the others."""
+    verdict = run.verdict
+    if verdict.measures or verdict.finding != "alone":
+        return Gain(name, verdict, verdict.measures)
+    end = run.record.end
+    found = end.test or end.validation
+    metric = [key for key in found if key != "loss"][:1]
+    same = {
+        key: Difference(ours=found[key], alone=found[key], error=0.0, less_is_better=less_is_better(key))
+        for key in [*metric, "loss"]
+        if key in found
+    }
+    return Gain(name, verdict, same)
+
+
+def overall(gains: Sequence[Gain]) -> list[Overall]:
+    """Return mean and worst-off user in each measure that all users who can be compared have."""
+    compared = [gain for gain in gains if gain.measures]
+    if not compared:
+        return []
+    found = []
+    for key in compared[0].measures:
+        each = {gain.name: gain.measures[key] for gain in compared if key in gain.measures}
+        less = any(one.less_is_better for one in each.values())
+        worst = max if less else min
+        found.append(
+            Overall(
+                measure=key,
+                users=len(each),
+                mean=sum(one.difference for one in each.values()) / len(each),
+                error=math.sqrt(sum(one.error**2 for one in each.values())) / len(each),
+                worst=worst(((name, one.ours) for name, one in each.items()), key=lambda pair: pair[1]),
+                worst_alone=worst(((name, one.alone) for name, one in each.items()), key=lambda pair: pair[1]),
+            )
+        )
+    return found
+
+
+def counted(gains: Sequence[Gain]) -> str:
+    """Say of how many users which verdict is made."""
+    counts = Counter[str](gain.verdict.finding for gain in gains)
+    parts = [f"{counts[finding]} {words}" for finding, words in COUNTED.items() if counts[finding]]
+    return f"Of {len(gains)} users: {', '.join(parts)}."
+
+
+def by_chance(gains: Sequence[Gain]) -> str:
+    """Say how many of the verdicts chance may make; "" where none is made of a comparison."""
+    made = sum(gain.verdict.comparison is not None for gain in gains)
+    if not made:
+        return ""
+    return f"Each verdict may be made by chance in 1 of {1 / LEVEL:.0f} cases: {made * LEVEL:.2g} of these {made}."

@@ -1,0 +1,131 @@
+"""The page of everyone's runs: who gains, who listens to whom, what it cost; in the look of the page of a run."""
+
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from coterie.everyone.gains import Gain, by_chance, counted, gain_of, overall
+from coterie.reporting.charts import interval_chart
+from coterie.reporting.page import Lead, Section, Tile, write_page
+from coterie.reporting.run_page import HEADLINES, interval
+from coterie.reporting.verdict import with_error
+from coterie.training.run import Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def write_everyone_page(
+    path: Path, runs: Mapping[str, Run], weights: "pd.DataFrame", pages: Mapping[str, str] | None = None
+) -> Path:
+    """Write the page to one HTML file that needs nothing else, and return its path.
+
+    `pages`: by user, where the page of its own run lies, relative to this one.
+    """
+    gains = [gain_of(name, run) for name, run in runs.items()]
+    sections = [
+        _gains(gains),
+        Section(
+            "Who listens to whom",
+            ["Each row is a user: the shares of the weight that the others have in its model. Darker is more."],
+            charts=[heat_map(weights)],
+        ),
+        Section("Everybody", charts=[_links(gains, pages or {})]),
+        Section("What it cost each user", tables=[_costs(runs)], folded=True),
+    ]
+    title = f"A model for each of {len(runs)} users"
+    return write_page(path, title, sections, lead=_lead(gains, runs))
+
+
+def _lead(gains: list[Gain], runs: Mapping[str, Run]) -> Lead:
+    found = overall(gains)
+    tiles = [
+        Tile(
+            f"{one.measure}, against alone",
+            with_error(one.mean, one.error),
+            f"mean of {one.users} users; worst-off {one.worst[1]:.4g}, alone {one.worst_alone[1]:.4g}",
+        )
+        for one in found
+    ]
+    seconds = sum(run.record.end.seconds for run in runs.values())
+    tiles.append(Tile("it took", f"{seconds:.3g} s", f"{max(run.step for run in runs.values()):,} steps for each"))
+    findings = {gain.verdict.finding for gain in gains}
+    finding = "better" if "better" in findings and not findings & {"worse", "mixed"} else ""
+    return Lead(f"{counted(gains)} {by_chance(gains)}".strip(), finding=finding, tiles=tiles)
+
+
+def _gains(gains: list[Gain]) -> Section:
+    """Return the section with everybody's difference to training alone."""
+    compared = [gain for gain in gains if gain.verdict.comparison is not None]
+    if not compared:
+        return Section("Who gains", ["Nobody's model can be compared with one trained alone."])
+    text = [
+        "Differences to a model trained alone, on each user's held-out examples. Lines are two standard errors to "
+        "either side; right of the mark is better."
+    ]
+    if alone := [gain.name for gain in gains if gain.verdict.finding == "alone"]:
+        text.append(f"Served a model trained alone: {', '.join(alone)}.")
+    charts = []
+    for key in compared[0].measures:
+        ordered = [
+            interval(gain.name, gain.measures[key], gain.verdict.clear.get(key))
+            for gain in compared
+            if key in gain.measures
+        ]
+        ordered.sort(key=lambda one: -one.value)
+        charts.append(f"<h3>{escape(key)}</h3>" + interval_chart(ordered, f"difference of {key} to training alone"))
+    return Section("Who gains", text, charts=charts)
+
+
+def heat_map(weights: "pd.DataFrame") -> str:
+    """Return a matrix with names as a table whose cells are as dark as their share is large.
+
+    Example:
+        >>> import pandas as pd
+        >>> heat_map(pd.DataFrame([[0.0, 1.0], [0.0, 0.0]], index=["a", "b"], columns=["a", "b"])).count("<td")
+        4
+    """
+    head = "".join(f'<th scope="col">{escape(str(name))}</th>' for name in weights.columns)
+    rows = []
+    for name, row in zip(weights.index, weights.to_numpy().tolist(), strict=True):
+        cells = "".join(_cell(share, other == name) for share, other in zip(row, weights.columns, strict=True))
+        rows.append(f'<tr><th scope="row">{escape(str(name))}</th>{cells}</tr>')
+    return f'<div class="scroll"><table class="heat"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _cell(share: float, own: bool) -> str:
+    if own:
+        return '<td class="own"></td>'
+    text = f"{100 * share:.0f}" if share >= 0.005 else ""
+    return f'<td style="--share:{100 * share:.0f}%" title="{share:.1%}">{text}</td>'
+
+
+def _links(gains: list[Gain], pages: Mapping[str, str]) -> str:
+    """Return a table with everybody's verdict, and a link to the page of its run."""
+    rows = []
+    for gain in gains:
+        name = escape(gain.name)
+        if gain.name in pages:
+            name = f'<a href="{quote(pages[gain.name])}">{name}</a>'
+        said = f"<b>{HEADLINES[gain.verdict.finding]}</b>. {escape(gain.verdict.sentence)}"
+        rows.append(f'<tr class="{gain.verdict.finding}"><td>{name}</td><td class="said">{said}</td></tr>')
+    return f'<div class="scroll"><table class="everybody">{"".join(rows)}</table></div>'
+
+
+def _costs(runs: Mapping[str, Run]) -> list[dict[str, str]]:
+    """Return what all runs together asked of each user."""
+    rows = []
+    for name in runs:
+        each = [run.record.end.costs[name] for run in runs.values() if name in run.record.end.costs]
+        rows.append(
+            {
+                "user": name,
+                "gradients": f"{sum(cost.gradients for cost in each):,}",
+                "examples passed": f"{sum(cost.examples for cost in each):,}",
+                "numbers sent": f"{sum(cost.numbers_sent for cost in each):,}",
+                "numbers received": f"{sum(cost.numbers_received for cost in each):,}",
+            }
+        )
+    return rows

@@ -1,0 +1,144 @@
+"""Train a personal model for every user, each with all others as its peers."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from coterie.arguments import listed
+from coterie.choosing import Chooser, MakesLearner
+from coterie.errors import DataError, GradientError
+from coterie.evaluation.metrics import Metric
+from coterie.everyone.folders import folder_names
+from coterie.everyone.runs import Runs
+from coterie.gradients.norm_bound import FACTOR
+from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
+from coterie.recording.claim import claimed
+from coterie.rules import Rule
+from coterie.training import setup
+from coterie.training.run import Run, Stopped
+from coterie.training.setup import RunOptions
+from coterie.training.train import train_spec
+from coterie.users.user import USER, Loss, User, check_names
+
+_USERS = listed(USER, "a list of `coterie.User`s")
+
+
+def train_everyone(
+    model: nn.Module,
+    loss: Loss,
+    users: Sequence[User],
+    rule: Rule | Chooser | MakesLearner | None = None,
+    *,
+    optimizer: OptimizerLike | None = None,
+    lr: float | None = None,
+    scheduler: Scheduler | None = None,
+    clip_norm: float | None = None,
+    steps: int = STEPS,
+    batch_size: int = 32,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    evaluate_every: int | None = None,
+    norm_bound: float | None = FACTOR,
+    out: Path | str | None = None,
+    trackers: Sequence[str] = ("tensorboard",),
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
+    guard: Literal["auto", "held-out", "off"] = "auto",
+    measure: bool | None = None,
+    threads: int | None = None,
+) -> Runs:
+    """Train a personal model for every user: each is user 0 of a run in which all others are its peers.
+
+    Everybody gets what `train` gives it: weights of its own over the others, a guard, and a verdict on its own
+    held-out examples. All start from the same model. See docs/everyone.md.
+
+    Args:
+        model: as in `train`; everybody starts from its parameters.
+        loss: as in `train`.
+        users: everybody. To the others a user gives gradients of its training examples only; its validation and
+            test sets are its own.
+        rule: as in `train`, the same for all: `AdaptiveAveraging` when None.
+        optimizer: as in `train`.
+        lr: as in `train`.
+        scheduler: as in `train`.
+        clip_norm: as in `train`.
+        steps: how many steps everybody takes.
+        batch_size: as in `train`.
+        seed: as in `train`, the same for all.
+        device: as in `train`.
+        metrics: as in `train`.
+        evaluate_every: as in `train`.
+        norm_bound: as in `train`.
+        out: a folder, in which every user has one of its own, named after it.
+        trackers: as in `train`.
+        checkpoint_every: as in `train`.
+        resume: go on with what is in `out`.
+        progress: as in `train`.
+        guard: as in `train`.
+        measure: as in `train`.
+        threads: as in `train`.
+
+    Example:
+        >>> import coterie
+        >>> inputs = torch.eye(4).repeat(5, 1)
+        >>> held_out = inputs[:4], inputs[:4].sum(1, keepdim=True)
+        >>> names = ("Bern", "Basel", "Chur")
+        >>> users = [User(name, inputs, inputs.sum(1, keepdim=True), test=held_out) for name in names]
+        >>> rule = coterie.WeightedAveraging(alpha=0.5)
+        >>> runs = coterie.train_everyone(nn.Linear(4, 1), nn.functional.mse_loss, users, rule, lr=0.1, steps=100)
+        >>> runs.weights.loc["Bern"].to_dict()
+        {'Bern': 0.0, 'Basel': 0.5, 'Chur': 0.5}
+        >>> sorted(runs.models)
+        ['Basel', 'Bern', 'Chur']
+    """
+    users = _USERS("users", users)
+    check_names([user.name for user in users])
+    how: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "scheduler": scheduler, "clip_norm": clip_norm}
+    how |= {"norm_bound": norm_bound, "metrics": metrics, "evaluate_every": evaluate_every}
+    how |= {"steps": steps, "batch_size": batch_size, "seed": seed, "device": device}
+    users, left_out = _able([RunSpec(model, loss, me, (), rule, **how) for me in users])
+    specs = [RunSpec(model, loss, me, [user for user in users if user is not me], rule, **how) for me in users]
+    options = RunOptions(out, trackers, checkpoint_every, resume, progress, guard, measure, threads=threads)
+    with nullcontext() if options.out is None else claimed(Path(options.out)):
+        return _in_turn(specs, options, left_out)
+
+
+def _able(specs: Sequence[RunSpec]) -> tuple[list[User], dict[str, str]]:
+    """Return the users who can learn, and the others, each told in a warning, with the reason."""
+    able, left_out = [], {}
+    for spec in specs:
+        try:
+            setup.check(spec)
+            able.append(spec.me)
+        except DataError as error:
+            left_out[spec.me.name] = f"left out: {error}"
+            warnings.warn(f"the user {spec.me.name!r} is left out: {error}", stacklevel=3)
+    if len(able) < 2:
+        why = "".join(f"; {name!r} is {reason}" for name, reason in left_out.items())
+        raise DataError(f"`users` must be two or more who can learn from each other, got {len(able)}{why}")
+    return able, left_out
+
+
+def _in_turn(specs: Sequence[RunSpec], options: RunOptions, left_out: Mapping[str, str]) -> Runs:
+    """Train one after the other; after Ctrl-C the others are not begun."""
+    runs: dict[str, Run] = {}
+    names = [spec.me.name for spec in specs]
+    folders = folder_names(names)
+    for name, spec in zip(names, specs, strict=True):
+        out = None if options.out is None else Path(options.out) / folders[name]
+        try:
+            runs[name] = train_spec(spec, replace(options, out=out))
+        except GradientError as error:  # the others must not be lost with it
+            runs[name] = error.run
+        if runs[name].stopped is Stopped.CTRL_C:
+            break
+    waiting = {name: "not begun, because of Ctrl-C" for name in names if name not in runs}
+    return Runs(runs, {**left_out, **waiting})

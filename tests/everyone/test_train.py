@@ -1,0 +1,87 @@
+"""`train_everyone`: everybody's run is the one that `train` gives, and what is said of all is said of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.everyone import everyone
+from tests.support.small_runs import network, same, state_of
+from torch.nn.functional import cross_entropy
+
+import coterie
+from coterie.errors import DataError
+
+RULES: dict[str, Any] = {"wga": coterie.WeightedAveraging(0.5), "default": None}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_everybodys_run_is_the_one_that_train_gives(rule: str) -> None:
+    users = everyone()
+    settings: dict[str, Any] = {"steps": 12, "lr": 0.05, "measure": False}
+    runs = coterie.train_everyone(network(), cross_entropy, users, RULES[rule], **settings)
+    for me in users:
+        peers = [user for user in users if user is not me]
+        one = coterie.train(network(), cross_entropy, me, peers, RULES[rule], **settings)
+        mine = runs.runs[me.name]
+        for a, b in zip(one.model.parameters(), mine.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+        assert mine.test == pytest.approx(one.test)
+        assert mine.verdict.finding == one.verdict.finding
+        shares = runs.weights.loc[me.name]
+        assert shares[me.name] == 0
+        assert {n: s for n, s in shares.items() if s} == pytest.approx(
+            {n: s for n, s in one.record.end.tau.items() if s and one.verdict.finding != "alone"}
+        )
+
+
+def test_the_mean_and_the_worst_off_are_those_of_the_runs() -> None:
+    users = everyone()
+    runs = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=12, lr=0.05, measure=False)
+    text, served, alone = runs.summary(), {}, {}
+    for name, run in runs.runs.items():
+        assert f"{name}: {run.verdict.sentence}" in text
+        found = {"loss": run.test["loss"]}
+        served[name] = found["loss"]
+        comparison = run.record.end.comparison
+        alone[name] = served[name] if comparison is None else comparison.measures["loss"].alone
+    worst = max(served, key=lambda name: served[name])
+    assert f"the worst-off is {worst} with {served[worst]:.4g}" in text
+    mean = sum(served[name] - alone[name] for name in served) / len(served)
+    assert next(one for one in runs.overall if one.measure == "loss").mean == pytest.approx(mean)
+
+
+def test_every_user_has_a_folder_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    users = everyone()
+    settings: dict[str, Any] = {"lr": 0.05, "measure": False, "trackers": ()}
+    first = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=6, out=tmp_path, **settings)
+    assert {path.name for path in tmp_path.iterdir()} >= {name.replace(" ", "_") for name in first.runs}
+    again = coterie.train_everyone(
+        network(), cross_entropy, users, RULES["wga"], steps=12, out=tmp_path, resume=True, **settings
+    )
+    straight = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=12, **settings)
+    for name, run in straight.runs.items():
+        assert same(state_of(run.model), state_of(again.models[name]))
+
+
+def test_one_who_cannot_learn_is_left_out_and_told() -> None:
+    users = everyone()
+    users[1] = coterie.User("lonely", torch.zeros(4, 3, dtype=torch.float64), torch.ones(4, dtype=torch.long))
+    with pytest.warns(UserWarning, match="'lonely' is left out"):
+        runs = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=2, measure=False)
+    assert "one class only" in runs.not_trained["lonely"]
+    assert "lonely" not in runs.models
+    with (
+        pytest.warns(UserWarning, match="'lonely' is left out"),
+        pytest.raises(DataError, match="two or more who can learn"),
+    ):
+        coterie.train_everyone(network(), cross_entropy, users[:2], RULES["wga"], steps=2)
+
+
+def test_the_page_says_what_the_summary_says(tmp_path: Path) -> None:
+    runs = coterie.train_everyone(network(), cross_entropy, everyone(), RULES["wga"], steps=6, measure=False)
+    page = runs.report(tmp_path / "index.html").read_text(encoding="utf-8")
+    assert runs.summary().splitlines()[0] in page
+    assert page.count('<td class="own">') == len(runs.runs)
