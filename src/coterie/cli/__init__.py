@@ -15,9 +15,9 @@ from coterie.cli.demo import demo
 from coterie.cli.explore import explore
 from coterie.cli.federate import federate
 from coterie.cli.listing import list_
+from coterie.cli.options.registered import Command
 from coterie.cli.plan import plan
 from coterie.cli.predict import predict
-from coterie.cli.registered import Command
 from coterie.cli.reproduce import reproduce
 from coterie.cli.train import train
 from coterie.cli.worker import worker

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from coterie.cli.registered import Command, knobs_of
+from coterie.cli.options.registered import Command, knobs_of
 from coterie.errors import KnobError
 from coterie.rules import RULES
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -90,7 +90,9 @@ def from_table(
         if column not in frame.columns:
             raise DataError(f"the table has no column {column!r}; it has {some(frame.columns)}")
     _check_complete(frame, user_column, target)
-    frame = _kept(frame, user_column, str(me), [str(name) for name in leave_out])
+    names, left_out = frame[user_column].astype(str), [str(name) for name in leave_out]
+    check_users(names, user_column, str(me), left_out)
+    frame = frame[~names.isin(left_out)]
     columns = [c for c in (features or frame.columns) if c not in (user_column, target)]
     if preparation is None:
         if not isinstance(data, pd.DataFrame):
@@ -118,17 +120,15 @@ def from_table(
     return TableTask(mine, tuple(peers), prepare.n_inputs, prepare.n_outputs, prepare)
 
 
-def _kept(frame: pd.DataFrame, user_column: str, me: str, leave_out: Sequence[str]) -> pd.DataFrame:
-    """Return the rows of those who are not left out."""
-    names = frame[user_column].astype(str)
-    there = set(names)
+def check_users(there: Iterable[str], user_column: str, me: str, leave_out: Sequence[str]) -> None:
+    """Refuse names that no row has, and a user 0 who is left out."""
+    there = set(there)
     for option, name in (("me", me), *(("leave_out", name) for name in leave_out)):
         if name not in there:
             users = some(sorted(there))
             raise DataError(f"`{option}` names no user: column {user_column!r} has {users}, got {name!r}")
     if me in leave_out:
         raise DataError(f"`leave_out` names {me!r}, who is user 0; name others")
-    return frame[~names.isin(leave_out)]
 
 
 def _check_classes(targets: pd.Series[Any], kind: Kind) -> None:

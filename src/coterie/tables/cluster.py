@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.data import Preparation, TableTask, from_table
 from coterie.data.reading import read_rows, users_in
-from coterie.data.table import distinct_targets
+from coterie.data.table import check_users, distinct_targets
 from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
 from coterie.errors import CoterieError, DataError, KnobError, PeerLost, printable
@@ -22,12 +22,24 @@ if TYPE_CHECKING:
 
 
 def lead(
-    group: Group, data: str, *, user_column: str, target: str, me: str, model: str, kind: str, **settings: Any
+    group: Group,
+    data: str,
+    *,
+    user_column: str,
+    target: str,
+    me: str,
+    model: str,
+    kind: str,
+    leave_out: Sequence[str] = (),
+    **settings: Any,
 ) -> tuple[TableTask, dict[str, int]]:
     """Read user 0's rows, agree with the peers, and return user 0's task and how many rows each peer has.
 
     In the name of the file `{rank}` becomes 0. The settings are passed on to `coterie.data.from_table`.
     """
+    path = data.format(rank=0)
+    if path == data:
+        check_users(users_in(path, user_column), user_column, me, leave_out)
     group.leave_note("table", {"target": target, "kind": kind})
     offers = []
     for rank in group.others:
@@ -38,7 +50,7 @@ def lead(
     if any(offer["targets"] is None for offer in offers) and kind == "auto":
         kind = "regression"
     elsewhere = [value for offer in offers for value in offer["targets"] or ()]
-    rows = read_rows(data.format(rank=0), user_column, me)
+    rows = read_rows(path, user_column, me)
     settings |= {"user_column": user_column, "target": target, "me": me, "kind": kind, "elsewhere": elsewhere}
     task = from_table(rows, **settings)
     group.leave_note("agreed", {"preparation": task.preparation.to_plain(), "model": model})

@@ -10,7 +10,7 @@ import pytest
 
 import coterie
 from coterie.aggregators import Aggregator, Bucketing, CoordinateMedian, MultiKrum, NearestNeighbourMixing
-from coterie.cli.registered import knobs_of
+from coterie.cli.options.registered import knobs_of
 from coterie.errors import KnobError
 from coterie.registry import Registry, RunFacts
 from coterie.rules import RULES

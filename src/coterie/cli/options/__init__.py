@@ -1,0 +1,1 @@
+"""The options of commands: in groups, and those whose values are registered names or knobs."""

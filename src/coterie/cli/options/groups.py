@@ -1,0 +1,63 @@
+"""Options in groups: a group is a dataclass whose fields are options, and a panel of the command's help."""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, get_args, get_type_hints
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes every option of its groups by itself, as typer wants them.
+
+    The panel of a group is the first line of its docstring. A list is empty where its option is left out.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from typer import Option
+        >>> @dataclass
+        ... class Table:
+        ...     '''The table.'''
+        ...     data: Annotated[str, Option(help="A file.")]
+        ...     sep: Annotated[str, Option(help="What is between columns.")] = ","
+        >>> @grouped
+        ... def show(table: Table) -> None:
+        ...     print(table)
+        >>> show(data="a.csv", sep=";")
+        Table(data='a.csv', sep=';')
+        >>> list(inspect.signature(show).parameters)
+        ['data', 'sep']
+    """
+    groups = {name: group for name, group in get_type_hints(command).items() if name != "return"}
+    parameters = [parameter for group in groups.values() for parameter in _parameters(group)]
+
+    @functools.wraps(command)
+    def flat(**options: Any) -> None:
+        made = {name: group(**{f.name: options[f.name] for f in fields(group)}) for name, group in groups.items()}
+        command(**made)
+
+    required = sorted(parameters, key=lambda each: each.default is not each.empty)
+    flat.__signature__ = inspect.Signature(required)  # type: ignore[attr-defined]  # what `inspect` looks for
+    flat.__annotations__ = {each.name: each.annotation for each in required}
+    return flat
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    panel = (inspect.getdoc(group) or "").partition("\n")[0].rstrip(".")
+    hints = get_type_hints(group, include_extras=True)
+    found = []
+    for field in fields(group):
+        kind, option = get_args(hints[field.name])
+        option = copy.copy(option)
+        option.rich_help_panel = panel
+        annotation = Annotated[kind, option]  # type: ignore[valid-type]  # made as the program runs
+        made: Any = {"default": _default(field), "annotation": annotation}
+        found.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **made))
+    return found
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is MISSING else field.default

@@ -1,0 +1,180 @@
+"""The options of `coterie train`, in groups. The fields of a group are arguments of what takes them."""
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Option
+
+from coterie.cli.options.registered import knobs_of
+from coterie.engines.in_process.engine import InProcess
+from coterie.engines.torch_distributed.engine import TorchDistributed
+from coterie.engines.torch_distributed.group import Group
+from coterie.errors import KnobError
+from coterie.registry import RunFacts
+from coterie.rules import RULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """The table."""
+
+    data: Annotated[
+        Path, Option(help="A CSV or Parquet file, one example a row; torch: {rank} in it for a file each.")
+    ]
+    user_column: Annotated[str, Option(help="The column that says whose row it is.")]
+    target: Annotated[str, Option(help="The column to predict.")]
+    me: Annotated[str, Option(help="Which user is user 0: the one the model is for.")]
+    kind: Annotated[
+        Literal["auto", "classification", "regression"],
+        Option(help="What the target is; auto tells by its values."),
+    ] = "auto"
+    categorical: Annotated[
+        list[str], Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
+    ] = field(default_factory=list)
+    leave_out: Annotated[list[str], Option(metavar="NAME", help="A user to take no notice of; repeat it.")] = field(
+        default_factory=list
+    )
+    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `coterie.data.from_table`."""
+        return {name: value for name, value in vars(self).items() if name != "data"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions:
+    """The rule."""
+
+    rule: Annotated[
+        str,
+        Option(
+            metavar="NAME",
+            help="adaptive: weights found from the data; pooled: everybody's rows alike; wga: averaging with "
+            "--alpha; bc: bias correction with --alpha and --beta. All rules, described by `coterie list rules`: "
+            "{rules}.",
+        ),
+    ] = "adaptive"
+    alpha: Annotated[
+        str | None,
+        Option(
+            metavar="NUMBER|auto",
+            help="The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the theory advises for "
+            "the noise and bias that a few batches show before the first step; wga then weighs every peer too, "
+            "unless --tau does.",
+        ),
+    ] = None
+    beta: Annotated[
+        str | None,
+        Option(
+            metavar="NUMBER|auto",
+            help="How fast bc's estimate of the bias follows, in [0, 1]; 0.01 if left out. auto: what the theory "
+            "advises; peers whose Hessians differ too much from user 0's are then left out, unless --tau names the "
+            "peers.",
+        ),
+    ] = None
+    knob: Annotated[
+        list[str], Option(metavar="NAME=VALUE", help="Any knob of the rule, e.g. aggregator=median; repeat it.")
+    ] = field(default_factory=list)
+    tau: Annotated[list[str], Option(metavar="NAME=WEIGHT", help="A peer's weight among the peers; repeat it.")] = (
+        field(default_factory=list)
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.knobs  # what cannot be meant is told before anything is read
+
+    @functools.cached_property
+    def knobs(self) -> dict[str, Any]:
+        """The knobs that are given."""
+        knobs = knobs_of(RULES.entry(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
+        return knobs | ({"tau": _weights(self.tau)} if self.tau else {})
+
+    def build(self, facts: RunFacts) -> Any:
+        """Return the rule for a run."""
+        return RULES.entry(self.rule).build(self.knobs, facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """The run."""
+
+    out: Annotated[Path, Option(help="Folder for the model, its preparation, records and checkpoints.")]
+    model: Annotated[str, Option(help="linear, mlp, or module.path:factory(n_inputs, n_outputs).")] = "linear"
+    metrics: Annotated[
+        list[str],
+        Option(
+            "--metric",
+            metavar="NAME",
+            help="A metric to report beside the usual one; repeat it. All metrics: {metrics}.",
+        ),
+    ] = field(default_factory=list)
+    trackers: Annotated[
+        list[str],
+        Option(
+            "--tracker",
+            metavar="NAME",
+            help="What follows the run, of {trackers}; tensorboard if left out; repeat it.",
+        ),
+    ] = field(default_factory=list)
+    steps: Annotated[int, Option(help="Steps to take.")] = 1000
+    lr: Annotated[float, Option(help="Adam's step size.")] = 0.01
+    batch_size: Annotated[int, Option(help="Rows each user draws for a gradient.")] = 32
+    guard: Annotated[
+        bool,
+        Option(
+            "--guard/--no-guard",
+            help="Train a model alone beside, start again from it where the peers do harm, and serve the better of "
+            "the two on the validation rows; costs one more gradient of user 0 a step (adaptive: nothing).",
+        ),
+    ] = True
+    seed: Annotated[int, Option(help="What splits, initial weights and batches depend on.")] = 0
+    threads: Annotated[int, Option(min=1, help="CPU threads; more help large models only.")] = 1
+    device: Annotated[str, Option(help="Where to train: cpu, cuda, …")] = "cpu"
+    resume: Annotated[bool, Option("--resume", help="Go on with the run that is in --out.")] = False
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `coterie.tables.fit.fit`."""
+        settings = {**vars(self), "guard": "auto" if self.guard else "off"}
+        return {name: value for name, value in settings.items() if name != "trackers" or value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Where the peers are."""
+
+    engine: Annotated[
+        Literal["in-process", "torch"],
+        Option(help="in-process, or torch: a process for each user, started by torchrun (trusted network)."),
+    ] = "in-process"
+    gather: Annotated[bool, Option("--gather", help="torch: add up at user 0, in order, to reproducible bits.")] = (
+        False
+    )
+    compress: Annotated[Literal["bf16", "fp16"] | None, Option(help="torch: round what is sent.")] = None
+    timeout: Annotated[
+        float | None,
+        Option(help="torch: seconds after which a silent process is lost.", show_default="120"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        options = {"gather": self.gather, "compress": self.compress, "timeout": self.timeout}
+        given = [f"`--{name}`" for name, value in options.items() if value]
+        if self.engine != "torch" and given:
+            raise KnobError(f"{given[0]} has no effect without `--engine torch`; leave it out")
+
+    def made(self, group: Group | None) -> Any:
+        """Return what makes the engine of a run, over the processes of a group where there is one."""
+        if group is None:
+            return InProcess
+        return functools.partial(TorchDistributed, gather=self.gather, compress=self.compress, group=group)
+
+
+def _weights(pairs: list[str]) -> dict[str, float]:
+    weights = {}
+    for pair in pairs:
+        try:
+            name, weight = pair.rsplit("=", 1)
+            weights[name] = float(weight)
+        except ValueError:
+            raise KnobError(f"`--tau` must be NAME=WEIGHT, got {pair!r}") from None
+    return weights
