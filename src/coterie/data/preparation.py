@@ -63,16 +63,9 @@ class Preparation:
         The list of classes comes from all users' targets. `categorical` names columns of numbers to treat as
         categories.
         """
-        from pandas.api import types
-
         seen = [column for column in rows.columns if rows[column].notna().any()]
-        numbers = [c for c in seen if types.is_numeric_dtype(rows[c]) and not types.is_bool_dtype(rows[c])]
-        numeric = tuple(c for c in numbers if c not in categorical)
-        other = tuple(c for c in seen if c not in numeric)
+        numeric, other = kinds_of(rows[seen], categorical)
         for column in other:
-            if types.is_datetime64_any_dtype(rows[column]):
-                remedy = "turn it into numbers, or leave it out of `features`"
-                raise DataError(f"column {column!r} holds dates; {remedy}")
             if (different := rows[column].nunique()) > MAX_CATEGORIES:
                 raise DataError(
                     f"column {column!r} has {different} different values, each of which would be an input; leave "
@@ -80,13 +73,11 @@ class Preparation:
                 )
         if not seen:
             raise DataError("user 0's training rows have no value in any feature; name others in `features`")
-        transformer = _transformer(numeric, other).fit(_tidy(rows, numeric, other))
+        fitted = transformer(numeric, other).fit(tidy(rows, numeric, other))
         if kind == "classification":
-            # Classes of mixed types: numbers among numbers, text among text.
-            classes = sorted(all_targets.unique().tolist(), key=lambda value: (type(value).__name__, value))
-            return cls(numeric, other, transformer, kind, tuple(classes))
+            return cls(numeric, other, fitted, kind, classes_of(all_targets))
         scale = float(np.std(targets.to_numpy(dtype=float))) or 1.0
-        return cls(numeric, other, transformer, kind, centre=float(targets.mean()), scale=scale)
+        return cls(numeric, other, fitted, kind, centre=float(targets.mean()), scale=scale)
 
     @property
     def n_outputs(self) -> int:
@@ -102,7 +93,7 @@ class Preparation:
         """Return rows as inputs, of shape (rows, n_inputs)."""
         if missing := [column for column in (*self.numeric, *self.categorical) if column not in rows.columns]:
             raise DataError(f"the table has no column {missing[0]!r}, which the model was trained with")
-        prepared = self.transformer.transform(_tidy(rows, self.numeric, self.categorical))
+        prepared = self.transformer.transform(tidy(rows, self.numeric, self.categorical))
         return torch.tensor(prepared, dtype=torch.float32).clamp_(-MAX_DEVIATIONS, MAX_DEVIATIONS)
 
     def targets(self, values: pd.Series[Any]) -> Tensor:
@@ -168,18 +159,42 @@ class Preparation:
         return cls(**{**plain, **tuples, "transformer": transformer})
 
 
-def _transformer(numeric: Sequence[str], categorical: Sequence[str]) -> Any:
+def classes_of(targets: pd.Series[Any]) -> tuple[Any, ...]:
+    """Return the classes among targets; of mixed types: numbers among numbers, text among text."""
+    return tuple(sorted(targets.unique().tolist(), key=lambda value: (type(value).__name__, value)))
+
+
+def kinds_of(rows: pd.DataFrame, categorical: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the columns of numbers and those of categories."""
+    from pandas.api import types
+
+    numbers = [c for c in rows.columns if types.is_numeric_dtype(rows[c]) and not types.is_bool_dtype(rows[c])]
+    numeric = tuple(c for c in numbers if c not in categorical)
+    other = tuple(c for c in rows.columns if c not in numeric)
+    for column in other:
+        if types.is_datetime64_any_dtype(rows[column]):
+            raise DataError(f"column {column!r} holds dates; turn it into numbers, or leave it out of `features`")
+    return numeric, other
+
+
+def transformer(
+    numeric: Sequence[str],
+    categorical: Sequence[str],
+    missing: str = "median",
+    categories: Sequence[Sequence[str]] | Literal["auto"] = "auto",
+) -> Any:
+    """Return scikit-learn's transformer, not fitted yet."""
     from sklearn.compose import ColumnTransformer
     from sklearn.impute import SimpleImputer
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-    numbers = make_pipeline(SimpleImputer(strategy="median", add_indicator=True), StandardScaler())
-    categories = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-    return ColumnTransformer([("numbers", numbers, list(numeric)), ("categories", categories, list(categorical))])
+    numbers = make_pipeline(SimpleImputer(strategy=missing, add_indicator=True), StandardScaler())
+    one_hot = OneHotEncoder(categories=categories, handle_unknown="ignore", sparse_output=False)
+    return ColumnTransformer([("numbers", numbers, list(numeric)), ("categories", one_hot, list(categorical))])
 
 
-def _tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]) -> pd.DataFrame:
+def tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]) -> pd.DataFrame:
     """Return the columns as floats with NaN, or as text with "(missing)"."""
     import pandas as pd
 

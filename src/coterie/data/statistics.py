@@ -1,0 +1,151 @@
+"""What users tell each other of their rows, so that all prepare them alike: sums and counts, which add up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coterie.data.columns import MAX_CATEGORIES
+from coterie.data.preparation import Kind, Preparation, kinds_of, tidy, transformer
+from coterie.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over a column of numbers.
+
+    Example:
+        >>> both = Sums.of(np.array([1.0, np.nan])) + Sums.of(np.array([3.0, 5.0]))
+        >>> both.mean, both.missing
+        (3.0, 1)
+    """
+
+    count: int  # of values that are there
+    missing: int
+    total: float
+    squares: float
+
+    @classmethod
+    def of(cls, values: np.ndarray[Any, np.dtype[np.float64]]) -> Sums:
+        """Return the sums of some numbers, NaN where one is missing."""
+        there = values[~np.isnan(values)]
+        return cls(len(there), len(values) - len(there), float(there.sum()), float((there**2).sum()))
+
+    def __add__(self, other: Sums) -> Sums:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Sums(*(a + b for a, b in pairs))
+
+    @property
+    def mean(self) -> float:
+        """The mean of the values that are there."""
+        return self.total / self.count
+
+    @property
+    def variance(self) -> float:
+        """Their variance."""
+        return max(0.0, self.squares / self.count - self.mean**2)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a user tells of its training rows; those of several users add up to what all of them prepare by.
+
+    Example:
+        >>> import pandas as pd
+        >>> tables = pd.DataFrame({"age": [40.0, 60.0]}), pd.DataFrame({"age": [80.0, 100.0]})
+        >>> each = [Statistics.of(rows, pd.Series([0, 1]), "classification") for rows in tables]
+        >>> (each[0] + each[1]).preparation([0, 1]).inputs(pd.DataFrame({"age": [70.0]}))
+        tensor([[0.]])
+    """
+
+    kind: Kind
+    numbers: Mapping[str, Sums]  # by column
+    categories: Mapping[str, Mapping[str, int]]  # by column, how many rows have each
+    target: Sums | None = None  # in regression
+
+    @classmethod
+    def of(
+        cls, rows: pd.DataFrame, targets: pd.Series[Any], kind: Kind, categorical: Sequence[str] = ()
+    ) -> Statistics:
+        """Return the sums and counts of a user's training rows and their targets.
+
+        `categorical` names columns of numbers to treat as categories.
+        """
+        numeric, other = kinds_of(rows, categorical)
+        neat = tidy(rows, numeric, other)
+        return cls(
+            kind,
+            {column: Sums.of(neat[column].to_numpy(dtype=float)) for column in numeric},
+            {column: dict(Counter(neat[column].tolist())) for column in other},
+            Sums.of(targets.to_numpy(dtype=float)) if kind == "regression" else None,
+        )
+
+    def __add__(self, other: Statistics) -> Statistics:
+        for column in {*self.numbers, *self.categories} ^ {*other.numbers, *other.categories}:
+            raise DataError(f"not all users have the column {column!r}; name those that all have in `features`")
+        for column in self.numbers.keys() ^ other.numbers.keys():
+            raise DataError(
+                f"column {column!r} holds numbers for one user and text for another; correct it, or name it in "
+                "`categorical`"
+            )
+        return Statistics(
+            self.kind,
+            {column: sums + other.numbers[column] for column, sums in self.numbers.items()},
+            {
+                column: dict(Counter(counts) + Counter(other.categories[column]))
+                for column, counts in self.categories.items()
+            },
+            None if self.target is None or other.target is None else self.target + other.target,
+        )
+
+    def preparation(self, classes: Sequence[Any] = ()) -> Preparation:
+        """Return how all prepare their rows: missing numbers become the mean; columns without a value are dropped.
+
+        `classes`: the class of each output, in classification.
+        """
+        numbers = {column: sums for column, sums in self.numbers.items() if sums.count}
+        categories = {column: sorted(counts) for column, counts in self.categories.items()}
+        categories = {column: values for column, values in categories.items() if values != ["(missing)"]}
+        if not numbers and not categories:
+            raise DataError("the training rows have no value in any feature; name others in `features`")
+        for column, values in categories.items():
+            if len(values) > MAX_CATEGORIES:
+                raise DataError(
+                    f"column {column!r} has {len(values)} different values, each of which would be an input; "
+                    f"leave it out of `features`, or join values until there are at most {MAX_CATEGORIES}"
+                )
+        fitted = _fitted(numbers, categories)
+        names = tuple(numbers), tuple(categories)
+        if self.target is None:
+            return Preparation(*names, fitted, self.kind, tuple(classes))
+        scale = math.sqrt(self.target.variance) or 1.0
+        return Preparation(*names, fitted, self.kind, centre=self.target.mean, scale=scale)
+
+
+def _fitted(numbers: Mapping[str, Sums], categories: Mapping[str, Sequence[str]]) -> Any:
+    """Return the transformer that scikit-learn would fit to all rows together, with means for missing numbers."""
+    import pandas as pd
+
+    made = transformer(list(numbers), list(categories), missing="mean", categories=list(categories.values()))
+    gaps = {column: [0.0, math.nan if sums.missing else 0.0] for column, sums in numbers.items()}
+    form = gaps | {column: [values[0]] * 2 for column, values in categories.items()}
+    made.fit(pd.DataFrame(form))  # gives it its form: which columns there are, and which have gaps
+    if not numbers:
+        return made
+    imputer, scaler = (step for _, step in made.named_transformers_["numbers"].steps)
+    imputer.statistics_ = np.array([sums.mean for sums in numbers.values()])
+    rows = [sums.count + sums.missing for sums in numbers.values()]
+    filled = [sums.variance * sums.count / n for sums, n in zip(numbers.values(), rows, strict=True)]
+    gap_shares = [sums.missing / n for sums, n in zip(numbers.values(), rows, strict=True) if sums.missing]
+    scaler.mean_ = np.array([*imputer.statistics_, *gap_shares])
+    scaler.var_ = np.array([*filled, *(share * (1 - share) for share in gap_shares)])
+    scaler.scale_ = np.where(scaler.var_ > 0, np.sqrt(scaler.var_), 1.0)
+    return made
