@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+POOLED = "pooled"
+"""The folder of the model that was trained on everybody's examples."""
 MAX_LETTERS = 60
 """Longer names are cut: file systems have limits."""
 
@@ -28,5 +30,5 @@ def folder_names(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-_OTHERS = frozenset({"pooled", "checkpoints", "lock", "index.html"})
+_OTHERS = frozenset({POOLED, "checkpoints", "lock", "index.html"})
 """What else stands in the folder of everyone."""

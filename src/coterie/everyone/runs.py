@@ -1,7 +1,7 @@
 """What `train_everyone` gives: everybody's run, who listens to whom, and who gains."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ class Runs:
     """The result of `train_everyone`: a run for every user, by name."""
 
     runs: Mapping[str, Run]
-    not_trained: Mapping[str, str]  # who has no run, and why
+    pooled: Run | None = None  # on everybody's examples alike, where these are in memory
+    not_trained: Mapping[str, str] = field(default_factory=dict)  # who has no run, and why
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -30,7 +31,8 @@ class Runs:
     @property
     def stopped(self) -> Stopped | None:
         """What ended the runs early, if anything."""
-        return next((run.stopped for run in self.runs.values() if run.stopped), None)
+        every = [*self.runs.values(), *filter(None, [self.pooled])]
+        return next((run.stopped for run in every if run.stopped), None)
 
     @property
     def weights(self) -> "pd.DataFrame":

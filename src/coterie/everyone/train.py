@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from coterie.arguments import listed
 from coterie.choosing import Chooser, MakesLearner
-from coterie.errors import DataError, GradientError
+from coterie.errors import DataError, GradientError, KnobError
 from coterie.evaluation.metrics import Metric
-from coterie.everyone.folders import folder_names
+from coterie.everyone.folders import POOLED, folder_names
+from coterie.everyone.pooled import pooled_spec
 from coterie.everyone.runs import Runs
 from coterie.gradients.norm_bound import FACTOR
 from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
@@ -26,6 +27,9 @@ from coterie.training.setup import RunOptions
 from coterie.training.train import train_spec
 from coterie.users.user import USER, Loss, User, check_names
 
+Followed: TypeAlias = Rule | Chooser | MakesLearner
+"""What a user's model may follow."""
+
 _USERS = listed(USER, "a list of `coterie.User`s")
 
 
@@ -33,7 +37,7 @@ def train_everyone(
     model: nn.Module,
     loss: Loss,
     users: Sequence[User],
-    rule: Rule | Chooser | MakesLearner | None = None,
+    rule: Followed | Mapping[str, Followed] | None = None,
     *,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
@@ -58,14 +62,15 @@ def train_everyone(
     """Train a personal model for every user: each is user 0 of a run in which all others are its peers.
 
     Everybody gets what `train` gives it: weights of its own over the others, a guard, and a verdict on its own
-    held-out examples. All start from the same model. See docs/everyone.md.
+    held-out examples. All start from the same model. Beside theirs there is one on everybody's examples alike, for
+    users who join later. See docs/everyone.md.
 
     Args:
         model: as in `train`; everybody starts from its parameters.
         loss: as in `train`.
         users: everybody. To the others a user gives gradients of its training examples only; its validation and
             test sets are its own.
-        rule: as in `train`, the same for all: `AdaptiveAveraging` when None.
+        rule: as in `train`, the same for all, or by name one for each; `AdaptiveAveraging` when None.
         optimizer: as in `train`.
         lr: as in `train`.
         scheduler: as in `train`.
@@ -104,20 +109,31 @@ def train_everyone(
     how: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "scheduler": scheduler, "clip_norm": clip_norm}
     how |= {"norm_bound": norm_bound, "metrics": metrics, "evaluate_every": evaluate_every}
     how |= {"steps": steps, "batch_size": batch_size, "seed": seed, "device": device}
-    users, left_out = _able([RunSpec(model, loss, me, (), rule, **how) for me in users])
-    specs = [RunSpec(model, loss, me, [user for user in users if user is not me], rule, **how) for me in users]
+    rules = _rules(rule, users)
+    able, left_out = _able([RunSpec(model, loss, me, (), rules[me.name], **how) for me in users])
+    specs = [replace(spec, peers=[user for user in able if user is not spec.me]) for spec in able.values()]
     options = RunOptions(out, trackers, checkpoint_every, resume, progress, guard, measure, threads=threads)
     with nullcontext() if options.out is None else claimed(Path(options.out)):
         return _in_turn(specs, options, left_out)
 
 
-def _able(specs: Sequence[RunSpec]) -> tuple[list[User], dict[str, str]]:
+def _rules(rule: Followed | Mapping[str, Followed] | None, users: Sequence[User]) -> dict[str, Followed | None]:
+    """Return everybody's rule."""
+    names = [user.name for user in users]
+    if not isinstance(rule, Mapping):
+        return dict.fromkeys(names, rule)
+    for name in set(names) ^ set(rule):
+        raise KnobError(f"`rule` must name every user and nobody else, but {name!r} is in one only")
+    return dict(rule)
+
+
+def _able(specs: Sequence[RunSpec]) -> tuple[dict[User, RunSpec], dict[str, str]]:
     """Return the users who can learn, and the others, each told in a warning, with the reason."""
-    able, left_out = [], {}
+    able, left_out = {}, {}
     for spec in specs:
         try:
             setup.check(spec)
-            able.append(spec.me)
+            able[spec.me] = spec
         except DataError as error:
             left_out[spec.me.name] = f"left out: {error}"
             warnings.warn(f"the user {spec.me.name!r} is left out: {error}", stacklevel=3)
@@ -128,17 +144,18 @@ def _able(specs: Sequence[RunSpec]) -> tuple[list[User], dict[str, str]]:
 
 
 def _in_turn(specs: Sequence[RunSpec], options: RunOptions, left_out: Mapping[str, str]) -> Runs:
-    """Train one after the other; after Ctrl-C the others are not begun."""
-    runs: dict[str, Run] = {}
+    """Train one after the other, at last on everybody's examples; after Ctrl-C the others are not begun."""
     names = [spec.me.name for spec in specs]
-    folders = folder_names(names)
-    for name, spec in zip(names, specs, strict=True):
-        out = None if options.out is None else Path(options.out) / folders[name]
+    places = [*folder_names(names).values(), POOLED]
+    runs: list[Run] = []
+    for spec, place in zip([*specs, *filter(None, [pooled_spec(specs)])], places, strict=False):
+        out = None if options.out is None else Path(options.out) / place
         try:
-            runs[name] = train_spec(spec, replace(options, out=out))
+            runs.append(train_spec(spec, replace(options, out=out)))
         except GradientError as error:  # the others must not be lost with it
-            runs[name] = error.run
-        if runs[name].stopped is Stopped.CTRL_C:
+            runs.append(error.run)
+        if runs[-1].stopped is Stopped.CTRL_C:
             break
-    waiting = {name: "not begun, because of Ctrl-C" for name in names if name not in runs}
-    return Runs(runs, {**left_out, **waiting})
+    waiting = dict.fromkeys(names[len(runs) :], "not begun, because of Ctrl-C")
+    pooled = runs[len(names)] if len(runs) > len(names) else None
+    return Runs(dict(zip(names, runs, strict=False)), pooled, {**left_out, **waiting})
