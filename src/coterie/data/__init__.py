@@ -4,6 +4,16 @@ from coterie.data.digits import digits_by_writer
 from coterie.data.preparation import Preparation
 from coterie.data.reading import read_table
 from coterie.data.table import TableTask, from_table
+from coterie.data.table_of_all import TableUsers, users_from_table
 from coterie.data.task import Task
 
-__all__ = ["Preparation", "TableTask", "Task", "digits_by_writer", "from_table", "read_table"]
+__all__ = [
+    "Preparation",
+    "TableTask",
+    "TableUsers",
+    "Task",
+    "digits_by_writer",
+    "from_table",
+    "read_table",
+    "users_from_table",
+]

@@ -89,9 +89,9 @@ class Statistics:
         )
 
     def __add__(self, other: Statistics) -> Statistics:
-        for column in {*self.numbers, *self.categories} ^ {*other.numbers, *other.categories}:
+        for column in sorted({*self.numbers, *self.categories} ^ {*other.numbers, *other.categories}):
             raise DataError(f"not all users have the column {column!r}; name those that all have in `features`")
-        for column in self.numbers.keys() ^ other.numbers.keys():
+        for column in sorted(self.numbers.keys() ^ other.numbers.keys()):
             raise DataError(
                 f"column {column!r} holds numbers for one user and text for another; correct it, or name it in "
                 "`categorical`"

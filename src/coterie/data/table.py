@@ -80,9 +80,60 @@ def from_table(
         >>> task.me, task.peers, task.preparation.kind
         (User('a', 24 examples), (User('b', 20 examples),), 'classification')
     """
+    SEED("seed", seed)
+    columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features}
+    columns |= {"categorical": categorical, "kind": kind, "elsewhere": elsewhere}
+    table = checked_table(data, **columns, me=str(me), leave_out=leave_out, prepared=preparation is not None)
+    own = table.rows[str(me)]
+    parts = split_rows(own, target, table.kind, (validation, test), own_examples=own_examples, seed=seed)
+    prepare = preparation or Preparation.fit(
+        parts[0][table.columns], parts[0][target], table.targets, table.kind, table.categorical
+    )
+
+    def examples(rows: pd.DataFrame) -> tuple[Tensor, Tensor]:
+        return prepare.inputs(rows), prepare.targets(rows[target])
+
+    training, held_out, tested = (examples(part) for part in parts)
+    mine = User(str(me), *training, validation=held_out, test=tested)
+    peers = []
+    for name, rows in table.rows.items():
+        if name == str(me):
+            continue
+        try:
+            _check_classes(rows[target], table.kind)
+            peers.append(User(name, *examples(rows)))
+        except DataError as error:
+            warnings.warn(f"the peer {name!r} is left out: {error}", stacklevel=2)
+    return TableTask(mine, tuple(peers), prepare.n_inputs, prepare.n_outputs, prepare)
+
+
+@dataclass(frozen=True)
+class CheckedTable:
+    """A table whose columns are what they should be."""
+
+    rows: dict[str, pd.DataFrame]  # of each user who is not left out, by name, in the table's order
+    columns: list[str]  # to predict from
+    categorical: Sequence[str]  # columns of numbers to treat as categories
+    targets: pd.Series[Any]  # everybody's
+    kind: Kind
+
+
+def checked_table(
+    data: pd.DataFrame | Path | str,
+    *,
+    user_column: str,
+    target: str,
+    features: Sequence[str] | None = None,
+    categorical: Sequence[str] = (),
+    kind: Kind | Literal["auto"] = "auto",
+    me: str | None = None,
+    leave_out: Sequence[object] = (),
+    elsewhere: Sequence[Any] = (),
+    prepared: bool = False,
+) -> CheckedTable:
+    """Read a table and check its columns; see `from_table`. `prepared`: the columns were checked before."""
     import pandas as pd
 
-    SEED("seed", seed)
     one_of("auto", "classification", "regression")("kind", kind)
     frame = read_table(data)
     features, categorical = optional(_NAMES)("features", features), _NAMES("categorical", categorical)
@@ -91,40 +142,24 @@ def from_table(
             raise DataError(f"the table has no column {column!r}; it has {some(frame.columns)}")
     _check_complete(frame, user_column, target)
     names, left_out = frame[user_column].astype(str), [str(name) for name in leave_out]
-    check_users(names, user_column, str(me), left_out)
+    check_users(names, user_column, me, left_out)
     frame = frame[~names.isin(left_out)]
     columns = [c for c in (features or frame.columns) if c not in (user_column, target)]
-    if preparation is None:
+    if not prepared:
         if not isinstance(data, pd.DataFrame):
             frame = with_numbers(frame, [*columns, target])
         check_features(frame, columns, categorical)
         check_target(frame[target], kind)
-    names = frame[user_column].astype(str)
     targets = pd.concat([frame[target], pd.Series(elsewhere)]) if elsewhere else frame[target]
-    kind = _kind_of(targets) if kind == "auto" else kind
-    parts = _split(frame[names == str(me)], target, kind, (validation, test), own_examples=own_examples, seed=seed)
-    prepare = preparation or Preparation.fit(parts[0][columns], parts[0][target], targets, kind, categorical)
-
-    def examples(rows: pd.DataFrame) -> tuple[Tensor, Tensor]:
-        return prepare.inputs(rows), prepare.targets(rows[target])
-
-    training, held_out, tested = (examples(part) for part in parts)
-    mine = User(str(me), *training, validation=held_out, test=tested)
-    peers = []
-    for name, rows in frame[names != str(me)].groupby(names, sort=False):
-        try:
-            _check_classes(rows[target], kind)
-            peers.append(User(str(name), *examples(rows)))
-        except DataError as error:
-            warnings.warn(f"the peer {name!r} is left out: {error}", stacklevel=2)
-    return TableTask(mine, tuple(peers), prepare.n_inputs, prepare.n_outputs, prepare)
+    rows = {str(name): some for name, some in frame.groupby(frame[user_column].astype(str), sort=False)}
+    return CheckedTable(rows, columns, categorical, targets, _kind_of(targets) if kind == "auto" else kind)
 
 
-def check_users(there: Iterable[str], user_column: str, me: str, leave_out: Sequence[str]) -> None:
+def check_users(there: Iterable[str], user_column: str, me: str | None, leave_out: Sequence[str]) -> None:
     """Refuse names that no row has, and a user 0 who is left out."""
     there = set(there)
     for option, name in (("me", me), *(("leave_out", name) for name in leave_out)):
-        if name not in there:
+        if name is not None and name not in there:
             users = some(sorted(there))
             raise DataError(f"`{option}` names no user: column {user_column!r} has {users}, got {name!r}")
     if me in leave_out:
@@ -159,10 +194,17 @@ def _kind_of(target: pd.Series[Any]) -> Kind:
     return "classification" if len(values) <= MAX_CLASSES and np.all(values == values.round()) else "regression"
 
 
-def _split(
-    own: pd.DataFrame, target: str, kind: Kind, shares: tuple[float, float], *, own_examples: int | None, seed: int
+def split_rows(
+    own: pd.DataFrame,
+    target: str,
+    kind: Kind,
+    shares: tuple[float, float],
+    *,
+    own_examples: int | None,
+    seed: int,
+    whose: str = "user 0",
 ) -> list[pd.DataFrame]:
-    """Return user 0's training, validation and test rows, stratified by class where possible."""
+    """Return a user's training, validation and test rows, stratified by class where possible."""
     from sklearn.model_selection import train_test_split
 
     between = replace(real("lie between 0 and 1", lambda share: 0 < share < 1), error=DataError)
@@ -173,7 +215,7 @@ def _split(
     wanted = left if own_examples is None else own_examples
     if not 2 <= wanted <= left:
         raise DataError(
-            f"user 0 has {len(own)} rows, of which {sum(sizes)} are held out; {wanted} cannot be for training: "
+            f"{whose} has {len(own)} rows, of which {sum(sizes)} are held out; {wanted} cannot be for training: "
             f"ask for 2 to {max(2, left)}, or hold out less"
         )
 
@@ -191,7 +233,7 @@ def _split(
     training = rest if wanted == len(rest) else cut(rest, wanted)[0]
     if kind == "classification" and training[target].nunique() < 2:
         raise DataError(
-            f"user 0's training rows have one class only ({training[target].iloc[0]!r}); "
+            f"{whose}'s training rows have one class only ({training[target].iloc[0]!r}); "
             "take more of its rows, or another user"
         )
     return [training, held_out, tested]

@@ -1,0 +1,125 @@
+"""All users of a table, each with its own splits, prepared alike by sums and counts that all of them share."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from coterie.arguments import SEED
+from coterie.data.preparation import Kind, Preparation, classes_of
+from coterie.data.statistics import Statistics
+from coterie.data.table import checked_table, split_rows
+from coterie.errors import DataError
+from coterie.users.user import User
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class TableUsers:
+    """All users of a table, and the one `preparation` that turns everybody's rows into tensors."""
+
+    users: tuple[User, ...]
+    preparation: Preparation
+    left_out: Mapping[str, str]  # who cannot learn from its rows, and why
+
+    @property
+    def n_inputs(self) -> int:
+        """The number of inputs that every user's model gets."""
+        return self.preparation.n_inputs
+
+    @property
+    def n_outputs(self) -> int:
+        """The number of outputs that every user's model needs."""
+        return self.preparation.n_outputs
+
+
+def users_from_table(
+    data: pd.DataFrame | Path | str,
+    *,
+    user_column: str,
+    target: str,
+    features: Sequence[str] | None = None,
+    categorical: Sequence[str] = (),
+    kind: Kind | Literal["auto"] = "auto",
+    leave_out: Sequence[object] = (),
+    own_examples: int | None = None,
+    validation: float = 0.2,
+    test: float = 0.2,
+    seed: int = 0,
+) -> TableUsers:
+    """Return all users of a table, each with training, validation and test rows of its own.
+
+    Everybody's rows are split as `from_table` splits user 0's, and all are prepared in one way, which is stated to
+    all: by sums, sums of squares and counts of the users' training rows, which is all that they tell each other of
+    them. Missing numbers become the mean of all. A user who has too few rows, or rows of one class, is left out
+    with a warning.
+
+    Args:
+        data: a DataFrame, or the path of a CSV or Parquet file.
+        user_column: the column with the name of each row's user.
+        target: the column to predict.
+        features: the columns to predict from; all others when None.
+        categorical: columns of numbers to treat as categories; text always is one.
+        kind: as in `from_table`.
+        leave_out: users to ignore.
+        own_examples: how many rows each user trains on, at most; all that are not held out when None.
+        validation: the share of each user's rows held out to choose its best model.
+        test: the share held out to report on.
+        seed: which rows those are.
+
+    Example:
+        >>> import pandas as pd
+        >>> table = pd.DataFrame({"ward": list("aab" * 20), "age": range(60), "ill": [0, 1, 1, 0] * 15})
+        >>> both = users_from_table(table, user_column="ward", target="ill")
+        >>> both.users, both.n_inputs
+        ((User('a', 24 examples), User('b', 12 examples)), 1)
+    """
+    SEED("seed", seed)
+    table = checked_table(
+        data,
+        user_column=user_column,
+        target=target,
+        features=features,
+        categorical=categorical,
+        kind=kind,
+        leave_out=leave_out,
+    )
+    parts: dict[str, list[pd.DataFrame]] = {}
+    left_out: dict[str, str] = {}
+    for name, own in table.rows.items():
+        try:
+            how: dict[str, Any] = {"seed": seed, "whose": repr(name)}
+            rest = split_rows(own, target, table.kind, (validation, test), own_examples=None, **how)
+            if own_examples is not None and own_examples < len(rest[0]):
+                rest = split_rows(own, target, table.kind, (validation, test), own_examples=own_examples, **how)
+            parts[name] = rest
+        except DataError as error:
+            left_out[name] = str(error)
+            warnings.warn(f"the user {name!r} is left out: {error}", stacklevel=2)
+    if len(parts) < 2:
+        why = "".join(f"; {reason}" for reason in left_out.values())
+        raise DataError(f"the table must have two users or more who can learn, but it has {len(parts)}{why}")
+    told = [
+        Statistics.of(training[table.columns], training[target], table.kind, table.categorical)
+        for training, *_ in parts.values()
+    ]
+    classes = classes_of(table.targets) if table.kind == "classification" else ()
+    prepare = functools.reduce(operator.add, told).preparation(classes)
+
+    def examples(rows: pd.DataFrame) -> tuple[Tensor, Tensor]:
+        return prepare.inputs(rows), prepare.targets(rows[target])
+
+    users = []
+    for name, some in parts.items():
+        training, held_out, tested = (examples(part) for part in some)
+        users.append(User(name, *training, validation=held_out, test=tested))
+    return TableUsers(tuple(users), prepare, left_out)

@@ -1,0 +1,106 @@
+"""All users of a table: one preparation from sums and counts is the one that scikit-learn fits to all rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from coterie.data import Preparation, from_table, users_from_table
+from coterie.data.preparation import tidy, transformer
+from coterie.data.statistics import Statistics
+from coterie.errors import DataError
+
+
+def clinics(n: int = 120) -> pd.DataFrame:
+    """Return rows of three clinics, who miss different values and know different categories."""
+    rng = np.random.default_rng(5)
+    who = np.resize(["a", "b", "b", "c"], n)
+    age = np.where(rng.random(n) < 0.2, np.nan, rng.normal(60, 9, n))
+    stage = np.where(who == "a", "I", np.where(rng.random(n) < 0.5, "II", None))
+    pressure = np.where(who == "c", np.nan, rng.normal(120, 30, n))
+    table = pd.DataFrame({"who": who, "age": age, "stage": stage, "pressure": pressure, "nothing": np.nan})
+    return table.assign(dose=rng.integers(0, 3, n), ill=rng.integers(0, 2, n), cost=rng.normal(1000, 50, n))
+
+
+COLUMNS: dict[str, Any] = {
+    "user_column": "who",
+    "target": "ill",
+    "features": ["age", "stage", "pressure", "nothing", "dose"],
+}
+
+
+def test_added_up_it_is_what_is_fitted_to_all_rows_together() -> None:
+    table = clinics()
+    numeric, other = ("age", "pressure"), ("stage", "dose")
+    columns = [*numeric, *other, "nothing"]
+    parts = [rows for _, rows in table.groupby("who")]
+    told = [Statistics.of(rows[columns], rows["cost"], "regression", ["dose"]) for rows in parts]
+    ours = (told[0] + told[1] + told[2]).preparation()
+    theirs = transformer(numeric, other, missing="mean").fit(tidy(table, numeric, other))
+    assert (ours.numeric, ours.categorical) == (numeric, other)
+    np.testing.assert_allclose(
+        ours.transformer.transform(tidy(table, numeric, other)),
+        theirs.transform(tidy(table, numeric, other)),
+        atol=1e-12,
+    )
+    assert list(ours.transformer.get_feature_names_out()) == list(theirs.get_feature_names_out())
+    assert (ours.centre, ours.scale) == pytest.approx((table["cost"].mean(), table["cost"].std(ddof=0)))
+    again = Preparation.from_plain(ours.to_plain())
+    assert torch.equal(again.inputs(table), ours.inputs(table))
+
+
+def test_everybody_has_the_splits_of_its_own_run_and_the_same_inputs() -> None:
+    everybody = users_from_table(clinics(), **COLUMNS)
+    assert {user.name for user in everybody.users} == {"a", "b", "c"}
+    for user in everybody.users:
+        one = from_table(clinics(), me=user.name, preparation=everybody.preparation, **COLUMNS).me
+        for mine, theirs in (
+            (user.examples, one.examples),
+            (user.test, one.test),
+            (user.validation, one.validation),
+        ):
+            assert mine is not None
+            assert theirs is not None
+            pair = (part.take(torch.arange(len(part))) for part in (mine, theirs))
+            assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True))
+
+
+def test_test_rows_say_nothing() -> None:
+    """What is held out does not move the preparation."""
+    table = clinics()
+    before = users_from_table(table, **COLUMNS)
+    held_out = set(range(len(table)))
+    for user in before.users:
+        inputs = before.preparation.inputs(table)
+        kept = user.examples.take(torch.arange(len(user)))[0]
+        held_out -= {i for i in range(len(table)) if (kept == inputs[i]).all(1).any()}
+    changed = table.copy()
+    changed.loc[sorted(held_out), "age"] = 1e6
+    after = users_from_table(changed, **COLUMNS)
+    assert torch.equal(
+        before.users[0].examples.take(torch.arange(5))[0], after.users[0].examples.take(torch.arange(5))[0]
+    )
+
+
+def test_own_examples_are_at_most_and_who_cannot_learn_is_left_out() -> None:
+    table = pd.concat([clinics(), clinics(3).assign(who="tiny")])
+    with pytest.warns(UserWarning, match="'tiny' is left out"):
+        found = users_from_table(table, own_examples=25, **COLUMNS)
+    assert {user.name: len(user) for user in found.users} == {"a": 18, "b": 25, "c": 18}
+    assert "tiny" in found.left_out
+    with pytest.warns(UserWarning, match="left out"), pytest.raises(DataError, match="two users or more"):
+        users_from_table(table[table["who"].isin(["a", "tiny"])], **COLUMNS)
+
+
+def test_columns_that_do_not_fit_together() -> None:
+    numbers, text = pd.DataFrame({"x": [1.0, 2.0]}), pd.DataFrame({"x": ["a", "b"]})
+    targets = pd.Series([0, 1])
+    one = Statistics.of(numbers, targets, "classification")
+    with pytest.raises(DataError, match="numbers for one user and text for another"):
+        one + Statistics.of(text, targets, "classification")
+    with pytest.raises(DataError, match="not all users have the column 'x'"):
+        one + Statistics.of(numbers.rename(columns={"x": "y"}), targets, "classification")
