@@ -20,7 +20,7 @@ def clinics(n: int = 120) -> pd.DataFrame:
     rng = np.random.default_rng(5)
     who = np.resize(["a", "b", "b", "c"], n)
     age = np.where(rng.random(n) < 0.2, np.nan, rng.normal(60, 9, n))
-    stage = np.where(who == "a", "I", np.where(rng.random(n) < 0.5, "II", None))
+    stage = pd.Series(np.where(who == "a", "I", "II")).mask((who != "a") & (rng.random(n) < 0.5))
     pressure = np.where(who == "c", np.nan, rng.normal(120, 30, n))
     table = pd.DataFrame({"who": who, "age": age, "stage": stage, "pressure": pressure, "nothing": np.nan})
     return table.assign(dose=rng.integers(0, 3, n), ill=rng.integers(0, 2, n), cost=rng.normal(1000, 50, n))
