@@ -6,6 +6,7 @@ import math
 import typer
 
 from coterie.cli import terminal
+from coterie.cli.everyone import for_everyone, train_all
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table
@@ -29,6 +30,8 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
     Example: coterie train --data visits.csv --user-column hospital --target ill --me Geneva --out run
 
+    A model for each user, in one command: --me all
+
     With the theory's knobs: add --rule bc --alpha auto --beta auto
 
     With a rule of your own: coterie --import own.py train --rule own --knob strength=0.3 …
@@ -40,6 +43,8 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     from coterie.tables.fit import fit
 
     torch.set_num_threads(how.threads)
+    if for_everyone(table, where):
+        return train_all(table, rule, how)
     settings, group = how.settings(), None
     if where.engine == "torch":
         group = join(where.timeout or 120.0)

@@ -30,8 +30,8 @@ class Gain:
     measures: Mapping[str, Difference]  # the chosen metric and the loss; no difference where Alone is served
 
     def told(self) -> dict[str, str]:
-        """Return the differences with their standard errors; "" where the model trained alone is served."""
-        return {key: difference(one) if one.error else "" for key, one in self.measures.items()}
+        """Return the differences with their standard errors; nothing where the model trained alone is served."""
+        return {} if self.verdict.finding == "alone" else {k: difference(one) for k, one in self.measures.items()}
 
 
 @dataclass(frozen=True)

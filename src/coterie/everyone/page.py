@@ -29,7 +29,7 @@ def write_everyone_page(
         _gains(gains),
         Section(
             "Who listens to whom",
-            ["Each row is a user: the shares of the weight that the others have in its model. Darker is more."],
+            ["Each row is a user: what each other user has of the weight of its peers, in per cent."],
             charts=[heat_map(weights)],
         ),
         Section("Everybody", charts=[_links(gains, pages or {})]),
@@ -80,7 +80,7 @@ def _gains(gains: list[Gain]) -> Section:
 
 
 def heat_map(weights: "pd.DataFrame") -> str:
-    """Return a matrix with names as a table whose cells are as dark as their share is large.
+    """Return a matrix with names as a table whose cells have more colour where the share is larger.
 
     Example:
         >>> import pandas as pd

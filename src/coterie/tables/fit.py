@@ -48,7 +48,7 @@ def fit(
         engine: where the peers are.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, resume, …
     """
-    reported = _metrics(task.preparation, metrics)
+    reported = metrics_of(task.preparation, metrics)
     with torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(SEED("seed", seed))
         made = models.build(model, task.n_inputs, task.n_outputs)
@@ -67,7 +67,7 @@ def fit(
     return run
 
 
-def _metrics(preparation: Preparation, names: Sequence[str]) -> dict[str, Metric]:
+def metrics_of(preparation: Preparation, names: Sequence[str]) -> dict[str, Metric]:
     """Return the usual metric and the named ones, in regression in the target's units."""
     if preparation.kind == "classification":
         return {"accuracy": accuracy} | {name: METRICS[name] for name in names}

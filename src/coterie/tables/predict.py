@@ -1,5 +1,6 @@
 """From the folder of a personal model to predictions for the rows of a table."""
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,7 @@ import torch
 
 from coterie.data import Preparation
 from coterie.evaluation.evaluate import evaluation_mode
+from coterie.tables.everyone import is_everyone, routed
 from coterie.tables.model_files import load_model
 
 if TYPE_CHECKING:
@@ -16,10 +18,13 @@ if TYPE_CHECKING:
 def predict(folder: Path | str, rows: "pd.DataFrame", model: str | None = None) -> "pd.DataFrame":
     """Return the predictions of a folder's model for the rows of a table, in order.
 
+    In a folder of `coterie train --me all` each row goes to the model of its user, or to the pooled one.
     A folder may come from anybody, so the code of a model of one's own is named here, as `module.path:factory`,
     and never taken from the folder.
     """
     folder = Path(folder)
+    if is_everyone(folder):
+        return routed(folder, rows, functools.partial(predict, model=model))
     made, preparation = load_model(folder, model), Preparation.load(folder)
     with torch.no_grad(), evaluation_mode(made):
         return preparation.predictions(made(preparation.inputs(rows)))

@@ -25,7 +25,7 @@ class TableOptions:
     ]
     user_column: Annotated[str, Option(help="The column that says whose row it is.")]
     target: Annotated[str, Option(help="The column to predict.")]
-    me: Annotated[str, Option(help="Which user is user 0: the one the model is for.")]
+    me: Annotated[str, Option(help="Which user is user 0: the one the model is for. all: a model for each.")]
     kind: Annotated[
         Literal["auto", "classification", "regression"],
         Option(help="What the target is; auto tells by its values."),

@@ -1,0 +1,133 @@
+"""From a table to a model for each of its users, in a folder each, and a pooled one for users who come later."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from coterie.arguments import SEED
+from coterie.data import Preparation, TableUsers
+from coterie.errors import DataError, FileError
+from coterie.everyone.folders import POOLED, folder_names
+from coterie.everyone.page import write_everyone_page
+from coterie.everyone.runs import Runs
+from coterie.everyone.train import Followed, train_everyone
+from coterie.recording import files
+from coterie.recording.claim import claimed
+from coterie.registry import RunFacts
+from coterie.tables import models
+from coterie.tables.fit import metrics_of
+from coterie.tables.model_files import save_model
+from coterie.training.run import Run, Stopped
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FILE = "everyone.json"
+"""Says whose model is in which folder."""
+SERVED_BY = "model"
+"""The column of predictions that says whose model made them."""
+
+
+def fit_everyone(
+    table: TableUsers,
+    rule: Callable[[RunFacts], Followed],
+    model: str,
+    out: Path,
+    *,
+    user_column: str,
+    metrics: Sequence[str] = (),
+    seed: int = 0,
+    steps: int,
+    **settings: Any,
+) -> Runs | None:
+    """Train a model for each user and a pooled one, and write them with a page for each and one for all.
+
+    None after Ctrl-C.
+
+    Args:
+        table: the users, from `coterie.data.users_from_table`.
+        rule: makes everybody's rule of what is known of its run.
+        model: "linear", "mlp", or "module.path:factory".
+        out: the folder to write; every user has one in it.
+        user_column: the column with the name of each row's user, by which `predict` finds a row's model.
+        metrics: names of metrics to report.
+        seed: what the initial weights and the batches depend on.
+        steps: how many everybody takes.
+        settings: passed on to `coterie.train_everyone`: lr, batch_size, device, resume, …
+    """
+    with torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
+        torch.manual_seed(SEED("seed", seed))
+        made = models.build(model, table.n_inputs, table.n_outputs)
+    sizes = {user.name: len(user) for user in table.users}
+    rules = {
+        name: rule(RunFacts(own, {other: n for other, n in sizes.items() if other != name}, steps))
+        for name, own in sizes.items()
+    }
+    settings |= {"seed": seed, "steps": steps, "metrics": metrics_of(table.preparation, metrics), "out": out}
+    with claimed(out):
+        runs = train_everyone(made, models.loss_of(table.preparation), table.users, rules, **settings)
+        if runs.stopped is Stopped.CTRL_C:
+            return None
+        try:
+            _write(out, runs, table.preparation, model, user_column)
+        except FileError as error:
+            raise FileError(f"{error}. The models are trained: `--resume` will write them then", runs) from error
+    return runs
+
+
+def _write(out: Path, runs: Runs, preparation: Preparation, model: str, user_column: str) -> None:
+    """Write everybody's model, preparation and page, then the page of all, and last which folder is whose."""
+
+    def write(folder: Path, run: Run) -> None:
+        preparation.save(folder)
+        save_model(folder, run.model, model, preparation.n_inputs, preparation.n_outputs)
+
+    folders = folder_names(list(runs.runs))
+    for name, run in runs.runs.items():
+        write(out / folders[name], run)
+        run.report(out / folders[name] / "index.html")
+    if runs.pooled is not None:
+        write(out / POOLED, runs.pooled)
+    pages = {name: f"{place}/index.html" for name, place in folders.items()}
+    write_everyone_page(out / "index.html", runs.runs, runs.weights, pages)
+    files.write_json(out / FILE, {"user_column": user_column, "folders": folders})
+
+
+def is_everyone(folder: Path) -> bool:
+    """Say whether a folder holds models of several users."""
+    return (folder / FILE).exists()
+
+
+def routed(
+    folder: Path, rows: "pd.DataFrame", predict: Callable[[Path, "pd.DataFrame"], "pd.DataFrame"]
+) -> "pd.DataFrame":
+    """Return everybody's predictions in the order of the rows: each row goes to the model of its user.
+
+    Rows of users who have none go to the pooled model. The column `model` says whose model it was.
+    """
+    import pandas as pd
+
+    remedy = "train again: `coterie train --me all` with `--resume` writes it anew"
+    about = files.read_json(folder / FILE, remedy, ("user_column", "folders"))
+    column, folders = str(about["user_column"]), _checked(about["folders"], folder / FILE, remedy)
+    if column not in rows.columns:
+        raise DataError(f"the table has no column {column!r}, which says whose model each row goes to; add it")
+    names = rows[column].astype(str).reset_index(drop=True)
+    parts = []
+    for place, some in rows.reset_index(drop=True).groupby(names.map(folders).fillna(POOLED), sort=False):
+        found = predict(folder / str(place), some.reset_index(drop=True)).set_axis(some.index)
+        whose = POOLED if place == POOLED else names[some.index]
+        parts.append(found.assign(**{SERVED_BY: whose}))
+    return pd.concat(parts).sort_index()
+
+
+def _checked(folders: Any, path: Path, remedy: str) -> Mapping[str, str]:
+    """Return whose model is in which folder; a name that leads elsewhere is refused."""
+    if not isinstance(folders, dict) or any(
+        not isinstance(place, str) or place in ("", ".", "..") or "/" in place or "\\" in place
+        for place in folders.values()
+    ):
+        raise FileError(f"{path} does not say which folders are whose; {remedy}")
+    return folders

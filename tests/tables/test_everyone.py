@@ -1,0 +1,103 @@
+"""`coterie train --me all`: a model for each user in one folder, one page, and one `predict` that sends rows on."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tests.support.heart import hospitals
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.data import Preparation
+from coterie.errors import DataError, FileError
+from coterie.recording import files
+from coterie.recording.record import Record
+from coterie.tables.everyone import FILE
+from coterie.tables.predict import predict
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pd.DataFrame]:
+    folder = tmp_path_factory.mktemp("all")
+    table = hospitals(folder / "heart.csv")
+    command = ["train", "--data", str(folder / "heart.csv"), "--user-column", "hospital", "--target", "ill"]
+    options = ["--me", "all", "--out", str(folder / "run"), "--steps", "30"]
+    result = RUNNER.invoke(app, [*command, *options])
+    assert result.exit_code == 0, result.output
+    assert "Of 4 users" in result.output
+    return folder / "run", table
+
+
+def test_every_user_has_a_model_a_record_and_a_page(trained: tuple[Path, pd.DataFrame]) -> None:
+    out, table = trained
+    places = files.read_json(out / FILE, "")["folders"]
+    assert set(places) == set(table["hospital"])
+    index = (out / "index.html").read_text(encoding="utf-8")
+    inputs = []
+    for name, place in places.items():
+        record = Record.load(out / place / "record.jsonl")
+        assert record.configuration.me.name == name
+        assert record.end.verdict in (out / place / "index.html").read_text(encoding="utf-8")
+        assert f'href="{place}/index.html"' in index
+        inputs.append(Preparation.load(out / place).inputs(table))
+    assert all(torch.equal(inputs[0], others) for others in inputs)  # one preparation for all
+
+
+def test_rows_go_to_the_model_of_their_user_and_strangers_to_the_pooled_one(
+    trained: tuple[Path, pd.DataFrame],
+) -> None:
+    out, table = trained
+    rows = table.drop(columns="ill").iloc[::-1].copy()
+    rows.iloc[3, 0], rows.iloc[7, 0] = "Davos", np.nan
+    found = RUNNER.invoke(app, ["predict", str(out), str(_written(rows, out.parent / "new.csv"))])
+    assert found.exit_code == 0, found.output
+    routed = pd.read_csv(io.StringIO(found.stdout))
+    places = files.read_json(out / FILE, "")["folders"]
+    by_model = {name: predict(out / place, rows) for name, place in {**places, "pooled": "pooled"}.items()}
+    assert any((one["prediction"] != by_model["Bern"]["prediction"]).any() for one in by_model.values())
+    for row, name in enumerate(rows["hospital"]):
+        whose = name if name in places else "pooled"
+        assert routed["model"][row] == whose
+        assert routed["prediction"][row] == by_model[whose]["prediction"][row]
+    assert (routed["model"] == "pooled").sum() == 2
+    with pytest.raises(DataError, match="no column 'hospital'"):
+        predict(out, rows.drop(columns="hospital"))
+
+
+def test_a_folder_that_is_resumed_stays_as_it_is_and_a_planted_path_is_refused(
+    trained: tuple[Path, pd.DataFrame],
+) -> None:
+    out, table = trained
+    before = predict(out, table)
+    again = ["train", "--data", str(out.parent / "heart.csv"), "--user-column", "hospital", "--target", "ill"]
+    result = RUNNER.invoke(app, [*again, "--me", "all", "--out", str(out), "--steps", "30", "--resume"])
+    assert result.exit_code == 0, result.output
+    pd.testing.assert_frame_equal(predict(out, table), before)
+    about = files.read_json(out / FILE, "")
+    for place in ("../elsewhere", "/etc", ".."):
+        files.write_json(out / FILE, about | {"folders": {"Bern": place}})
+        with pytest.raises(FileError, match="which folders are whose"):
+            predict(out, table)
+    files.write_json(out / FILE, about)
+
+
+def test_a_user_who_is_called_all_is_meant(tmp_path: Path) -> None:
+    table = hospitals(tmp_path / "heart.csv").replace({"hospital": {"Basel": "all"}})
+    path = _written(table, tmp_path / "heart.csv")
+    command = ["train", "--data", str(path), "--user-column", "hospital", "--target", "ill", "--me", "all"]
+    result = RUNNER.invoke(app, [*command, "--out", str(tmp_path / "run"), "--steps", "5", "--rule", "wga"])
+    assert result.exit_code == 0, result.output
+    assert Record.load(tmp_path / "run" / "record.jsonl").configuration.me.name == "all"
+    assert Preparation.load(tmp_path / "run")
+
+
+def _written(table: pd.DataFrame, path: Path) -> Path:
+    table.to_csv(path, index=False)
+    return path
