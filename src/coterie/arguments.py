@@ -170,6 +170,8 @@ SHARE = real("lie in [0, 1]", lambda value: 0 <= value <= 1)
 """A part of a whole."""
 POSITIVE = real("be a finite number above 0", lambda value: value > 0)
 """A size: a step, a penalty, a norm."""
+NOT_NEGATIVE = real("be a finite number, at least 0", lambda value: value >= 0)
+"""A size that may be nothing."""
 ANYTHING = Check("be anything", lambda value: value)
 """What is checked elsewhere."""
 FLAG = one_of(*(True, False))

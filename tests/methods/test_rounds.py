@@ -13,20 +13,25 @@ from torch import Tensor, nn
 import coterie
 from coterie.errors import KnobError
 from coterie.methods import (
+    AFL,
     APFL,
     L2GD,
     MVR,
+    QFFL,
     SAGA,
     SVRG,
     Ditto,
     FedAvg,
     FedFomo,
+    FedProx,
     FineTuning,
     HypCluster,
     Mapper,
     Method,
     Mime,
     PerFedAvg,
+    PFedMe,
+    Sampled,
     Scaffold,
     Selfish,
     UserCentric,
@@ -58,6 +63,11 @@ METHODS: list[Method] = [
     UserCentric(3),
     UserCentric(3, clusters=2, blocks=3),
     Selfish(3, ("user 2",)),
+    FedProx(3),
+    AFL(2),
+    QFFL(2),
+    PFedMe(2, inner_steps=2),
+    Sampled(Scaffold(2), peers=3),
 ]
 
 
@@ -101,6 +111,9 @@ def test_batches_of_a_method_are_those_of_the_users() -> None:
         Mapper(2),
         PerFedAvg(2),
         PerFedAvg(2, difference=0.1),
+        FedProx(2),
+        AFL(2),
+        PFedMe(2, inner_steps=2),
     ],
     ids=repr,
 )

@@ -91,7 +91,14 @@ THINGS: dict[str, Callable[..., Any]] = {
     "APFL": methods.APFL,
     "Ditto": methods.Ditto,
     "FedAvg": methods.FedAvg,
+    "AFL": methods.AFL,
     "FedFomo": methods.FedFomo,
+    "FedPer": methods.FedPer,
+    "FedProx": methods.FedProx,
+    "FedRep": methods.FedRep,
+    "PFedMe": methods.PFedMe,
+    "QFFL": methods.QFFL,
+    "Sampled": methods.Sampled,
     "FineTuning": methods.FineTuning,
     "HypCluster": methods.HypCluster,
     "L2GD": methods.L2GD,
@@ -960,6 +967,13 @@ METHODS: dict[str, Callable[[], Any]] = {
     "UserCentric": lambda: make("UserCentric", local_steps=2, blocks=3),
     "UserCentric, clusters": lambda: make("UserCentric", local_steps=2, clusters=2, blocks=2),
     "Waffle": lambda: make("Waffle", rounds=3, local_steps=2),
+    "AFL": lambda: make("AFL", local_steps=2, weight_lr=0.1),
+    "FedPer": lambda: make("FedPer", local_steps=2),
+    "FedProx": lambda: make("FedProx", local_steps=2, penalty=0.3),
+    "FedRep": lambda: make("FedRep", local_steps=1, head_steps=2),
+    "PFedMe": lambda: make("PFedMe", local_steps=2, inner_steps=2),
+    "QFFL": lambda: make("QFFL", local_steps=2, q=1.5),
+    "Sampled": lambda: make("Sampled", make("Scaffold", local_steps=2), peers=2),
 }
 
 

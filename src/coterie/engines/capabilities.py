@@ -1,6 +1,6 @@
 """What an engine can do: a Protocol for each capability, and the one place that refuses what cannot be had."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, overload, runtime_checkable
 
 from torch import Tensor
@@ -29,8 +29,11 @@ class AnswersAtOwnPoints(Engine, Protocol):
     def parameters(self) -> Parameters:
         """The trainable parameters of the model: their number, dtype and device."""
 
-    def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return every user's gradient at its row of `points`, user 0 first, and user 0's loss."""
+    def each(self, points: Tensor, step: int, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+        """Return every user's gradient at its row of `points`, user 0 first, and user 0's loss.
+
+        `names` are the peers whose rows follow user 0's; all of them when None, or none where there is one row.
+        """
 
     def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return one user's gradient and loss at x on its examples at these indices."""

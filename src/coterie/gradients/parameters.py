@@ -44,6 +44,7 @@ class Parameters:
             mixture = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
             raise ModelError(f"trainable parameters must share one dtype and device, got {mixture}; use `model.to`")
         ((self.dtype, self.device),) = kinds
+        self.owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in self.named}
         self.shapes = [p.shape for p in self.named.values()]
         self.lengths = [p.numel() for p in self.named.values()]
         self.size = sum(self.lengths)

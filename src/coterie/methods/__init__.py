@@ -3,9 +3,12 @@
 from collections.abc import Callable
 
 from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
+from coterie.methods.averaging.fair import AFL, QFFL
 from coterie.methods.averaging.fedavg import FedAvg
+from coterie.methods.averaging.fedprox import FedProx
 from coterie.methods.averaging.fine_tuning import FineTuning
 from coterie.methods.averaging.model_averaging import averaging_error, averaging_weights
+from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
 from coterie.methods.personal.apfl import APFL
 from coterie.methods.personal.ditto import Ditto
@@ -13,6 +16,8 @@ from coterie.methods.personal.hyp_cluster import HypCluster
 from coterie.methods.personal.l2gd import L2GD
 from coterie.methods.personal.mapper import Mapper
 from coterie.methods.personal.per_fedavg import PerFedAvg
+from coterie.methods.personal.pfedme import PFedMe
+from coterie.methods.personal.shared_part import FedBN, FedPer, FedRep
 from coterie.methods.rounds import Method
 from coterie.methods.variance.mime import Mime
 from coterie.methods.variance.own_variance import MVR, SAGA, SVRG
@@ -26,23 +31,31 @@ from coterie.rules import RULES
 from coterie.rules.similarity import MirrorDescent, WeightErosion
 
 __all__ = [
+    "AFL",
     "APFL",
     "L2GD",
     "METHODS",
     "MVR",
+    "QFFL",
     "SAGA",
     "SVRG",
     "Clients",
     "Ditto",
     "FedAvg",
+    "FedBN",
     "FedFomo",
+    "FedPer",
+    "FedProx",
+    "FedRep",
     "FineTuning",
     "HypCluster",
     "Mapper",
     "Method",
     "Mime",
     "MirrorDescent",
+    "PFedMe",
     "PerFedAvg",
+    "Sampled",
     "Scaffold",
     "Selfish",
     "UserCentric",
@@ -65,6 +78,8 @@ _TUNED = [  # three or nine tenths of the rounds together
     {"rounds": FromRun(lambda run: max(1, round(0.9 * run.steps / 5))), "together": _TOGETHER},
 ]
 _FIVE_OR_TEN = [_FIVE, {"local_steps": 10}]
+_HALF = {"method": _TOGETHER, "peers": FromRun(lambda run: max(1, len(run.peers) // 2))}
+_SAMPLES = [{"method": FedAvg(k)} for k in (1, 5)]
 _MOMENTA = [{"momentum": m} for m in (0.0, 0.9)]
 _DITTO = [{"penalty": p, "together": _TOGETHER, "personal_steps": 5} for p in (0.03, 0.3)]
 _MIXINGS = [{"local_steps": 2, "mixings": mixings} for mixings in ((0.25, 0.5, 0.75), (0.5,))]
@@ -79,12 +94,20 @@ RULES.register(
 )
 METHODS.register("fedavg", FedAvg, benchmark_settings=[{"local_steps": 1}, _FIVE])
 METHODS.register("fedavg-tuned", FineTuning, defaults=_TUNED[0], benchmark_settings=_TUNED)
+METHODS.register("fedavg-sampled", Sampled, defaults=_HALF, benchmark_settings=_SAMPLES)
+METHODS.register("fedprox", FedProx, benchmark_settings=[_FIVE | {"penalty": p} for p in (0.1, 1.0)])
+METHODS.register("afl", AFL, benchmark_settings=[{"weight_lr": rate} for rate in (0.01, 0.1)])
+METHODS.register("q-ffl", QFFL, benchmark_settings=[_FIVE | {"q": q} for q in (0.2, 1.0)])
 METHODS.register("per-fedavg", PerFedAvg, benchmark_settings=[{"local_steps": k, "inner_lr": 0.1} for k in (2, 5)])
 METHODS.register("ditto", Ditto, benchmark_settings=_DITTO)
 METHODS.register("apfl", APFL, benchmark_settings=[_FIVE | {"learned": learned} for learned in (False, True)])
 METHODS.register("l2gd", L2GD, benchmark_settings=[_FIVE | {"penalty": p, "probability": 0.3} for p in (0.03, 0.3)])
 METHODS.register("mapper", Mapper, benchmark_settings=_MIXINGS)
 METHODS.register("hyp-cluster", HypCluster, benchmark_settings=[_FIVE | {"clusters": q} for q in (2, 3)])
+METHODS.register("pfedme", PFedMe, benchmark_settings=[{"penalty": p, "inner_lr": 0.1} for p in (0.3, 1.0)])
+METHODS.register("fedper", FedPer, benchmark_settings=[{"local_steps": 1}, _FIVE])
+METHODS.register("fedrep", FedRep, benchmark_settings=[{"local_steps": k} for k in (1, 5)])
+METHODS.register("fedbn", FedBN, benchmark_settings=[])  # no model of the benchmark has BatchNorm
 METHODS.register("scaffold", Scaffold, benchmark_settings=[{"local_steps": k} for k in (3, 10)])
 METHODS.register("mime", Mime, benchmark_settings=_MOMENTA)
 METHODS.register("mime-lite", Mime, defaults={"lite": True}, benchmark_settings=_MOMENTA)

@@ -1,7 +1,9 @@
 """The users of a federated method: each computes at a point of its own, and what it computes is counted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from coterie.engines.engine import Engine
 from coterie.errors import DataError
 from coterie.gradients.gradients import is_finite
 from coterie.recording.costs import Costs
+from coterie.users.sampling import random_key
 from coterie.users.user import User
 
 
@@ -17,7 +20,8 @@ class Clients:
     """Ask all users of a method, user 0 first, and count what they compute and send.
 
     Points are rows, one for each user in the order of `names`. Where a peer's gradient is not finite, its row
-    becomes zero, so that the peer takes no step, and `left_out` names it.
+    becomes zero, so that the peer takes no step, and `left_out` names it. A peer that does not take part in a round
+    (`sample`) is not asked, and its row is zero too.
 
     Args:
         engine: computes the gradients.
@@ -36,6 +40,9 @@ class Clients:
         1
     """
 
+    present: Tensor | None = None
+    """Who takes part in this round, a truth value for each user; None where all do."""
+
     def __init__(self, engine: Engine, me: User, peers: Sequence[User], costs: Costs) -> None:
         self.engine, self.me = require(engine, "own_points", "a method"), me
         self._users = {user.name: user for user in (me, *peers)}
@@ -53,20 +60,65 @@ class Clients:
 
     @property
     def shares(self) -> Tensor:
-        """Each user's share of all examples, p_k."""
-        return self.sizes / self.sizes.sum()
+        """Each user's share of the examples of all who take part, p_k."""
+        sizes = self.sizes if self.present is None else self.sizes * self.present
+        return sizes / sizes.sum()
+
+    @contextmanager
+    def sample(self, peers: int, step: int) -> Iterator[None]:
+        """Let user 0 and so many peers take part, drawn by (seed, step) without replacement, each as likely."""
+        count = len(self.names) - 1
+        if peers < count:
+            random = np.random.default_rng([random_key(self.seed, "peers of a round"), step])
+            drawn = 1 + torch.from_numpy(random.choice(count, peers, replace=False))
+            self.present = torch.zeros(len(self.names), dtype=torch.bool, device=self.sizes.device)
+            self.present[torch.cat([torch.tensor([0]), drawn]).to(self.present.device)] = True
+        try:
+            yield
+        finally:
+            self.present = None
+
+    def taking_part(self, rows: Tensor) -> Tensor:
+        """Return the rows of those who take part."""
+        return rows if self.present is None else rows[self.present]
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Return the mean row of those who take part."""
+        return self.taking_part(rows).mean(0)
+
+    def moved(self, rows: Tensor, before: Tensor) -> Tensor:
+        """Return the new rows of those who take part, and the old ones of the others."""
+        if self.present is None:
+            return rows
+        return torch.where(self.present.reshape(-1, *[1] * (rows.ndim - 1)), rows, before)
+
+    def _asked(self) -> list[str]:
+        """Return the names of those who take part, user 0 first."""
+        if self.present is None:
+            return list(self.names)
+        return [name for name, here in zip(self.names, self.present.tolist(), strict=True) if here]
 
     def gradients(self, points: Tensor, step: int) -> Tensor:
         """Return each user's gradient at its point, on its batch of this step; one row asks user 0 alone."""
-        rows, loss = self.engine.each(points, step)
-        self.costs.compute(self.names[: len(points)])
+        if self.present is None or len(points) == 1:
+            rows, loss = self.engine.each(points, step)
+            self.costs.compute(self.names[: len(points)])
+        else:
+            asked = self._asked()
+            answers, loss = self.engine.each(points[self.present], step, asked[1:])
+            rows = torch.zeros_like(points)
+            rows[self.present] = answers
+            self.costs.compute(asked)
         self.own_losses.append(float(loss))
         return self._finite(rows)
 
     def full_gradients(self, points: Tensor) -> Tensor:
         """Return each user's gradient at its point over all its examples; one row asks user 0 alone."""
-        asked = zip(self.names, points, strict=False)
-        return self._finite(torch.stack([self.gradient_on(name, x, self.blocks(name, 1)[0]) for name, x in asked]))
+        rows, asked = torch.zeros_like(points), set(self._asked())
+        for row, name, x in zip(rows, self.names, points, strict=False):
+            if name in asked:
+                row.copy_(self.gradient_on(name, x, self.blocks(name, 1)[0]))
+        return self._finite(rows)
 
     def blocks(self, name: str, count: int) -> list[Tensor]:
         """Return the indices of a user's examples in `count` blocks, dealt in turn, none of them empty."""
@@ -112,8 +164,8 @@ class Clients:
         return self.engine.losses_over(self.me.validation, points)
 
     def exchange(self, down: int, up: int) -> None:
-        """Count the numbers that user 0 sends to every peer (`down`) and that every peer sends back (`up`)."""
-        self.costs.exchange(self.names[1:], down, up)
+        """Count the numbers that user 0 sends to every peer that takes part, and that each sends back (`up`)."""
+        self.costs.exchange(self._asked()[1:], down, up)
 
     def _finite(self, rows: Tensor) -> Tensor:
         """Set the peers' rows that are not finite to zero, and name them in `left_out`."""

@@ -192,9 +192,9 @@ class InProcess:
         copies = self.copies() if self.capabilities.not_stacked is None else None
         return copies if copies is not None and copies.in_layers else None
 
-    def each(self, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return every user's gradient at its row of `points`, and user 0's loss; one row asks nobody else."""
-        names = self.names if len(points) > 1 else ()
+    def each(self, points: Tensor, step: int, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the gradients of user 0 and of these peers, each at its row of `points`, and user 0's loss."""
+        names = self.names[: len(points) - 1] if names is None else tuple(names)
         own_batch, batches = self.sampler.draw(() if self.support.loop else names, step)
         if names and self._layered is not None:
             rows, losses = self._layered.rows(points, with_own(own_batch, batches))

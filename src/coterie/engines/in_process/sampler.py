@@ -166,6 +166,7 @@ class BatchSampler:
         if names not in self._tables:
             if len(self._tables) >= MAX_KEPT_SELECTIONS:
                 self._tables.clear()
+                self._groups.clear()
             users = [(user, group.size) for group in self._grouped(names) for user in group.users]
             streams = [
                 BatchStream(random_key(self.seed, user.name), len(user), size, self._offsets[user.name])

@@ -22,7 +22,7 @@ class FedAvg(LocalSteps):
     examples. With more, users drift towards their own optima: on quadratics f_k = ½(x − o_k)ᵀA_k(x − o_k) it
     converges to the solution of  Σ p_k (1 − (1 − ηA_k)^K)(x − o_k) = 0, not to the minimiser of the average.
 
-    All users get one model. All take part in every round; in the paper a sample does.
+    All users get one model. All take part in every round, or a sample: `Sampled`.
 
     Args:
         local_steps: K.
@@ -50,13 +50,17 @@ class FedAvg(LocalSteps):
         """Return the state before the first round: x."""
         return {"step": 0, "x": x}
 
+    def walk(self, users: Clients, start: Tensor, step: int, lr: float) -> Tensor:
+        """Return where the local steps lead."""
+        return local_steps(users, start, step, self.local_steps, lr=lr)
+
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, step = state["x"], state["step"]
-        points = local_steps(users, x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
+        points = self.walk(users, x.expand(len(users.names), -1), step, lr)
         users.exchange(down=x.numel(), up=x.numel())
         if self.aggregator is not None:
-            x = x + self.aggregator(points - x)
+            x = x + self.aggregator(users.taking_part(points - x))
         else:
-            x = users.shares @ points if self.shares == "examples" else points.mean(0)
+            x = users.shares @ points if self.shares == "examples" else users.mean(points)
         return {"step": step + self.local_steps, "x": x}

@@ -26,7 +26,7 @@ class APFL(LocalSteps):
 
     a_k is updated at the start of a round, where w_k is the common model. It often runs to 0 or 1 early: v_k takes
     steps a_k times as long as those of w_k, so it lags behind, and w_k seems better; at a_k = 0 v_k stops moving.
-    All users take part in every round; in the paper a sample does.
+    All users take part in every round, or a sample: `Sampled`.
 
     Args:
         local_steps: K.
@@ -71,7 +71,7 @@ class APFL(LocalSteps):
             if self.learned and k == 0:
                 mixing = (mixing - lr * slope).clamp(0, 1)
         users.exchange(down=w.shape[1], up=w.shape[1])
-        return {"step": step + self.local_steps, "w": w.mean(0), "v": v, "mixing": mixing}
+        return {"step": step + self.local_steps, "w": users.mean(w), "v": v, "mixing": mixing}
 
     def models(self, state: State) -> Tensor:
         """Return the mixtures."""

@@ -19,7 +19,7 @@ class Ditto:
 
     with the w from before the round, the newest that users know when they compute. v_k converges to
     argmin f_k(v) + (λ/2)‖v − w*‖², w* being the limit of `together`: between alone (λ → 0) and w* (λ → ∞).
-    Only w is exchanged. All users take part in every round; in the paper a sample does.
+    Only w is exchanged. All users take part in every round, or a sample: `Sampled`.
 
     Args:
         penalty: λ.
@@ -56,7 +56,7 @@ class Ditto:
         together = self.together.round(users, state["together"] | {"step": state["step"]}, lr)
         step = together["step"]
         for k in range(self.personal_steps):
-            v = v - lr * (users.gradients(v, step + k) + self.penalty * (v - w))
+            v = users.moved(v - lr * (users.gradients(v, step + k) + self.penalty * (v - w)), v)
         return {"step": step + self.personal_steps, "together": together, "v": v}
 
     def models(self, state: State) -> Tensor:

@@ -22,7 +22,7 @@ class HypCluster(LocalSteps):
     Once the clusters no longer change it is FedAvg in each of them; with one cluster it is FedAvg. A model that no
     user chooses does not move. The starting models decide which clusters form, or whether one model takes all
     users; they are x plus noise, drawn from (seed, model). IFCA is the same algorithm with restarts. All users take
-    part in every round; in the papers a sample does. In a round a user also computes q losses
+    part in every round, or a sample: `Sampled`. In a round a user also computes q losses
     of all its examples.
 
     Args:
@@ -60,7 +60,7 @@ class HypCluster(LocalSteps):
         """Return the state after a round."""
         x, step = state["x"], state["step"]
         losses = users.losses_over_all(x, step)
-        cluster = losses.nan_to_num(torch.inf).argmin(0)
+        cluster = users.moved(losses.nan_to_num(torch.inf).argmin(0), state["cluster"])
         points = local_steps(users, x[cluster], step + 1, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.shape[1] + 1)
         p = users.shares * (cluster == torch.arange(len(x), device=x.device).unsqueeze(1))

@@ -58,7 +58,8 @@ class L2GD(LocalSteps):
         kept = 1 - min(1.0, lr * self.penalty / p)
         for step in range(state["step"], state["step"] + self.local_steps):
             if heads := heads_in_a_row(p, users.seed, step):
-                x = x.mean(0) + kept**heads * (x - x.mean(0))
+                centre = users.mean(x)
+                x = users.moved(centre + kept**heads * (x - centre), x)
                 users.exchange(down=x.shape[1], up=x.shape[1])
             x = local_steps(users, x, step, 1, lr=lr / (1 - p))
         return {"step": state["step"] + self.local_steps, "x": x}

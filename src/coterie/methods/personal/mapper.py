@@ -72,12 +72,12 @@ class Mapper(LocalSteps):
         pairs = zip(tried, self.mixings, strict=True)
         losses = torch.stack([users.losses(mixture(w, own, a), step) for own, a in pairs])
         best = losses.nan_to_num(torch.inf).argmin(0)
-        v = torch.stack(tried)[best, torch.arange(len(best), device=best.device)]
-        mixing = w.new_tensor(self.mixings)[best].unsqueeze(1)
-        g = users.gradients(mixture(w, v, mixing), step + 1)
+        v = users.moved(torch.stack(tried)[best, torch.arange(len(best), device=best.device)], v)
+        chosen = users.moved(w.new_tensor(self.mixings)[best].unsqueeze(1), state["mixing"])
+        g = users.gradients(mixture(w, v, chosen), step + 1)
         users.exchange(down=w.numel(), up=w.numel())
-        w = w - lr * (users.shares @ ((1 - mixing) * g))
-        return {"step": step + 2, "w": w, "v": v, "mixing": mixing}
+        w = w - lr * (users.shares @ ((1 - chosen) * g))
+        return {"step": step + 2, "w": w, "v": v, "mixing": chosen}
 
     def models(self, state: State) -> Tensor:
         """Return the mixtures."""

@@ -23,7 +23,7 @@ class PerFedAvg(LocalSteps):
     The Hessian-free variant with K = 1 is gradient descent on the meta-objective, mean_k f_k(x − a∇f_k(x)), whose
     minimiser on quadratics solves Σ (1 − aA_k)A_k(1 − aA_k)(x − o_k) = 0. The first-order variant omits a factor:
     it converges to the solution of Σ A_k(1 − aA_k)(x − o_k) = 0. With K steps the matrix B_k before (x − o_k)
-    becomes 1 − (1 − ηB_k)^K. All users take part in every round; in the paper a sample does.
+    becomes 1 − (1 − ηB_k)^K. All users take part in every round, or a sample: `Sampled`.
 
     Args:
         local_steps: K.
@@ -73,5 +73,5 @@ class PerFedAvg(LocalSteps):
                 step += 1
             points = points - lr * outer
         users.exchange(down=x.numel(), up=x.numel())
-        x = points.mean(0)
+        x = users.mean(points)
         return {"step": step + 1, "x": x, "models": local_steps(users, x.expand_as(points), step, 1, lr=a)}

@@ -21,7 +21,7 @@ class Mime(LocalSteps):
         x ← mean_k x_k,      m ← (1 − β) G + β m
 
     Mime's fixed point is the minimiser of the mean of the f_k for every K. MimeLite's is not; at β = 0 MimeLite is
-    FedAvg with equal shares. All users get one model. All take part in every round; in the paper a sample does. The
+    FedAvg with equal shares. All users get one model. All take part in every round, or a sample: `Sampled`. The
     paper allows the statistics of any server optimizer; here they are those of SGD with momentum.
 
     Args:
@@ -58,7 +58,7 @@ class Mime(LocalSteps):
         """Return the state after a round."""
         x, m, step = state["x"], state["m"], state["step"]
         start = x.expand(len(users.names), -1)
-        mean = users.full_gradients(start).mean(0)
+        mean = users.mean(users.full_gradients(start))
         points = start
         for k in range(self.local_steps):
             d = users.gradients(points, step + k)
@@ -67,4 +67,4 @@ class Mime(LocalSteps):
             points = points - lr * ((1 - self.momentum) * d + self.momentum * m)
         users.exchange(down=x.numel() * (2 if self.lite else 3), up=2 * x.numel())
         m = (1 - self.momentum) * mean + self.momentum * m
-        return {"step": step + self.local_steps, "x": points.mean(0), "m": m}
+        return {"step": step + self.local_steps, "x": users.mean(points), "m": m}

@@ -22,7 +22,7 @@ class Scaffold(LocalSteps):
         x ← x + η_g mean_k (x_k − x),      c ← mean_k c_k⁺
 
     Its fixed point is the minimiser of the mean of the f_k for every K; that of FedAvg is not. All users get one
-    model. All take part in every round; in the paper a sample does, and c moves by the sample's share of the users.
+    model. All take part in every round, or a sample (`Sampled`): c then moves by the sample's share of the users.
 
     Args:
         local_steps: K.
@@ -61,5 +61,5 @@ class Scaffold(LocalSteps):
         points, following = self.corrected_steps(users, x, c, c.mean(0), step=step, lr=lr)
         if self.option == 1:
             following = users.full_gradients(x.expand_as(c))
-        moved = torch.lerp(x, points.mean(0), self.server_lr)
-        return {"step": step + self.local_steps, "x": moved, "c": following}
+        moved = torch.lerp(x, users.mean(points), self.server_lr)
+        return {"step": step + self.local_steps, "x": moved, "c": users.moved(following, c)}

@@ -62,6 +62,7 @@ class FedFomo(LocalSteps):
         before, *after = users.held_out_losses(torch.cat([x.unsqueeze(0), points]))
         gains = (before - torch.stack(after)) / (points - x).norm(dim=1).clamp(min=TINY)
         gains = torch.nan_to_num(gains, nan=0.0, posinf=0.0).clamp(min=0)
+        gains = users.moved(gains, torch.zeros_like(gains))
         weights = gains / gains.sum().clamp(min=TINY)
         x = x + weights @ (points - x)
         points = x.repeat(len(points), 1) if self.start == "mine" else torch.cat([x.unsqueeze(0), points[1:]])

@@ -60,12 +60,18 @@ class Selfish(LocalSteps):
     def _weights(self, users: Clients, like: Tensor) -> Tensor:
         inside = self._inside(users, like)
         outside = (inside == 0).to(inside)
+        if users.present is not None:
+            inside, outside = inside * users.present, outside * users.present
+            inside = inside / inside.sum()
         if self.alpha is None or not outside.any():
-            return torch.ones_like(inside) / len(inside)
+            here = (inside + outside > 0).to(inside)
+            return here / here.sum()
         return torch.lerp(inside, outside / outside.sum(), self.alpha)
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, c, step = state["x"], state["c"], state["step"]
-        points, c = self.corrected_steps(users, x, c, self._inside(users, x) @ c, step=step, lr=lr)
-        return state | {"step": step + self.local_steps, "x": state["weights"] @ points, "c": c}
+        points, following = self.corrected_steps(users, x, c, self._inside(users, x) @ c, step=step, lr=lr)
+        weights = self._weights(users, x)
+        moved = {"x": weights @ points, "c": users.moved(following, c)}
+        return {"step": step + self.local_steps} | moved | weighed(weights)

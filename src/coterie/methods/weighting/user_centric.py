@@ -79,7 +79,10 @@ class UserCentric(LocalSteps):
         step, points, mixing = state["step"], state["points"], state["mixing"]
         points = local_steps(users, points, step, self.local_steps, lr=lr)
         users.exchange(down=points.shape[1], up=points.shape[1])
-        return state | {"step": step + self.local_steps, "points": mixing @ points}
+        if users.present is not None:
+            mixing = mixing * users.present
+            mixing = mixing / mixing.sum(1, keepdim=True)
+        return state | {"step": step + self.local_steps, "points": users.moved(mixing @ points, points)}
 
 
 def _squared_distances(rows: Tensor) -> Tensor:

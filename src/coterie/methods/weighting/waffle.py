@@ -67,7 +67,10 @@ class Waffle(LocalSteps):
         """Return the state after a round."""
         x, c, c_k, step = state["x"], state["c"], state["c_k"], state["step"]
         points, following = self.corrected_steps(users, x, c_k, c, step=step, lr=lr)
-        fresh = self._weights(points, self.share(step // self.local_steps))
+        fresh = points.new_zeros(len(points))
+        here = slice(None) if users.present is None else users.present
+        fresh[here] = self._weights(points[here], self.share(step // self.local_steps))
+        following = users.moved(following, c_k)
         last = torch.cat([state["last"], fresh.unsqueeze(0)])[-AVERAGED_ROUNDS:]
         weights = last.mean(0)
         x, c = x + weights @ (points - x), c + weights @ (following - c_k)
