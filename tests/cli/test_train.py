@@ -76,7 +76,8 @@ def test_train_reports_beside_alone_and_predict_applies_what_was_saved(table: Pa
     with torch.no_grad():
         probability = model(preparation.inputs(frame)).double().softmax(1).numpy()
     assert predictions["prediction"].tolist() == [["no", "yes"][i] for i in probability.argmax(1)]
-    np.testing.assert_allclose(predictions["probability"], probability.max(1), rtol=1e-12)
+    for k, name in enumerate(("probability_no", "probability_yes")):
+        np.testing.assert_allclose(predictions[name], probability[:, k], rtol=1e-12)
     assert (predictions["prediction"] == frame["ill"]).mean() > 0.8
 
     written = tmp_path / "predictions.csv"

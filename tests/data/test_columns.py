@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,12 +31,13 @@ def written(frame: pd.DataFrame, folder: Path) -> Path:
     return folder / "patients.csv"
 
 
-def stray(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame.astype({"age": object}).assign(age=lambda f: [*f.age[:70], "unknown", *f.age[71:]])
+def stray(frame: pd.DataFrame, row: int = 69) -> pd.DataFrame:
+    """Put a text among the ages: by default in a row of `a`."""
+    return frame.astype({"age": object}).assign(age=lambda f: [*f.age[:row], "unknown", *f.age[row + 1 :]])
 
 
 SEEMING: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], str]] = {
-    "a stray text": (stray, r"column 'age' holds numbers in 419 of 420 rows, but it is 'unknown' in row 70"),
+    "a stray text": (stray, r"column 'age' holds numbers in 139 of 140 rows, but it is 'unknown' in row 69"),
     "decimal commas": (
         lambda frame: frame.assign(dose=frame.dose.map("{:.2f}".format).str.replace(".", ",")),
         "column 'dose' holds numbers with decimal commas: '.,..' in row 0",
@@ -79,7 +81,7 @@ def test_what_is_said_to_be_a_category_is_taken_as_one(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_left_out_do_not_turn_numbers_into_text(tmp_path: Path) -> None:
-    frame = stray(patients())
+    frame = stray(patients(), 70)
     path = written(frame, tmp_path)
     task = from_table(path, user_column="hospital", target="ill", me="a", leave_out=[frame.hospital[70]])
     assert task.preparation.numeric == ("age", "dose")
@@ -94,10 +96,10 @@ def test_numbers_as_text_are_told() -> None:
     ("target", "kind", "words"),
     [
         ([f"{v:.3f}".replace(".", ",") for v in range(N)], "auto", "decimal commas"),
-        ([*np.arange(N - 1) / 7, "x"], "auto", "holds numbers in 419 of 420 rows, but it is 'x' in row 419"),
+        (["x", *np.arange(N - 1) / 7], "auto", "holds numbers in 419 of 420 rows, but it is 'x' in row 0"),
         (["yes", "no"] * (N // 2), "regression", "is to be predicted as a number, but it is 'yes' in row 0"),
-        ([*np.arange(N - 1) / 7, math.inf], "auto", "is to be predicted as a number, but it is 'inf' in row 419"),
-        ([*np.arange(N - 1) / 7, -math.inf], "regression", "but it is '-inf' in row 419"),
+        ([math.inf, *np.arange(N - 1) / 7], "auto", "is to be predicted as a number, but it is 'inf' in row 0"),
+        ([-math.inf, *np.arange(N - 1) / 7], "regression", "but it is '-inf' in row 0"),
         (np.arange(N) / 7, "classification", "has 420 different values in 420 rows, which are no classes"),
         (
             [f"p{i}" for i in range(N)],
@@ -126,6 +128,28 @@ def test_a_peer_whose_rows_cannot_be_prepared_is_left_out() -> None:
     with pytest.warns(UserWarning, match="the peer 'b' is left out: column 'dose' holds an infinite number"):
         task = from_table(frame, user_column="hospital", target="ill", me="a")
     assert [peer.name for peer in task.peers] == ["c"]
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_stray_value_of_a_peer_leaves_it_out_and_not_the_whole_run(tmp_path: Path, as_file: bool) -> None:
+    """Row 70 is of `b`, row 71 of `c`."""
+    frame = stray(patients().assign(y=np.arange(N) / 7), 70).astype({"y": object})
+    frame.loc[71, "y"] = "much"
+    columns: dict[str, Any] = {"user_column": "hospital", "target": "y", "me": "a"}
+    with pytest.warns(UserWarning, match="is left out") as told:
+        task = from_table(written(frame, tmp_path) if as_file else frame, drop=["ill"], **columns)
+    assert task.peers == ()
+    messages = sorted(str(each.message) for each in told)
+    assert "peer 'b' is left out: column 'age' should hold numbers" in messages[0]
+    assert (
+        "peer 'c' is left out: column 'y' is to be predicted as a number, but it is 'much' in row 71" in messages[1]
+    )
+    assert task.preparation.numeric == ("age", "dose")
+    frame.loc[71, "y"] = None
+    with pytest.warns(
+        UserWarning, match="'c' is left out: column 'y' is NaN or empty in 1 of 140 rows, first row 71"
+    ):
+        from_table(frame, drop=["ill"], leave_out=["b"], **columns)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**40])

@@ -13,8 +13,8 @@ import torch
 
 import coterie
 from coterie.data import Preparation, from_table
+from coterie.data.checking import distinct_targets
 from coterie.data.reading import read_rows, some, users_in
-from coterie.data.table import distinct_targets
 from coterie.errors import DataError
 
 COLUMNS: dict[str, Any] = {"user_column": "ward", "target": "ill", "me": "a"}
@@ -127,7 +127,9 @@ def test_a_column_that_user_0_has_no_value_of_is_left_out() -> None:
 )
 def test_the_kind_is_told_by_the_target(values: list[Any], kind: str) -> None:
     n = 120
-    frame = pd.DataFrame({"ward": ["a", "b"] * (n // 2), "x": np.arange(n), "ill": np.resize(np.array(values), n)})
+    frame = pd.DataFrame(
+        {"ward": ["a", "b"] * (n // 2), "x": np.arange(n) / 7, "ill": np.resize(np.array(values), n)}
+    )
     if kind == "classification":
         frame["ill"] = np.repeat(frame["ill"].to_numpy()[: n // 2], 2)  # every user has every class
     assert from_table(frame, **COLUMNS).preparation.kind == kind
@@ -147,11 +149,13 @@ def test_regression_targets_are_in_user_0s_units_and_predictions_in_the_tables()
     np.testing.assert_allclose(back["prediction"], training, rtol=1e-5)
 
 
-def test_predictions_name_the_class_and_its_probability() -> None:
+def test_predictions_name_the_class_and_every_probability() -> None:
     task = from_table(visits(), **COLUMNS)
     predictions = task.preparation.predictions(torch.tensor([[0.0, 0.0], [0.0, np.log(3)]]))
     assert predictions["prediction"].tolist() == ["no", "yes"]
-    np.testing.assert_allclose(predictions["probability"], [0.5, 0.75], rtol=1e-6)
+    assert list(predictions) == ["prediction", "probability_no", "probability_yes"]
+    np.testing.assert_allclose(predictions["probability_no"], [0.5, 0.25], rtol=1e-6)
+    np.testing.assert_allclose(predictions["probability_yes"], [0.5, 0.75], rtol=1e-6)
 
 
 def test_csv_parquet_and_dataframe_are_the_same(tmp_path: Path) -> None:

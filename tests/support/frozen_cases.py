@@ -277,7 +277,11 @@ def table_runs(
     comparison = fitted.record.end.comparison
     one = None if comparison is None else next(iter(comparison.measures.values()))
     difference = (0.0, 0.0) if one is None else (one.difference, one.error)
-    return {"run": fitted}, predict(out, pd.read_csv(table)), difference
+    told = predict(out, pd.read_csv(table))
+    probabilities = told.drop(columns="prediction")
+    if len(probabilities.columns):
+        told = told[["prediction"]].assign(probability=probabilities.max(axis=1))
+    return {"run": fitted}, told, difference
 
 
 # ---------------------------------------------------------------------------------------------------------------

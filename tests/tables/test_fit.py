@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from coterie.data import from_table
 from coterie.errors import FileError, KnobError, ModelError
 from coterie.evaluation import METRICS
 from coterie.recording import files
+from coterie.tables import models
 from coterie.tables.fit import fit
+from coterie.tables.metrics import metrics_of
 from coterie.tables.predict import predict
 
 
@@ -41,7 +44,7 @@ def test_a_named_metric_is_in_the_units_of_the_target(tmp_path: Path, monkeypatc
     names = ["mean-output", "rmse"]
     fitted = fit(task, coterie.Alone(), "linear", tmp_path / "run", metrics=names, steps=5, lr=0.05)
     assert fitted is not None
-    assert list(fitted.test) == ["loss", "rmse", "mean-output"]
+    assert list(fitted.test) == ["loss", "mean-output", "rmse"]
     assert task.me.test is not None
     inputs, targets = task.me.test.take(torch.arange(len(task.me.test)))
     with torch.no_grad():
@@ -124,3 +127,59 @@ class Trap:
 
     def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_a_row_of_weight_two_counts_as_two_rows_and_one_of_weight_0_not_at_all(kind: str) -> None:
+    frame = visits(60).assign(w=np.resize([2.0, 1.0, 0.0, 1.0], 60))
+    frame = frame if kind == "regression" else frame.assign(y=np.where(frame["y"] > 40, "yes", "no"))
+    task = from_table(frame, user_column="who", target="y", me="a", weights="w")
+    plain = replace(task.preparation, weights=None)
+    model = models.build("linear", task.n_inputs, task.n_outputs).requires_grad_(requires_grad=False)
+    twice = frame.loc[frame.index.repeat(frame["w"].astype(int))]
+    inputs, targets = task.preparation.examples(frame, "y")
+    repeated = plain.examples(twice, "y")
+    outputs = model(inputs)
+    loss, wanted = (
+        models.loss_of(task.preparation)(outputs, targets),
+        models.loss_of(plain)(model(repeated[0]), repeated[1]),
+    )
+    torch.testing.assert_close(loss, wanted)
+    names = ["auc", "brier"] if kind == "classification" else ["mae", "r2"]
+    for name, metric in metrics_of(task.preparation, names).items():
+        assert metric(outputs, targets) == pytest.approx(metric(model(repeated[0]), repeated[1]), rel=1e-5), name
+
+
+def test_weights_reach_training_and_every_number_that_is_told(tmp_path: Path) -> None:
+    """Rows of weight 0 may say anything; with them the run is the one without."""
+    frame = visits(90).assign(w=1.0)
+    wrong = frame.assign(y=lambda f: np.where(np.arange(90) % 6 < 2, -999.0, f["y"]), w=np.arange(90) % 6 >= 2)
+    columns: dict[str, Any] = {"user_column": "who", "target": "y", "me": "a", "weights": "w"}
+    preparation = from_table(frame, **columns).preparation
+    task = from_table(wrong, **columns, preparation=preparation)
+    run = fit(task, coterie.WeightedAveraging(0.5), "linear", tmp_path, steps=100, lr=0.1, progress=False)
+    assert run is not None
+    assert run.test["rmse"] < 1  # of a spread of 7
+    assert run.test["loss"] < 0.05
+
+
+def test_the_first_metric_named_makes_the_verdict(tmp_path: Path) -> None:
+    frame = visits(200).assign(y=lambda f: np.where(f["y"] + 9 * f["v"] > 40, "yes", "no"))
+    task = from_table(frame, user_column="who", target="y", me="a")
+    run = fit(task, coterie.WeightedAveraging(0.5), "linear", tmp_path, metrics=["auc"], steps=20, progress=False)
+    assert run is not None
+    assert list(run.test) == ["loss", "auc", "accuracy"]
+    if run.record.end.comparison is not None:
+        assert list(run.verdict.measures) == ["auc", "loss"]
+    with pytest.raises(KnobError, match="`rmse` is no metric for classification; choose among accuracy"):
+        metrics_of(task.preparation, ["rmse"])
+
+
+def test_predictions_carry_the_ids_along(tmp_path: Path) -> None:
+    frame = visits().assign(patient=[f"p{i}" for i in range(90)])
+    fit(
+        from_table(frame, user_column="who", target="y", me="a", ids="patient"), coterie.Alone(), "linear", tmp_path
+    )
+    assert predict(tmp_path, frame[::-1])["patient"].tolist() == [f"p{i}" for i in reversed(range(90))]
+    with pytest.warns(UserWarning, match="no column 'patient', so predictions carry no ids"):
+        assert list(predict(tmp_path, frame.drop(columns="patient"))) == ["prediction"]

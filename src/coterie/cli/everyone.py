@@ -22,7 +22,7 @@ def for_everyone(table: TableOptions, where: EngineOptions) -> bool:
         return False
     if where.engine != "in-process":
         raise KnobError("`--me all` is for users in this process; leave `--engine` out, or name one user")
-    return ALL not in users_in(table.data, table.user_column)
+    return ALL not in users_in(table.data, table.user_column, sep=table.sep, decimal=table.decimal)
 
 
 def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:

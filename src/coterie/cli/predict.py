@@ -16,16 +16,23 @@ def predict(
     folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
     file: Annotated[Path, Argument(metavar="FILE", help="A CSV or Parquet file with the same columns.")],
     out: Annotated[Path | None, Option(help="Where to write the CSV; standard output when not given.")] = None,
+    sep: Annotated[str, Option(help="What is between the columns of a CSV file; tab for a tab.")] = ",",
+    decimal: Annotated[str, Option(help="What is before decimals in a CSV file.")] = ".",
     model: Annotated[
         str | None, Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own.")
     ] = None,
 ) -> None:
     """Predict the target for every row of a table, in order, with the personal model of a run.
 
-    Writes a CSV with the column `prediction`, and in classification its `probability`.
+    Writes a CSV with the columns `prediction` and, in classification, `probability_CLASS` for each class. The
+    column that `coterie train --id` named comes first.
+
+    Example: coterie predict run new_visits.csv --out predictions.csv
     """
     if out is not None and not out.absolute().parent.is_dir():
         raise KnobError(f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another")
-    predictions(folder, read_table(file), model).to_csv(sys.stdout if out is None else out, index=False)
+    predictions(folder, read_table(file, sep=sep, decimal=decimal), model).to_csv(
+        sys.stdout if out is None else out, index=False
+    )
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

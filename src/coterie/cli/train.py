@@ -73,7 +73,8 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
 def _follow(group: Group, table: TableOptions, how: FitOptions) -> None:
     """Be a peer among the processes of torchrun, until the run ends."""
-    part = functools.partial(cluster.part_of, group, str(table.data), table.user_column, table.me, table.leave_out)
+    whose = table.user_column, table.me, table.leave_out
+    part = functools.partial(cluster.part_of, group, str(table.data), *whose, sep=table.sep, decimal=table.decimal)
     cluster.follow(group, part, how.model, how.device)
 
 

@@ -19,6 +19,8 @@ def worker(
     user_column: Annotated[
         str | None, Option(help="The column that says whose row it is; all rows are this peer's if left out.")
     ] = None,
+    sep: Annotated[str, Option(help="What is between the columns of a CSV file; tab for a tab.")] = ",",
+    decimal: Annotated[str, Option(help="What is before decimals in a CSV file.")] = ".",
     model: Annotated[
         str | None, Option(help="module.path:factory, where user 0 uses a model of its own; must be the same.")
     ] = None,
@@ -50,7 +52,7 @@ def worker(
     torch.set_num_threads(threads)
 
     def rows() -> tuple[str, Any]:
-        return name, read_rows(data, user_column, name)
+        return name, read_rows(data, user_column, name, sep=sep, decimal=decimal)
 
     caps = Caps(max_gradients, max_norm, min_examples)
     capped = None if caps == Caps() else caps

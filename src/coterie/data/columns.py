@@ -63,7 +63,7 @@ def check_target(target: pd.Series[Any], kind: str) -> None:
         _check_text(target, AS_CLASSES)
     is_number = types.is_numeric_dtype(target) and not types.is_bool_dtype(target)
     if kind == "regression" or (kind == "auto" and is_number):
-        _check_numbers(target)
+        check_numbers(target)
     different = target.nunique()
     fractions = is_number and bool((target % 1 != 0).any())
     if kind == "classification" and different > MAX_CLASSES and (fractions or different > len(target) / 2):
@@ -73,7 +73,7 @@ def check_target(target: pd.Series[Any], kind: str) -> None:
         )
 
 
-def _check_numbers(target: pd.Series[Any]) -> None:
+def check_numbers(target: pd.Series[Any]) -> None:
     """Refuse a target that is not all finite numbers."""
     import pandas as pd
 

@@ -39,6 +39,8 @@ class Preparation:
         classes: the class of each output, in classification.
         centre: the mean of the target, in regression.
         scale: the spread of the target, in regression.
+        ids: the column that tells rows apart, which predictions carry along.
+        weights: the column that says how much a row counts in the loss.
     """
 
     numeric: tuple[str, ...]
@@ -48,6 +50,8 @@ class Preparation:
     classes: tuple[Any, ...] = ()
     centre: float = 0.0
     scale: float = 1.0
+    ids: str | None = None
+    weights: str | None = None
 
     @classmethod
     def fit(
@@ -112,15 +116,36 @@ class Preparation:
             raise DataError(f"column {values.name!r} has the class {unknown[0]!r}; the classes are {known}")
         return torch.tensor([number[value] for value in values.tolist()])
 
+    def examples(self, rows: pd.DataFrame, target: str) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+        """Return rows as inputs and targets; these are a dict of `value` and `weight` where rows have weights."""
+        inputs, targets = self.inputs(rows), self.targets(rows[target])
+        return inputs, targets if self.weights is None else {"value": targets, "weight": self._weights(rows)}
+
+    def _weights(self, rows: pd.DataFrame) -> Tensor:
+        import pandas as pd
+
+        if self.weights not in rows.columns:
+            raise DataError(f"the table has no column {self.weights!r}, which says how much a row counts")
+        weights = pd.to_numeric(rows[self.weights], errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+        bad = ~(np.isfinite(weights) & (weights >= 0))
+        if bad.any():
+            value, where = rows[self.weights].iloc[int(bad.argmax())], rows.index[int(bad.argmax())]
+            problem = f"column {self.weights!r} holds weights, but it is {value!r} in row {where} (counting from 0)"
+            raise DataError(f"{problem}; a weight is a number, at least 0")
+        if not weights.any():
+            raise DataError(f"column {self.weights!r} gives no row any weight; let some be above 0")
+        return torch.tensor(weights, dtype=torch.float32)
+
     def predictions(self, outputs: Tensor) -> pd.DataFrame:
-        """Return a model's outputs as a table: `prediction`, and in classification its `probability`."""
+        """Return a model's outputs as a table: `prediction`, and in classification each class's probability."""
         import pandas as pd
 
         if self.kind == "regression":
             return pd.DataFrame({"prediction": (outputs[:, 0].double() * self.scale + self.centre).numpy()})
-        probability, best = outputs.double().softmax(1).max(1)
-        classes = [self.classes[i] for i in best.tolist()]
-        return pd.DataFrame({"prediction": classes, "probability": probability.numpy()})
+        probabilities = outputs.double().softmax(1)
+        told: dict[str, Any] = {"prediction": [self.classes[i] for i in probabilities.argmax(1).tolist()]}
+        names = (f"probability_{each}" for each in self.classes)
+        return pd.DataFrame(told | dict(zip(names, probabilities.T.numpy(), strict=True)))
 
     def save(self, folder: Path) -> None:
         """Write it to `preparation.json` in a folder, as data that can be read without running code."""
@@ -144,7 +169,7 @@ class Preparation:
         """Return it as what JSON can hold, and can be read without running code."""
         import skops.io
 
-        names = ("numeric", "categorical", "kind", "classes", "centre", "scale")
+        names = ("numeric", "categorical", "kind", "classes", "centre", "scale", "ids", "weights")
         transformer = skops.io.dumps(self.transformer, compression=zipfile.ZIP_DEFLATED)
         plain = {name: getattr(self, name) for name in names}
         return plain | {"transformer": base64.b64encode(transformer).decode()}

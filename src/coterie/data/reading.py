@@ -17,8 +17,10 @@ CHUNK_ROWS = 100_000
 """The number of rows of a file in memory at a time, where only one user's are kept."""
 
 
-def read_table(data: pd.DataFrame | Path | str) -> pd.DataFrame:
+def read_table(data: pd.DataFrame | Path | str, *, sep: str = ",", decimal: str = ".") -> pd.DataFrame:
     """Return a DataFrame as it is, or read a CSV or Parquet file.
+
+    In a CSV file `sep` is between columns ("tab" for a tab) and `decimal` is before decimals.
 
     Example:
         >>> import pandas as pd
@@ -32,25 +34,28 @@ def read_table(data: pd.DataFrame | Path | str) -> pd.DataFrame:
         return data
     if not isinstance(data, str | Path):
         raise DataError(f"a table must be a DataFrame or the path of a file, got {shown(data)}")
-    frame = next(_pieces(Path(data), None))
+    frame = next(_pieces(Path(data), None, sep=sep, decimal=decimal))
     if frame.empty:
         raise DataError(f"{data} has no rows")
     return frame
 
 
-def users_in(path: Path | str, user_column: str) -> list[str]:
-    """Return the users of a table, in its order."""
-    names = (name for piece in _pieces(Path(path)) for name in _whose(piece, user_column))
+def users_in(path: Path | str, user_column: str, *, sep: str = ",", decimal: str = ".") -> list[str]:
+    """Return the users of a table, in its order; `sep` and `decimal` are as in `read_table`."""
+    names = (name for piece in _pieces(Path(path), sep=sep, decimal=decimal) for name in _whose(piece, user_column))
     return list(dict.fromkeys(names))
 
 
-def read_rows(path: Path | str, user_column: str | None, user: str) -> pd.DataFrame:
-    """Read only one user's rows of a table; all rows where `user_column` is None."""
+def read_rows(
+    path: Path | str, user_column: str | None, user: str, *, sep: str = ",", decimal: str = "."
+) -> pd.DataFrame:
+    """Read only one user's rows of a table; all where `user_column` is None. The rest is as in `read_table`."""
     import pandas as pd
 
     if user_column is None:
-        return read_table(path)
-    rows = pd.concat([piece[_whose(piece, user_column) == user] for piece in _pieces(Path(path))])
+        return read_table(path, sep=sep, decimal=decimal)
+    pieces = _pieces(Path(path), sep=sep, decimal=decimal)
+    rows = pd.concat([piece[_whose(piece, user_column) == user] for piece in pieces])
     if rows.empty:
         raise DataError(f"{path} has no row of {user!r} in column {user_column!r}")
     return rows
@@ -68,10 +73,18 @@ def _whose(piece: pd.DataFrame, user_column: str) -> pd.Series[str]:
     return piece[user_column].astype(str)
 
 
-def _pieces(path: Path, rows: int | None = CHUNK_ROWS) -> Iterator[pd.DataFrame]:
+def _pieces(
+    path: Path, rows: int | None = CHUNK_ROWS, *, sep: str = ",", decimal: str = "."
+) -> Iterator[pd.DataFrame]:
     """Read a file some rows at a time; Parquet, and every file where `rows` is None, at once."""
     import pandas as pd
 
+    sep = "\t" if sep == "tab" else sep
+    for option, value in (("sep", sep), ("decimal", decimal)):
+        if len(value) != 1 or value.isalnum():
+            raise DataError(f"`{option}` must be one sign, such as ',' or ';', got {value!r}")
+    if sep == decimal:
+        raise DataError(f"`sep` and `decimal` must differ, got {sep!r} for both")
     if not path.exists():
         raise DataError(f"there is no file {path}")
     try:
@@ -79,10 +92,24 @@ def _pieces(path: Path, rows: int | None = CHUNK_ROWS) -> Iterator[pd.DataFrame]
             yield pd.read_parquet(path)
             return
         # pandas would rename the second column of a name without a word
-        check_names(pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna(), str(path))
+        head = pd.read_csv(path, header=None, nrows=1, dtype=str, sep=sep).iloc[0].dropna()
+        check_names(head, str(path))
+        _check_separated(head.tolist(), sep, path)
         if rows is None:
-            yield pd.read_csv(path)
+            yield pd.read_csv(path, sep=sep, decimal=decimal)
         else:
-            yield from pd.read_csv(path, chunksize=rows)
+            yield from pd.read_csv(path, chunksize=rows, sep=sep, decimal=decimal)
+    except DataError:
+        raise
     except (ValueError, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as a table: {error}; give a CSV or a .parquet file") from error
+
+
+def _check_separated(names: list[str], sep: str, path: Path) -> None:
+    """Refuse a file whose only column is several between which another sign stands."""
+    other = [sign for sign in ";\t,|" if sign != sep and sign in names[0]]
+    if len(names) == 1 and other:
+        remedy = "tab" if other[0] == "\t" else other[0]
+        raise DataError(
+            f"{path} has one column, {names[0]!r}; if {other[0]!r} is between columns, say so: `--sep '{remedy}'`"
+        )

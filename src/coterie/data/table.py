@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from torch import Tensor
-
-from coterie.arguments import COUNT, SEED, instance, listed, one_of, optional, real
-from coterie.data.columns import MAX_CLASSES, check_features, check_target, with_numbers
+from coterie.arguments import COUNT, SEED, optional, real
+from coterie.data.checking import checked_table
 from coterie.data.preparation import Kind, Preparation
-from coterie.data.reading import read_table, some
+from coterie.data.suspicions import warn_of_suspicious
 from coterie.data.task import Task
 from coterie.errors import DataError
 from coterie.users.sampling import random_key
@@ -23,14 +20,20 @@ from coterie.users.user import User
 if TYPE_CHECKING:
     import pandas as pd
 
-_NAMES = listed(instance(str, ""), "a list of columns", {str: 'write `["age"]`'})
-
 
 @dataclass(frozen=True)
 class TableTask(Task):
-    """A `Task` from a table, and the `preparation` that turns rows into tensors and outputs into predictions."""
+    """A `Task` from a table, with how rows become tensors, and the rows that user 0 is tested on.
+
+    Args:
+        preparation: turns rows into tensors and outputs into predictions.
+        target: the column to predict.
+        test_rows: user 0's test rows, with all columns.
+    """
 
     preparation: Preparation
+    target: str
+    test_rows: pd.DataFrame = field(repr=False, compare=False)
 
 
 def from_table(
@@ -40,13 +43,18 @@ def from_table(
     target: str,
     me: object,
     features: Sequence[str] | None = None,
+    drop: Sequence[str] = (),
     categorical: Sequence[str] = (),
+    ids: str | None = None,
+    weights: str | None = None,
     kind: Kind | Literal["auto"] = "auto",
     leave_out: Sequence[object] = (),
     own_examples: int | None = None,
     validation: float = 0.2,
     test: float = 0.2,
     seed: int = 0,
+    sep: str = ",",
+    decimal: str = ".",
     elsewhere: Sequence[Any] = (),
     preparation: Preparation | None = None,
 ) -> TableTask:
@@ -54,7 +62,8 @@ def from_table(
 
     User 0's rows are split into training, validation and test. Medians, means, spreads and categories are those of
     user 0's training rows only, since a user may see no others; a column without a value there is dropped. Only the
-    list of classes comes from the whole table.
+    list of classes comes from the whole table. A peer whose rows cannot be used is left out with a warning; others
+    warn of columns that look like ids, dates or the target itself.
 
     Args:
         data: a DataFrame, or the path of a CSV or Parquet file.
@@ -62,7 +71,10 @@ def from_table(
         target: the column to predict.
         me: which user is user 0.
         features: the columns to predict from; all others when None.
+        drop: columns not to predict from.
         categorical: columns of numbers to treat as categories; text always is one.
+        ids: a column that tells rows apart: it is not predicted from, and predictions carry it along.
+        weights: a column that says how much a row counts in the loss, of training, validation and test.
         kind: "classification" or "regression"; "auto" decides by the target: text, booleans and up to 20 distinct
             whole numbers are classes.
         leave_out: users to ignore.
@@ -70,128 +82,50 @@ def from_table(
         validation: the share of user 0's rows held out to choose the best model.
         test: the share held out to report on.
         seed: which rows those are.
+        sep: what is between the columns of a CSV file, "tab" for a tab.
+        decimal: what is before decimals in a CSV file.
         elsewhere: different targets of users whose rows are not in this table, for the list of classes.
         preparation: one fitted before, which others hold too; fitted to user 0's training rows when None.
 
     Example:
         >>> import pandas as pd
-        >>> table = pd.DataFrame({"ward": list("aab" * 20), "age": range(60), "ill": [0, 1, 1, 0] * 15})
+        >>> table = pd.DataFrame({"ward": list("aab" * 20), "age": [31, 58, 40] * 20, "ill": [0, 1, 1, 0] * 15})
         >>> task = from_table(table, user_column="ward", target="ill", me="a")
         >>> task.me, task.peers, task.preparation.kind
         (User('a', 24 examples), (User('b', 20 examples),), 'classification')
     """
     SEED("seed", seed)
-    columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features}
-    columns |= {"categorical": categorical, "kind": kind, "elsewhere": elsewhere}
-    table = checked_table(data, **columns, me=str(me), leave_out=leave_out, prepared=preparation is not None)
-    own = table.rows[str(me)]
+    columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features, "drop": drop}
+    columns |= {"categorical": categorical, "ids": ids, "weights": weights}
+    form: dict[str, Any] = {"kind": kind, "leave_out": leave_out, "elsewhere": elsewhere}
+    form |= {"sep": sep, "decimal": decimal, "prepared": preparation is not None}
+    table = checked_table(data, me=str(me), **form, **columns)
+    own, left_out = table.rows[str(me)], dict(table.left_out)
     parts = split_rows(own, target, table.kind, (validation, test), own_examples=own_examples, seed=seed)
-    prepare = preparation or Preparation.fit(
-        parts[0][table.columns], parts[0][target], table.targets, table.kind, table.categorical
-    )
-
-    def examples(rows: pd.DataFrame) -> tuple[Tensor, Tensor]:
-        return prepare.inputs(rows), prepare.targets(rows[target])
-
-    training, held_out, tested = (examples(part) for part in parts)
-    mine = User(str(me), *training, validation=held_out, test=tested)
+    if preparation is None:
+        known, told = parts[0][list(table.roles.features)], parts[0][target]
+        preparation = Preparation.fit(known, told, table.targets, table.kind, table.roles.categorical)
+        preparation = replace(preparation, ids=ids, weights=weights)
+        warn_of_suspicious(table.every, parts[0], target, preparation)
+    training, held_out, tested = (preparation.examples(part, target) for part in parts)
     peers = []
     for name, rows in table.rows.items():
-        if name == str(me):
-            continue
         try:
-            _check_classes(rows[target], table.kind)
-            peers.append(User(name, *examples(rows)))
+            if name != str(me):
+                _check_classes(rows[target], table.kind)
+                peers.append(User(name, *preparation.examples(rows, target)))
         except DataError as error:
-            warnings.warn(f"the peer {name!r} is left out: {error}", stacklevel=2)
-    return TableTask(mine, tuple(peers), prepare.n_inputs, prepare.n_outputs, prepare)
-
-
-@dataclass(frozen=True)
-class CheckedTable:
-    """A table whose columns are what they should be."""
-
-    rows: dict[str, pd.DataFrame]  # of each user who is not left out, by name, in the table's order
-    columns: list[str]  # to predict from
-    categorical: Sequence[str]  # columns of numbers to treat as categories
-    targets: pd.Series[Any]  # everybody's
-    kind: Kind
-
-
-def checked_table(
-    data: pd.DataFrame | Path | str,
-    *,
-    user_column: str,
-    target: str,
-    features: Sequence[str] | None = None,
-    categorical: Sequence[str] = (),
-    kind: Kind | Literal["auto"] = "auto",
-    me: str | None = None,
-    leave_out: Sequence[object] = (),
-    elsewhere: Sequence[Any] = (),
-    prepared: bool = False,
-) -> CheckedTable:
-    """Read a table and check its columns; see `from_table`. `prepared`: the columns were checked before."""
-    import pandas as pd
-
-    one_of("auto", "classification", "regression")("kind", kind)
-    frame = read_table(data)
-    features, categorical = optional(_NAMES)("features", features), _NAMES("categorical", categorical)
-    for column in (user_column, target, *(features or ()), *categorical):
-        if column not in frame.columns:
-            raise DataError(f"the table has no column {column!r}; it has {some(frame.columns)}")
-    _check_complete(frame, user_column, target)
-    names, left_out = frame[user_column].astype(str), [str(name) for name in leave_out]
-    check_users(names, user_column, me, left_out)
-    frame = frame[~names.isin(left_out)]
-    columns = [c for c in (features or frame.columns) if c not in (user_column, target)]
-    if not prepared:
-        if not isinstance(data, pd.DataFrame):
-            frame = with_numbers(frame, [*columns, target])
-        check_features(frame, columns, categorical)
-        check_target(frame[target], kind)
-    targets = pd.concat([frame[target], pd.Series(elsewhere)]) if elsewhere else frame[target]
-    rows = {str(name): some for name, some in frame.groupby(frame[user_column].astype(str), sort=False)}
-    return CheckedTable(rows, columns, categorical, targets, _kind_of(targets) if kind == "auto" else kind)
-
-
-def check_users(there: Iterable[str], user_column: str, me: str | None, leave_out: Sequence[str]) -> None:
-    """Refuse names that no row has, and a user 0 who is left out."""
-    there = set(there)
-    for option, name in (("me", me), *(("leave_out", name) for name in leave_out)):
-        if name is not None and name not in there:
-            users = some(sorted(there))
-            raise DataError(f"`{option}` names no user: column {user_column!r} has {users}, got {name!r}")
-    if me in leave_out:
-        raise DataError(f"`leave_out` names {me!r}, who is user 0; name others")
+            left_out[name] = str(error)
+    for name, why in left_out.items():
+        warnings.warn(f"the peer {name!r} is left out: {why}", stacklevel=2)
+    mine = User(str(me), *training, validation=held_out, test=tested)
+    sizes = preparation.n_inputs, preparation.n_outputs
+    return TableTask(mine, tuple(peers), *sizes, preparation, target, parts[2])
 
 
 def _check_classes(targets: pd.Series[Any], kind: Kind) -> None:
     if kind == "classification" and targets.nunique() == 1:
         raise DataError(f"its rows are of one class only ({targets.tolist()[0]!r})")
-
-
-def distinct_targets(targets: pd.Series[Any], kind: str) -> list[Any] | None:
-    """Return the different targets where they are classes, and None where they are numbers."""
-    kind = _kind_of(targets) if kind == "auto" else kind
-    return sorted(targets.unique().tolist(), key=str) if kind == "classification" else None
-
-
-def _check_complete(frame: pd.DataFrame, user_column: str, target: str) -> None:
-    for column, remedy in ((user_column, "say whose each row is"), (target, "drop the rows without a target")):
-        missing = frame[column].isna().to_numpy()
-        if missing.any():
-            rows = f"{missing.sum()} of {len(frame)} rows, first row {int(missing.argmax())} (counting from 0)"
-            raise DataError(f"column {column!r} is NaN or empty in {rows}; {remedy}")
-
-
-def _kind_of(target: pd.Series[Any]) -> Kind:
-    from pandas.api import types
-
-    if types.is_bool_dtype(target) or not types.is_numeric_dtype(target):
-        return "classification"
-    values = np.unique(target.to_numpy(dtype=float))
-    return "classification" if len(values) <= MAX_CLASSES and np.all(values == values.round()) else "regression"
 
 
 def split_rows(

@@ -6,16 +6,16 @@ import functools
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
 from coterie.arguments import SEED
+from coterie.data.checking import checked_table
 from coterie.data.preparation import Kind, Preparation, classes_of
 from coterie.data.statistics import Statistics
-from coterie.data.table import checked_table, split_rows
+from coterie.data.suspicions import warn_of_suspicious
+from coterie.data.table import split_rows
 from coterie.errors import DataError
 from coterie.users.user import User
 
@@ -48,13 +48,18 @@ def users_from_table(
     user_column: str,
     target: str,
     features: Sequence[str] | None = None,
+    drop: Sequence[str] = (),
     categorical: Sequence[str] = (),
+    ids: str | None = None,
+    weights: str | None = None,
     kind: Kind | Literal["auto"] = "auto",
     leave_out: Sequence[object] = (),
     own_examples: int | None = None,
     validation: float = 0.2,
     test: float = 0.2,
     seed: int = 0,
+    sep: str = ",",
+    decimal: str = ".",
 ) -> TableUsers:
     """Return all users of a table, each with training, validation and test rows of its own.
 
@@ -68,33 +73,34 @@ def users_from_table(
         user_column: the column with the name of each row's user.
         target: the column to predict.
         features: the columns to predict from; all others when None.
+        drop: columns not to predict from.
         categorical: columns of numbers to treat as categories; text always is one.
-        kind: as in `from_table`.
+        ids: as in `from_table`, and so are the next two.
+        weights: a column that says how much a row counts.
+        kind: what the target is.
         leave_out: users to ignore.
         own_examples: how many rows each user trains on, at most; all that are not held out when None.
         validation: the share of each user's rows held out to choose its best model.
         test: the share held out to report on.
         seed: which rows those are.
+        sep: what is between the columns of a CSV file, "tab" for a tab.
+        decimal: what is before decimals in a CSV file.
 
     Example:
         >>> import pandas as pd
-        >>> table = pd.DataFrame({"ward": list("aab" * 20), "age": range(60), "ill": [0, 1, 1, 0] * 15})
+        >>> table = pd.DataFrame({"ward": list("aab" * 20), "age": [31, 58, 40] * 20, "ill": [0, 1, 1, 0] * 15})
         >>> both = users_from_table(table, user_column="ward", target="ill")
         >>> both.users, both.n_inputs
         ((User('a', 24 examples), User('b', 12 examples)), 1)
     """
+    import pandas as pd
+
     SEED("seed", seed)
-    table = checked_table(
-        data,
-        user_column=user_column,
-        target=target,
-        features=features,
-        categorical=categorical,
-        kind=kind,
-        leave_out=leave_out,
-    )
+    columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features, "drop": drop}
+    columns |= {"categorical": categorical, "ids": ids, "weights": weights}
+    table = checked_table(data, kind=kind, leave_out=leave_out, sep=sep, decimal=decimal, **columns)
     parts: dict[str, list[pd.DataFrame]] = {}
-    left_out: dict[str, str] = {}
+    left_out = dict(table.left_out)
     for name, own in table.rows.items():
         try:
             how: dict[str, Any] = {"seed": seed, "whose": repr(name)}
@@ -104,22 +110,21 @@ def users_from_table(
             parts[name] = rest
         except DataError as error:
             left_out[name] = str(error)
-            warnings.warn(f"the user {name!r} is left out: {error}", stacklevel=2)
+    for name, reason in left_out.items():
+        warnings.warn(f"the user {name!r} is left out: {reason}", stacklevel=2)
     if len(parts) < 2:
         why = "".join(f"; {reason}" for reason in left_out.values())
         raise DataError(f"the table must have two users or more who can learn, but it has {len(parts)}{why}")
+    roles = table.roles
     told = [
-        Statistics.of(training[table.columns], training[target], table.kind, table.categorical)
+        Statistics.of(training[list(roles.features)], training[target], table.kind, roles.categorical)
         for training, *_ in parts.values()
     ]
     classes = classes_of(table.targets) if table.kind == "classification" else ()
-    prepare = functools.reduce(operator.add, told).preparation(classes)
-
-    def examples(rows: pd.DataFrame) -> tuple[Tensor, Tensor]:
-        return prepare.inputs(rows), prepare.targets(rows[target])
-
+    prepare = replace(functools.reduce(operator.add, told).preparation(classes), ids=ids, weights=weights)
+    warn_of_suspicious(table.every, pd.concat([training for training, *_ in parts.values()]), target, prepare)
     users = []
     for name, some in parts.items():
-        training, held_out, tested = (examples(part) for part in some)
+        training, held_out, tested = (prepare.examples(part, target) for part in some)
         users.append(User(name, *training, validation=held_out, test=tested))
     return TableUsers(tuple(users), prepare, left_out)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from coterie.evaluation.losses import IGNORED, PerExample, ignored_class, is_over_classes
 from coterie.registry import Registry
 from coterie.users.user import Loss
+
+M = TypeVar("M", bound=Callable[..., float])
 
 Metric: TypeAlias = Callable[[Any, Any], float]
 """What computes one number from a model's outputs on a whole set and the targets."""
@@ -20,6 +22,30 @@ METRICS: Registry[Metric] = Registry("metric", "coterie.metrics")
 register_metric = METRICS.register
 
 _LESS_IS_BETTER = "less_is_better"
+_KIND = "kind"
+
+
+def as_metric_of(
+    kind: Literal["classification", "regression"], *, less_is_better: bool = False
+) -> Callable[[M], M]:
+    """Return a decorator that says what targets a metric is for, and whether less of it is better."""
+
+    def mark(metric: M) -> M:
+        setattr(metric, _KIND, kind)
+        setattr(metric, _LESS_IS_BETTER, less_is_better)
+        return metric
+
+    return mark
+
+
+def kind_of(metric: Metric) -> str | None:
+    """Return what targets a metric is for, "classification" or "regression"; None where it does not say.
+
+    Example:
+        >>> kind_of(accuracy), kind_of(rmse), kind_of(lambda outputs, targets: 0.0)
+        ('classification', 'regression', None)
+    """
+    return getattr(metric, _KIND, None)
 
 
 def less_is_better(name: str, metric: Metric | None = None) -> bool:
@@ -36,21 +62,24 @@ def less_is_better(name: str, metric: Metric | None = None) -> bool:
 
 
 @register_metric("accuracy")
-def accuracy(outputs: Any, targets: Tensor) -> float:
+@as_metric_of("classification")
+def accuracy(outputs: Any, targets: Tensor, weights: Tensor | None = None) -> float:
     """Return the share of examples whose largest output is the target's class, of those that are not ignored.
 
     The outputs of the classes are in the second dimension or in the last. Of an output that is not a tensor, its
     `logits` count.
     """
-    return _accuracy(outputs, targets, IGNORED)
+    return _accuracy(outputs, targets, IGNORED, weights)
 
 
-def _accuracy(outputs: Any, targets: Tensor, ignored: int) -> float:
+def _accuracy(outputs: Any, targets: Tensor, ignored: int, weights: Tensor | None = None) -> float:
     outputs = outputs if isinstance(outputs, Tensor) else outputs.logits
     if targets.is_floating_point() and targets.shape == outputs.shape:  # probabilities of the classes
         targets = targets.argmax(1)
     largest = outputs.argmax(1 if outputs.shape[:1] + outputs.shape[2:] == targets.shape else -1)
     right = (largest == targets).double()
+    if weights is not None:
+        return _mean(right, weights)
     kept = targets != ignored
     return float(right.mean() if bool(kept.all()) else right[kept].mean())
 
@@ -62,12 +91,34 @@ def binary_accuracy(outputs: Tensor, targets: Tensor) -> float:
 
 
 @register_metric("rmse")
-def rmse(outputs: Tensor, targets: Tensor) -> float:
+@as_metric_of("regression", less_is_better=True)
+def rmse(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
     """Return the root of the mean squared error."""
-    return math.sqrt(float((outputs.double() - targets.double()).square().mean()))
+    return math.sqrt(_mean((outputs.double() - targets.double()).square(), weights))
 
 
-setattr(rmse, _LESS_IS_BETTER, True)
+@register_metric("mae")
+@as_metric_of("regression", less_is_better=True)
+def mae(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
+    """Return the mean absolute error."""
+    return _mean((outputs.double() - targets.double()).abs(), weights)
+
+
+@register_metric("r2")
+@as_metric_of("regression")
+def r2(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
+    """Return the share of the targets' variance that is explained; below 0 where their mean would do better."""
+    truth = targets.double()
+    spread = _mean((truth - _mean(truth, weights)).square(), weights)
+    return 1 - _mean((outputs.double() - truth).square(), weights) / spread if spread else math.nan
+
+
+def _mean(values: Tensor, weights: Tensor | None = None) -> float:
+    """Return the mean of the rows' values, by their weights where they have any."""
+    if weights is None:
+        return float(values.mean())
+    rows = values.flatten(1).mean(1) if values.ndim > 1 else values
+    return float((rows * weights).sum() / weights.double().sum())
 
 
 def metrics_for(loss: Loss) -> dict[str, Metric]:

@@ -47,7 +47,7 @@ def site_participant(folder: Path, settings: SiteSettings) -> Participant:
         rows = rows[rows[settings.data.target].isin(preparation.classes)]
     if rows.empty:
         raise DataError(f"no row of {settings.data.table} has a class that user 0 knows: {preparation.classes}")
-    user = User(settings.name, preparation.inputs(rows), preparation.targets(rows[settings.data.target]))
+    user = User(settings.name, *preparation.examples(rows, settings.data.target))
     return Participant(user, *_model(settings.model, preparation))
 
 

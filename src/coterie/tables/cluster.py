@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coterie.data import Preparation, TableTask, from_table
+from coterie.data.checking import check_users, distinct_targets
 from coterie.data.reading import read_rows, users_in
-from coterie.data.table import check_users, distinct_targets
 from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
 from coterie.errors import CoterieError, DataError, KnobError, PeerLost, printable
@@ -31,6 +31,8 @@ def lead(
     model: str,
     kind: str,
     leave_out: Sequence[str] = (),
+    sep: str = ",",
+    decimal: str = ".",
     **settings: Any,
 ) -> tuple[TableTask, dict[str, int]]:
     """Read user 0's rows, agree with the peers, and return user 0's task and how many rows each peer has.
@@ -39,7 +41,7 @@ def lead(
     """
     path = data.format(rank=0)
     if path == data:
-        check_users(users_in(path, user_column), user_column, me, leave_out)
+        check_users(users_in(path, user_column, sep=sep, decimal=decimal), user_column, me, leave_out)
     group.leave_note("table", {"target": target, "kind": kind})
     offers = []
     for rank in group.others:
@@ -50,7 +52,7 @@ def lead(
     if any(offer["targets"] is None for offer in offers) and kind == "auto":
         kind = "regression"
     elsewhere = [value for offer in offers for value in offer["targets"] or ()]
-    rows = read_rows(path, user_column, me)
+    rows = read_rows(path, user_column, me, sep=sep, decimal=decimal)
     settings |= {"user_column": user_column, "target": target, "me": me, "kind": kind, "elsewhere": elsewhere}
     task = from_table(rows, **settings)
     group.leave_note("agreed", {"preparation": task.preparation.to_plain(), "model": model})
@@ -84,7 +86,7 @@ def follow(
         raise
     except Exception as error:  # what a stranger's note may make it raise is not known
         raise PeerLost(f"user 0's preparation cannot be read: {printable(error)}") from error
-    user = User(name, preparation.inputs(frame), preparation.targets(frame[table["target"]]))
+    user = User(name, *preparation.examples(frame, table["target"]))
     made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
     return serve(made.to(here(device)), models.loss_of(preparation), user, group=group, **settings)
 
@@ -95,19 +97,19 @@ def here(device: str) -> str:
 
 
 def part_of(
-    group: Group, data: str, user_column: str, me: str, leave_out: Sequence[str]
+    group: Group, data: str, user_column: str, me: str, leave_out: Sequence[str], **form: Any
 ) -> tuple[str, "pd.DataFrame"]:
     """Return whose rows this peer's are, and the rows.
 
     With `{rank}` in the name of the file, every rank has a file of its own, of one user. Otherwise the users of the
-    table but `me` are the ranks from 1 on, in the table's order.
+    table but `me` are the ranks from 1 on, in the table's order. `form` is `sep` and `decimal` of `read_table`.
     """
     path = data.format(rank=group.rank)
-    names = [name for name in users_in(path, user_column) if name not in leave_out]
+    names = [name for name in users_in(path, user_column, **form) if name not in leave_out]
     if path != data:
         if len(names) != 1:
             raise DataError(f"{path} must hold the rows of one user, but it has {', '.join(names) or 'none'}")
-        return names[0], read_rows(path, user_column, names[0])
+        return names[0], read_rows(path, user_column, names[0], **form)
     peers = [name for name in names if name != me]
     if len(peers) != len(group.others):
         raise DataError(
@@ -115,4 +117,4 @@ def part_of(
             f"processes for them; start {len(peers) + 1} in all, or leave users out"
         )
     name = peers[group.rank - 1]
-    return name, read_rows(path, user_column, name)
+    return name, read_rows(path, user_column, name, **form)

@@ -17,7 +17,7 @@ from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.registry import RunFacts
 from coterie.tables import models
-from coterie.tables.fit import metrics_of
+from coterie.tables.metrics import metrics_of
 from coterie.tables.model_files import save_model
 from coterie.training.run import Run, Stopped
 

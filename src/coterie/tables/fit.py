@@ -1,23 +1,21 @@
 """From a table to a personal model in a folder."""
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from coterie.arguments import SEED
 from coterie.choosing import Chooser, MakesLearner
-from coterie.data import Preparation, TableTask
+from coterie.data import TableTask
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import FileError
-from coterie.evaluation.metrics import METRICS, Metric, accuracy, rmse
 from coterie.recording.claim import claimed
 from coterie.rules import Rule
 from coterie.tables import models
+from coterie.tables.metrics import metrics_of
 from coterie.tables.model_files import save_model
 from coterie.training.run import Run, Stopped
 from coterie.training.train import train
@@ -43,7 +41,8 @@ def fit(
         rule: how gradients become a direction.
         model: "linear", "mlp", or "module.path:factory".
         out: the folder to write.
-        metrics: names in `METRICS` to report beside accuracy, or the root mean squared error.
+        metrics: names in `METRICS`; the verdict is made by the first, and by the loss. Accuracy, or the root mean
+            squared error, comes last, and first where nothing is named.
         seed: what the initial weights and the batches depend on.
         engine: where the peers are.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, resume, …
@@ -65,20 +64,3 @@ def fit(
         except FileError as error:
             raise FileError(f"{error}. The model is trained: `--resume` will write it then", run) from error
     return run
-
-
-def metrics_of(preparation: Preparation, names: Sequence[str]) -> dict[str, Metric]:
-    """Return the usual metric and the named ones, in regression in the target's units."""
-    if preparation.kind == "classification":
-        return {"accuracy": accuracy} | {name: METRICS[name] for name in names}
-    usual: dict[str, Metric] = {"rmse": functools.partial(_scaled_rmse, preparation.scale)}
-    in_units = functools.partial(_in_units, preparation.centre, preparation.scale)
-    return usual | {name: functools.partial(in_units, METRICS[name]) for name in names if name not in usual}
-
-
-def _scaled_rmse(scale: float, outputs: Tensor, targets: Tensor) -> float:
-    return scale * rmse(outputs, targets)
-
-
-def _in_units(centre: float, scale: float, metric: Metric, outputs: Tensor, targets: Tensor) -> float:
-    return metric(centre + scale * outputs, centre + scale * targets)

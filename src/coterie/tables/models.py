@@ -2,13 +2,14 @@
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie.data import Preparation
 from coterie.errors import ModelError
+from coterie.evaluation.losses import PerExample
 from coterie.users.user import Loss
 
 
@@ -50,5 +51,20 @@ def build(name: str, n_inputs: int, n_outputs: int) -> nn.Module:
 
 
 def loss_of(preparation: Preparation) -> Loss:
-    """Return the loss for a target of this kind."""
-    return functional.cross_entropy if preparation.kind == "classification" else functional.mse_loss
+    """Return the loss for a target of this kind, in which rows count by their weights where they have any."""
+    classes = preparation.kind == "classification"
+    if preparation.weights is None:
+        return functional.cross_entropy if classes else functional.mse_loss
+    return PerExample(_weighted_cross_entropy if classes else _weighted_squares, weights=_weight)
+
+
+def _weight(targets: Mapping[str, Tensor]) -> Tensor:
+    return targets["weight"]
+
+
+def _weighted_cross_entropy(outputs: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+    return targets["weight"] * functional.cross_entropy(outputs, targets["value"], reduction="none")
+
+
+def _weighted_squares(outputs: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+    return targets["weight"] * (outputs - targets["value"]).square().mean(-1)

@@ -1,6 +1,7 @@
 """From the folder of a personal model to predictions for the rows of a table."""
 
 import functools
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def predict(folder: Path | str, rows: "pd.DataFrame", model: str | None = None) -> "pd.DataFrame":
-    """Return the predictions of a folder's model for the rows of a table, in order.
+    """Return the predictions of a folder's model for the rows of a table, in order, after their ids.
+
+    A run that was told of a column of ids (`ids`) carries it along where the rows have it.
 
     In a folder of `coterie train --me all` each row goes to the model of its user, or to the pooled one.
     A folder may come from anybody, so the code of a model of one's own is named here, as `module.path:factory`,
@@ -27,4 +30,9 @@ def predict(folder: Path | str, rows: "pd.DataFrame", model: str | None = None) 
         return routed(folder, rows, functools.partial(predict, model=model))
     made, preparation = load_model(folder, model), Preparation.load(folder)
     with torch.no_grad(), evaluation_mode(made):
-        return preparation.predictions(made(preparation.inputs(rows)))
+        predictions = preparation.predictions(made(preparation.inputs(rows)))
+    if preparation.ids in rows.columns:
+        predictions.insert(0, preparation.ids, rows[preparation.ids].to_numpy())
+    elif preparation.ids is not None:
+        warnings.warn(f"the table has no column {preparation.ids!r}, so predictions carry no ids", stacklevel=2)
+    return predictions

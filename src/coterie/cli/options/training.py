@@ -26,6 +26,28 @@ class TableOptions:
     user_column: Annotated[str, Option(help="The column that says whose row it is.")]
     target: Annotated[str, Option(help="The column to predict.")]
     me: Annotated[str, Option(help="Which user is user 0: the one the model is for. all: a model for each.")]
+    features: Annotated[
+        list[str], Option(metavar="COLUMN", help="A column to predict from; repeat it. All others if left out.")
+    ] = field(default_factory=list)
+    drop: Annotated[
+        list[str],
+        Option(
+            metavar="COLUMN",
+            help="A column not to predict from, such as a date or what is known afterwards only; repeat it.",
+        ),
+    ] = field(default_factory=list)
+    ids: Annotated[
+        str | None,
+        Option(
+            "--id",
+            metavar="COLUMN",
+            help="The column that tells rows apart: not predicted from, and written beside every prediction.",
+        ),
+    ] = None
+    weights: Annotated[
+        str | None,
+        Option(metavar="COLUMN", help="The column that says how much a row counts, a number that is at least 0."),
+    ] = None
     kind: Annotated[
         Literal["auto", "classification", "regression"],
         Option(help="What the target is; auto tells by its values."),
@@ -37,10 +59,15 @@ class TableOptions:
         default_factory=list
     )
     own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None
+    validation: Annotated[float, Option(help="The share of user 0's rows by which the best model is chosen.")] = 0.2
+    test: Annotated[float, Option(help="The share of user 0's rows to report on, which choose nothing.")] = 0.2
+    sep: Annotated[str, Option(help="What is between the columns of a CSV file; tab for a tab.")] = ","
+    decimal: Annotated[str, Option(help="What is before decimals in a CSV file.")] = "."
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.data.from_table`."""
-        return {name: value for name, value in vars(self).items() if name != "data"}
+        settings = {name: value for name, value in vars(self).items() if name != "data"}
+        return settings | {"features": self.features or None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +133,8 @@ class FitOptions:
         Option(
             "--metric",
             metavar="NAME",
-            help="A metric to report beside the usual one; repeat it. All metrics: {metrics}.",
+            help="What the model is judged by, beside the loss; repeat it to report more. If left out accuracy, or "
+            "rmse where the target is a number. All metrics: {metrics}.",
         ),
     ] = field(default_factory=list)
     trackers: Annotated[

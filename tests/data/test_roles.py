@@ -1,0 +1,92 @@
+"""What columns are for: features, ids, weights; and files that are written in another way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from coterie.data import Preparation, from_table
+from coterie.errors import DataError
+
+COLUMNS: dict[str, Any] = {"user_column": "ward", "target": "ill", "me": "a"}
+
+
+def visits(n: int = 60) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {"ward": np.resize(["a", "b"], n), "age": rng.normal(50, 9, n), "dose": rng.normal(5, 1, n)}
+    )
+    frame["patient"] = [f"p{i}" for i in range(n)]
+    return frame.assign(count=np.resize([1.0, 2.5, 0.0], n), ill=np.where(frame["age"] + 9 > 55, "yes", "no"))
+
+
+def test_features_drop_ids_and_weights_say_what_is_predicted_from() -> None:
+    said: dict[str, Any] = {"ids": "patient", "weights": "count"}
+    assert from_table(visits(), **COLUMNS, **said).preparation.numeric == ("age", "dose")
+    assert from_table(visits(), **COLUMNS, **said, drop=["age"]).preparation.numeric == ("dose",)
+    assert from_table(visits(), **COLUMNS, **said, features=["age"]).preparation.numeric == ("age",)
+    for options, words in (
+        ({"features": ["age", "ill"]}, "`features` names 'ill', which is the `target`"),
+        ({"drop": ["ward"]}, "`drop` names 'ward', which is the `user_column`"),
+        ({"features": ["age"], "drop": ["dose"]}, "`drop` names 'dose', which is not among `features`"),
+        ({"categorical": ["dose"], "drop": ["dose"]}, "`categorical` names 'dose', which is no feature"),
+        ({"ids": "ward"}, "`user_column` and `ids` name the same column, 'ward'"),
+        ({"weights": "size"}, "the table has no column 'size'"),
+    ):
+        with pytest.raises(DataError, match=words):
+            from_table(visits(), **{**COLUMNS, **options})
+
+
+def test_weights_go_with_their_rows(tmp_path: Path) -> None:
+    frame = visits()
+    task = from_table(frame, **COLUMNS, weights="count", ids="patient")
+    task.preparation.save(tmp_path)
+    targets = task.peers[0].examples.take(torch.arange(30))[1]
+    theirs = frame[frame.ward == "b"]
+    torch.testing.assert_close(targets["weight"], torch.tensor(theirs["count"].to_numpy(), dtype=torch.float32))
+    loaded = Preparation.load(tmp_path)
+    torch.testing.assert_close(loaded.examples(theirs, "ill")[1]["weight"], targets["weight"])  # type: ignore[index]
+    assert (loaded.ids, loaded.weights) == ("patient", "count")
+
+
+@pytest.mark.parametrize("value", [-1.0, np.nan, np.inf, "much"])
+def test_a_weight_that_is_none_is_refused_and_a_peers_leaves_it_out(value: Any) -> None:
+    for row, me in ((0, "a"), (1, "b")):
+        frame = visits().astype({"count": object})
+        frame.loc[row, "count"] = value
+        with pytest.raises(DataError, match=f"column 'count' holds weights, but it is .* in row {row} "):
+            from_table(frame, **{**COLUMNS, "me": me}, weights="count", ids="patient")
+    with pytest.warns(UserWarning, match="the peer 'b' is left out: column 'count' holds weights"):
+        from_table(frame, **COLUMNS, weights="count", ids="patient")
+
+
+def test_a_file_with_semicolons_and_decimal_commas_is_the_same_table(tmp_path: Path) -> None:
+    frame = visits()
+    frame.to_csv(tmp_path / "plain.csv", index=False)
+    frame.to_csv(tmp_path / "commas.csv", index=False, sep=";", decimal=",")
+    frame.to_csv(tmp_path / "tabs.csv", index=False, sep="\t")
+    forms: dict[str, dict[str, str]] = {"plain": {}, "commas": {"sep": ";", "decimal": ","}, "tabs": {"sep": "tab"}}
+    tasks = [
+        from_table(tmp_path / f"{name}.csv", drop=["patient"], **COLUMNS, **form)  # type: ignore[arg-type]
+        for name, form in forms.items()
+    ]
+    assert len({task.me.fingerprint() for task in tasks}) == 1
+    with pytest.raises(DataError, match=r"has one column, .*; if ';' is between columns, say so: `--sep ';'`"):
+        from_table(tmp_path / "commas.csv", **COLUMNS)
+    with pytest.raises(DataError, match="`--sep 'tab'`"):
+        from_table(tmp_path / "tabs.csv", **COLUMNS)
+
+
+def test_the_split_has_the_sizes_asked_for_and_the_test_rows_are_kept() -> None:
+    task = from_table(visits(), **COLUMNS, drop=["patient"], validation=0.1, test=0.5)
+    assert task.me.validation is not None
+    assert task.me.test is not None
+    assert (len(task.me), len(task.me.validation), len(task.me.test)) == (12, 3, 15)
+    inputs = task.me.test.take(torch.arange(15))[0]
+    torch.testing.assert_close(task.preparation.inputs(task.test_rows), inputs)
+    assert "patient" in task.test_rows
