@@ -148,7 +148,7 @@ def test_a_full_disk_ends_tensorboard_and_not_the_run(make_users: Users, tmp_pat
     for method in ("add_scalar", "__init__"):
         with monkeypatch.context() as patch:
             patch.setattr(writer.SummaryWriter, method, full)
-            with pytest.warns(UserWarning, match="TensorBoard's .* is written no more: .*No space left"):
+            with pytest.warns(UserWarning, match="TensorBoard tracks this run no more: .*No space left"):
                 run = trained(make_users(), tmp_path / method, trackers=["tensorboard"])
         assert (run.step, run.unwritten) == (STEPS, "")
         assert torch.isfinite(torch.tensor(run.test["loss"]))

@@ -1,12 +1,15 @@
-"""Trackers by name: hooks that are made for a run's folder. TensorBoard is the first."""
+"""Trackers by name: hooks that are made for a run's folder. TensorBoard, MLflow, Weights & Biases, trackio."""
 
+import importlib
 import importlib.util
+import os
+import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from coterie.errors import KnobError
 from coterie.recording.result import Point
 from coterie.registry import Registry
 from coterie.training.hooks import Hook, Start
@@ -17,43 +20,165 @@ TRACKERS: Registry[Callable[[Path], Hook]] = Registry("tracker", "coterie.tracke
 
 register_tracker = TRACKERS.register
 
+MAX_PARAMETER = 500
+"""How many characters MLflow stores of a parameter, in all its versions."""
 
-@register_tracker("tensorboard")
-class TensorBoard(Hook):
-    """Write every point to TensorBoard, where it is installed, into `tensorboard` in the run's folder."""
+
+class Tracker(Hook):
+    """Base of trackers that another package stores: say how a run is opened, added to and closed.
+
+    What fails there is told once, and nothing more is tracked: a run does not end for its curves.
+    """
+
+    package: ClassVar[str]
+    required: ClassVar[bool] = True
+    """Whether to refuse where the package is not installed; otherwise nothing is tracked."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / "tensorboard"
-        self._writer: Any = None
+        self.folder = folder
+        self.there = importlib.util.find_spec(self.package) is not None
+        if self.required and not self.there:
+            raise KnobError(
+                f"this tracker needs {self.package!r}, which is not installed; `pip install {self.package}`"
+            )
+
+    def open(self, package: Any, configuration: Mapping[str, Any]) -> None:
+        """Begin a run with what it was asked to do."""
+
+    def add(self, numbers: Mapping[str, float], step: int) -> None:
+        """Add the numbers of a step."""
+
+    def close(self, found: Mapping[str, Any], finished: bool) -> None:
+        """Add what was found in the end, numbers and texts, and end the run."""
 
     def on_start(self, start: Start) -> None:
-        """Open the file."""
-        if importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            with self._or_not_at_all():
-                self._writer = SummaryWriter(str(self._folder))
+        """Open the run."""
+        self._attempt(lambda: self.open(importlib.import_module(self.package), start.configuration.to_plain()))
 
     def on_evaluation(self, point: Point) -> None:
-        """Write the point."""
-        if self._writer is not None:
-            with self._or_not_at_all():
-                for name, value in point.to_plain().items():
-                    if name != "step":
-                        self._writer.add_scalar(name, value, point.step)
-                self._writer.flush()
+        """Add the point."""
+        numbers = {name: value for name, value in point.to_plain().items() if name != "step"}
+        self._attempt(lambda: self.add(numbers, point.step))
 
     def on_end(self, run: Run) -> None:
-        """Close the file."""
-        if self._writer is not None:
-            with self._or_not_at_all():
-                self._writer.close()
+        """Add the result, and close the run."""
+        end = run.record.end
+        found: dict[str, Any] = {f"test_{name}": value for name, value in end.test.items()}
+        found |= {f"tau/{name}": weight for name, weight in end.tau.items()}
+        found |= {"best_step": end.best_step, "seconds": end.seconds, "verdict": end.verdict}
+        self._attempt(lambda: self.close(found, run.stopped is None))
 
-    @contextmanager
-    def _or_not_at_all(self) -> Iterator[None]:
-        """Write no more where that fails: a run does not end for its curves."""
+    def _attempt(self, action: Callable[[], None]) -> None:
+        if not self.there:
+            return
         try:
-            yield
-        except OSError as error:
-            self._writer = None
-            warnings.warn(f"TensorBoard's {self._folder} is written no more: {error}", stacklevel=2)
+            action()
+        except Exception as error:  # another package's, and perhaps its server's
+            self.there = False
+            warnings.warn(f"{type(self).__name__} tracks this run no more: {error}", stacklevel=4)
+
+
+@register_tracker("tensorboard")
+class TensorBoard(Tracker):
+    """Write every point to TensorBoard, where it is installed, into `tensorboard` in the run's folder."""
+
+    package = "tensorboard"
+    required = False
+
+    def open(self, package: Any, configuration: Mapping[str, Any]) -> None:
+        """Open the file."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(self.folder / "tensorboard"))
+
+    def add(self, numbers: Mapping[str, float], step: int) -> None:
+        """Write the numbers."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, found: Mapping[str, Any], finished: bool) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+@register_tracker("mlflow")
+class MLflow(Tracker):
+    """Add the run to MLflow: where `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME` say, or MLflow's defaults."""
+
+    package = "mlflow"
+
+    def open(self, package: Any, configuration: Mapping[str, Any]) -> None:
+        """Begin a run, within the one that is open where there is one."""
+        self._mlflow = package
+        nested = package.active_run() is not None
+        package.start_run(run_name=self.folder.name, nested=nested)
+        package.log_params({name: str(value)[:MAX_PARAMETER] for name, value in configuration.items()})
+
+    def add(self, numbers: Mapping[str, float], step: int) -> None:
+        """Add metrics."""
+        self._mlflow.log_metrics({_plain_name(name): float(v) for name, v in numbers.items()}, step=step)
+
+    def close(self, found: Mapping[str, Any], finished: bool) -> None:
+        """Add metrics, the verdict as a tag and the record as an artifact; end the run."""
+        numbers = {name: value for name, value in found.items() if not isinstance(value, str)}
+        self.add(numbers, int(found["best_step"]))
+        self._mlflow.set_tags({name: value for name, value in found.items() if isinstance(value, str)})
+        if (self.folder / "record.jsonl").exists():
+            self._mlflow.log_artifact(str(self.folder / "record.jsonl"))
+        self._mlflow.end_run("FINISHED" if finished else "KILLED")
+
+
+class _LikeWandb(Tracker):
+    """What Weights & Biases and trackio have in common: a run that numbers are logged to by step."""
+
+    project: ClassVar[str]
+    """The environment variable that names the project."""
+
+    def options(self) -> dict[str, Any]:
+        """Return more arguments of `init`."""
+        return {}
+
+    def open(self, package: Any, configuration: Mapping[str, Any]) -> None:
+        """Begin a run."""
+        project = os.environ.get(self.project, "coterie")
+        self._run = package.init(
+            project=project, name=self.folder.name, config=dict(configuration), **self.options()
+        )
+
+    def add(self, numbers: Mapping[str, float], step: int) -> None:
+        """Log the numbers."""
+        self._run.log(dict(numbers), step=step)
+
+
+@register_tracker("wandb")
+class WandB(_LikeWandb):
+    """Log the run to Weights & Biases, into the run's folder where `WANDB_MODE` is offline."""
+
+    package, project = "wandb", "WANDB_PROJECT"
+
+    def options(self) -> dict[str, Any]:
+        """Return where its files go, and that a run which is open already stays so."""
+        return {"dir": str(self.folder), "reinit": "create_new"}
+
+    def close(self, found: Mapping[str, Any], finished: bool) -> None:
+        """Add the summary, and end the run."""
+        self._run.summary.update(dict(found))
+        self._run.finish(exit_code=0 if finished else 1)
+
+
+@register_tracker("trackio")
+class Trackio(_LikeWandb):
+    """Log the run to trackio, on this machine: where `TRACKIO_DIR` says, or its default."""
+
+    package, project = "trackio", "TRACKIO_PROJECT"
+
+    def close(self, found: Mapping[str, Any], finished: bool) -> None:
+        """Log what was found in the end, and end the run."""
+        self._run.log(dict(found))
+        self._run.finish()
+
+
+def _plain_name(name: str) -> str:
+    """Return a name that MLflow takes: letters, digits, `_-./ ` and no others."""
+    return re.sub(r"[^\w\-./ ]", "_", name)
