@@ -92,8 +92,21 @@ def test_own_examples_are_at_most_and_who_cannot_learn_is_left_out() -> None:
         found = users_from_table(table, own_examples=25, **COLUMNS)
     assert {user.name: len(user) for user in found.users} == {"a": 18, "b": 25, "c": 18}
     assert "tiny" in found.left_out
-    with pytest.warns(UserWarning, match="left out"), pytest.raises(DataError, match="two users or more"):
-        users_from_table(table[table["who"].isin(["a", "tiny"])], **COLUMNS)
+    nobody = pytest.raises(DataError, match=r"nobody can learn from this table: 'tiny' has 3 rows")
+    with pytest.warns(UserWarning, match="left out"), nobody:
+        users_from_table(table[table["who"] == "tiny"], **COLUMNS)
+
+
+def test_without_test_rows_all_others_are_trained_on() -> None:
+    table = clinics()
+    for user in users_from_table(table, test=0, **COLUMNS).users:
+        rows = int((table["who"] == user.name).sum())
+        assert user.test is None
+        assert user.validation is not None
+        assert len(user) + len(user.validation) == rows
+        assert len(user.validation) == round(0.2 * rows)
+    with pytest.raises(DataError, match="`test` must lie between 0 and 1, got 1"):
+        users_from_table(table, test=1, **COLUMNS)
 
 
 def test_columns_that_do_not_fit_together() -> None:

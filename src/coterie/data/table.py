@@ -20,6 +20,9 @@ from coterie.users.user import User
 if TYPE_CHECKING:
     import pandas as pd
 
+SHARE = replace(real("lie between 0 and 1", lambda share: 0 < share < 1), error=DataError)
+"""A share of a user's rows."""
+
 
 @dataclass(frozen=True)
 class TableTask(Task):
@@ -95,13 +98,14 @@ def from_table(
         (User('a', 24 examples), (User('b', 20 examples),), 'classification')
     """
     SEED("seed", seed)
+    shares = SHARE("validation", validation), SHARE("test", test)
     columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features, "drop": drop}
     columns |= {"categorical": categorical, "ids": ids, "weights": weights}
     form: dict[str, Any] = {"kind": kind, "leave_out": leave_out, "elsewhere": elsewhere}
     form |= {"sep": sep, "decimal": decimal, "prepared": preparation is not None}
     table = checked_table(data, me=str(me), **form, **columns)
     own, left_out = table.rows[str(me)], dict(table.left_out)
-    parts = split_rows(own, target, table.kind, (validation, test), own_examples=own_examples, seed=seed)
+    parts = split_rows(own, target, table.kind, shares, own_examples=own_examples, seed=seed)
     if preparation is None:
         known, told = parts[0][list(table.roles.features)], parts[0][target]
         preparation = Preparation.fit(known, told, table.targets, table.kind, table.roles.categorical)
@@ -141,10 +145,8 @@ def split_rows(
     """Return a user's training, validation and test rows, stratified by class where possible."""
     from sklearn.model_selection import train_test_split
 
-    between = replace(real("lie between 0 and 1", lambda share: 0 < share < 1), error=DataError)
-    shares = between("validation", shares[0]), between("test", shares[1])
     own_examples = optional(COUNT)("own_examples", own_examples)
-    sizes = [max(1, round(share * len(own))) for share in shares]
+    sizes = [max(1, round(share * len(own))) if share else 0 for share in shares]
     left = len(own) - sum(sizes)
     wanted = left if own_examples is None else own_examples
     if not 2 <= wanted <= left:
@@ -156,6 +158,8 @@ def split_rows(
     state = seed if 0 <= seed < 2**32 else random_key(seed, "split") % 2**32  # as scikit-learn takes it
 
     def cut(rows: pd.DataFrame, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+        if not n:
+            return rows[:0], rows
         classes = rows[target] if kind == "classification" else None
         counts = None if classes is None else classes.value_counts()
         even = counts is not None and counts.min() >= 2 and len(counts) <= min(n, len(rows) - n)

@@ -15,7 +15,7 @@ from coterie.data.checking import checked_table
 from coterie.data.preparation import Kind, Preparation, classes_of
 from coterie.data.statistics import Statistics
 from coterie.data.suspicions import warn_of_suspicious
-from coterie.data.table import split_rows
+from coterie.data.table import SHARE, split_rows
 from coterie.errors import DataError
 from coterie.users.user import User
 
@@ -60,6 +60,7 @@ def users_from_table(
     seed: int = 0,
     sep: str = ",",
     decimal: str = ".",
+    suspect: bool = True,
 ) -> TableUsers:
     """Return all users of a table, each with training, validation and test rows of its own.
 
@@ -81,10 +82,11 @@ def users_from_table(
         leave_out: users to ignore.
         own_examples: how many rows each user trains on, at most; all that are not held out when None.
         validation: the share of each user's rows held out to choose its best model.
-        test: the share held out to report on.
+        test: the share held out to report on; none where it is 0.
         seed: which rows those are.
         sep: what is between the columns of a CSV file, "tab" for a tab.
         decimal: what is before decimals in a CSV file.
+        suspect: warn of columns that look like ids, dates or the target itself.
 
     Example:
         >>> import pandas as pd
@@ -96,6 +98,7 @@ def users_from_table(
     import pandas as pd
 
     SEED("seed", seed)
+    shares = SHARE("validation", validation), SHARE("test", test) if test else 0.0
     columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features, "drop": drop}
     columns |= {"categorical": categorical, "ids": ids, "weights": weights}
     table = checked_table(data, kind=kind, leave_out=leave_out, sep=sep, decimal=decimal, **columns)
@@ -104,17 +107,16 @@ def users_from_table(
     for name, own in table.rows.items():
         try:
             how: dict[str, Any] = {"seed": seed, "whose": repr(name)}
-            rest = split_rows(own, target, table.kind, (validation, test), own_examples=None, **how)
+            rest = split_rows(own, target, table.kind, shares, own_examples=None, **how)
             if own_examples is not None and own_examples < len(rest[0]):
-                rest = split_rows(own, target, table.kind, (validation, test), own_examples=own_examples, **how)
+                rest = split_rows(own, target, table.kind, shares, own_examples=own_examples, **how)
             parts[name] = rest
         except DataError as error:
             left_out[name] = str(error)
     for name, reason in left_out.items():
         warnings.warn(f"the user {name!r} is left out: {reason}", stacklevel=2)
-    if len(parts) < 2:
-        why = "".join(f"; {reason}" for reason in left_out.values())
-        raise DataError(f"the table must have two users or more who can learn, but it has {len(parts)}{why}")
+    if not parts:
+        raise DataError(f"nobody can learn from this table: {'; '.join(left_out.values())}")
     roles = table.roles
     told = [
         Statistics.of(training[list(roles.features)], training[target], table.kind, roles.categorical)
@@ -122,9 +124,12 @@ def users_from_table(
     ]
     classes = classes_of(table.targets) if table.kind == "classification" else ()
     prepare = replace(functools.reduce(operator.add, told).preparation(classes), ids=ids, weights=weights)
-    warn_of_suspicious(table.every, pd.concat([training for training, *_ in parts.values()]), target, prepare)
+    if suspect:
+        every = pd.concat([training for training, *_ in parts.values()])
+        warn_of_suspicious(table.every, every, target, prepare)
     users = []
     for name, some in parts.items():
-        training, held_out, tested = (prepare.examples(part, target) for part in some)
+        training, held_out = (prepare.examples(part, target) for part in some[:2])
+        tested = prepare.examples(some[2], target) if test else None
         users.append(User(name, *training, validation=held_out, test=tested))
     return TableUsers(tuple(users), prepare, left_out)

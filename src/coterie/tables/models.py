@@ -3,14 +3,19 @@
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from typing import TypeAlias, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from coterie.arguments import shown
 from coterie.data import Preparation
 from coterie.errors import ModelError
 from coterie.evaluation.losses import PerExample
 from coterie.users.user import Loss
+
+Factory: TypeAlias = Callable[[int, int], nn.Module]
+"""A function of the numbers of inputs and outputs that makes a model."""
 
 
 def linear(n_inputs: int, n_outputs: int) -> nn.Module:
@@ -23,31 +28,37 @@ def mlp(n_inputs: int, n_outputs: int, hidden: int = 64) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, hidden), nn.ReLU(), nn.Linear(hidden, n_outputs))
 
 
-BUILT_IN: dict[str, Callable[[int, int], nn.Module]] = {"linear": linear, "mlp": mlp}
+BUILT_IN: dict[str, Factory] = {"linear": linear, "mlp": mlp}
 """The models that are no code of one's own."""
 
 
-def build(name: str, n_inputs: int, n_outputs: int) -> nn.Module:
+def build(model: str | Factory, n_inputs: int, n_outputs: int) -> nn.Module:
     """Return a model by name: "linear", "mlp", or "module.path:factory" for a function of one's own.
 
     The function is called with the numbers of inputs and outputs, and found as Python finds modules, the
-    current folder included.
+    current folder included. In Python the function itself may be given.
     """
+    make = _found(model) if isinstance(model, str) else model
+    if not callable(make) or isinstance(make, nn.Module):
+        raise ModelError(f"a model is made by a function of the numbers of inputs and outputs, got {shown(model)}")
+    made = make(n_inputs, n_outputs)
+    if not isinstance(made, nn.Module):
+        raise ModelError(f"{model} must return a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
+def _found(name: str) -> Factory:
     if name in BUILT_IN:
-        return BUILT_IN[name](n_inputs, n_outputs)
+        return BUILT_IN[name]
     module, colon, factory = name.partition(":")
     if not colon:
         raise ModelError(f"unknown model {name!r}; choose linear, mlp, or module.path:factory")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        make = getattr(importlib.import_module(module), factory)
+        return cast("Factory", getattr(importlib.import_module(module), factory))
     except (ImportError, AttributeError) as error:
         raise ModelError(f"the model {name!r} cannot be found: {error}; name it as module.path:factory") from error
-    model = make(n_inputs, n_outputs)
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{name} must return a torch.nn.Module, got {type(model).__name__}")
-    return model
 
 
 def loss_of(preparation: Preparation) -> Loss:

@@ -1,0 +1,105 @@
+"""From scikit-learn's X to a table: columns by name, and the group of each row."""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+
+from coterie.data.columns import check_names
+from coterie.data.reading import some
+from coterie.errors import DataError, KnobError
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Column: TypeAlias = str | int
+"""A column of X: its name, or its position, from the end where it is negative."""
+
+
+def table(given: Any, checked: Array) -> pd.DataFrame:
+    """Return X as a table; the columns of an array are called by their positions.
+
+    A column of an array of objects or texts holds numbers where each of its values is one.
+
+    Example:
+        >>> rows = np.array([["Bern", 1.5], ["Basel", None]], dtype=object)
+        >>> table(rows, rows).dtypes.astype(str).tolist()[1]
+        'float64'
+    """
+    if isinstance(given, pd.DataFrame):
+        check_names(given.columns)
+        return given.set_axis([str(name) for name in given.columns], axis=1).reset_index(drop=True)
+    names = [str(i) for i in range(checked.shape[1])]
+    if checked.dtype.kind not in "OSU":
+        return pd.DataFrame(checked, columns=names)
+    return pd.DataFrame(dict(zip(names, map(_numbers_if_all_are, checked.T), strict=True)))
+
+
+def _numbers_if_all_are(values: Array) -> Array:
+    try:
+        return values.astype(float)
+    except ValueError:  # there is text; of what is neither text nor number nothing can be made: a TypeError
+        return values.astype(object)
+
+
+def name_of(argument: str, column: Column, given: Any, rows: pd.DataFrame) -> str:
+    """Return what a column of X is called in the table.
+
+    Example:
+        >>> X = np.zeros((3, 2))
+        >>> name_of("group", -1, X, table(X, X))
+        '1'
+    """
+    if isinstance(column, str):
+        if not isinstance(given, pd.DataFrame):
+            raise KnobError(
+                f"`{argument}` is {column!r}, but the columns of X have no names; give a position, or let the step "
+                'before keep names: `set_output(transform="pandas")`'
+            )
+        if column not in rows.columns:
+            raise DataError(
+                f"`{argument}` is {column!r}, which X does not have; its columns are {some(rows.columns)}"
+            )
+        return column
+    try:
+        return str(rows.columns[column])
+    except (IndexError, TypeError):
+        raise KnobError(
+            f"`{argument}` must be the name or the position of one of {rows.shape[1]} columns of X, got {column!r}"
+        ) from None
+
+
+def unused(name: str, rows: pd.DataFrame) -> str:
+    """Return a name that no column has."""
+    while name in rows.columns:
+        name += "_"
+    return name
+
+
+def groups_in(values: "pd.Series[Any]") -> list[Any]:
+    """Return the group of each row; where one is missing, nobody knows whose the row is.
+
+    Example:
+        >>> groups_in(pd.Series(["Bern", None], name="hospital"))
+        Traceback (most recent call last):
+        ...
+        coterie.errors.DataError: column 'hospital' is empty in 1 of 2 rows, first row 1 (counting from 0); ...
+    """
+    if (missing := values.isna().to_numpy()).any():
+        where = f"{missing.sum()} of {len(values)} rows, first row {int(missing.argmax())} (counting from 0)"
+        raise DataError(f"column {values.name!r} is empty in {where}; say of which group each row is")
+    return list(values.tolist())
+
+
+def named(groups: list[Any]) -> tuple[Array, list[str]]:
+    """Return the different groups, in the order of the rows, and the name of each row's.
+
+    Example:
+        >>> named(["Bern", "Basel", "Bern"])
+        (array(['Bern', 'Basel'], dtype='<U5'), ['Bern', 'Basel', 'Bern'])
+    """
+    different = list(dict.fromkeys(groups))
+    names = [str(group) for group in different]
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"two groups are both written {name!r}, one as text and one as a number; rename one")
+    mixed = len(set(map(type, different))) > 1
+    return np.array(different, dtype=object if mixed else None), [str(group) for group in groups]

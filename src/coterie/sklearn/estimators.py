@@ -1,0 +1,217 @@
+"""The estimators: `fit` trains a model for every group, `predict` sends each row to its group's model."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from coterie.choosing import Chooser, MakesLearner
+from coterie.data.preparation import Kind
+from coterie.data.reading import some
+from coterie.errors import DataError
+from coterie.rules import Rule
+from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused
+from coterie.sklearn.fitting import fit_groups
+from coterie.sklearn.group_models import Module
+
+
+class GroupEstimator(BaseEstimator):
+    """What both estimators have: a model for every group, and the way to it."""
+
+    _kind: Kind
+
+    def __init__(
+        self,
+        group: Column | None = None,
+        *,
+        module: Module | None = None,
+        rule: Rule | Chooser | MakesLearner | None = None,
+        me: Any = None,
+        categorical: Sequence[Column] | None = None,
+        steps: int = 1000,
+        lr: float = 0.01,
+        batch_size: int = 32,
+        validation: float = 0.2,
+        random_state: Any = 0,
+    ) -> None:
+        self.group = group
+        self.module = module
+        self.rule = rule
+        self.me = me
+        self.categorical = categorical
+        self.steps = steps
+        self.lr = lr
+        self.batch_size = batch_size
+        self.validation = validation
+        self.random_state = random_state
+
+    def __sklearn_tags__(self) -> Any:
+        """Say that X may have missing values, and columns of categories."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.input_tags.categorical = True
+        return tags
+
+    def fit(self, X: Any, y: Any, **refused: Any) -> Self:  # noqa: N803  # scikit-learn's name
+        """Train a model for every group, with the other groups as its peers, and one for all rows alike.
+
+        Args:
+            X: the rows, a DataFrame or an array, with the group of each in the column `group`.
+            y: the target of each row.
+            refused: nothing; in particular no `groups`, which `predict` would not be given.
+        """
+        for name in refused:
+            remedy = "; the group is a column of X: say by `group` which" if name == "groups" else ""
+            raise TypeError(f"`fit` takes no `{name}`{remedy}")
+        rows, y = self._rows(X, y, ensure_min_samples=2, y_numeric=self._kind == "regression")
+        group = unused("group", rows) if self.group is None else name_of("group", self.group, X, rows)
+        categorical = [name_of("categorical", column, X, rows) for column in self.categorical or ()]
+        if self.group is None:
+            self.groups_, rows[group] = np.array([]), "everybody"
+        else:
+            self.groups_, rows[group] = named(groups_in(rows[group]))
+        if self.me is not None and self.me not in self.groups_.tolist():
+            raise DataError(f"`me` names no group: those of the rows are {some(self.groups_)}, got {self.me!r}")
+        target = unused("y", rows)
+        self.group_models_ = fit_groups(
+            rows.assign(**{target: self._targets(y)}),
+            group=group,
+            target=target,
+            kind=self._kind,
+            rule=self.rule,
+            module=self.module or "linear",
+            me=None if self.me is None else str(self.me),
+            categorical=categorical,
+            validation=self.validation,
+            seed=self._seed(),
+            **{"steps": self.steps, "lr": self.lr, "batch_size": self.batch_size},
+        )
+        return self
+
+    @property
+    def models_(self) -> dict[Any, nn.Module]:
+        """The model of each group that has one of its own."""
+        models = self.group_models_.models
+        return {group: models[str(group)] for group in self.groups_.tolist() if str(group) in models}
+
+    @property
+    def pooled_(self) -> nn.Module:
+        """The model of all rows alike, for rows of groups that have no model of their own."""
+        return self.group_models_.pooled
+
+    @property
+    def weights_(self) -> pd.DataFrame:
+        """Who listens to whom: in a group's row, each other group's share of the weight that its peers have."""
+        whose = {str(group): group for group in self.groups_.tolist()}
+        return self.group_models_.weights.rename(index=whose, columns=whose)
+
+    def _rows(self, X: Any, y: Any = "no_validation", **checks: Any) -> tuple[pd.DataFrame, Any]:  # noqa: N803
+        """Return X as a table, and y, where it is given, as it was checked."""
+        fitting = not isinstance(y, str)
+        checks |= {"reset": fitting, "dtype": None, "ensure_all_finite": "allow-nan"}
+        checked = validate_data(self, X, y, **checks)
+        array, y = checked if fitting else (checked, None)
+        return table(X, array), y
+
+    def _outputs(self, X: Any) -> Tensor:  # noqa: N803
+        """Return for each row the outputs of its group's model, or of the pooled one."""
+        check_is_fitted(self)
+        rows, _ = self._rows(X)
+        if self.group is None:
+            return self.group_models_.outputs(rows, [None] * len(rows))
+        names = {group: str(group) for group in self.groups_.tolist()}
+        groups = groups_in(rows[name_of("group", self.group, X, rows)])
+        return self.group_models_.outputs(rows, [names.get(group) for group in groups])
+
+    def _targets(self, y: Array) -> Array:
+        return y
+
+    def _seed(self) -> int:
+        if isinstance(self.random_state, int | np.integer):
+            return int(self.random_state)
+        return int(check_random_state(self.random_state).randint(2**31))
+
+
+class CoterieClassifier(ClassifierMixin, GroupEstimator):
+    """A classifier with a personal model for every group of rows, each trained with the other groups as its peers.
+
+    Rows of a group that `fit` did not see, or that had too few rows or only one class, go to a model of all rows
+    alike. A share of each group's rows is held out to choose its best model. What `coterie train --me all --test 0`
+    makes of the same rows predicts the same.
+
+    Args:
+        group: the column of X that says of which group a row is, by name or position. None: there are no groups,
+            and one model is trained.
+        module: "linear" (when None), "mlp", or a function of the numbers of inputs and outputs that returns a
+            `torch.nn.Module`.
+        rule: as in `coterie.train`; `AdaptiveAveraging` when None.
+        me: the only group that listens to others; the others' models are trained alone. Every group when None.
+        categorical: columns of numbers to treat as categories, by name or position; text always is one.
+        steps: as in `coterie.train`.
+        lr: Adam's step size.
+        batch_size: rows that each group draws for a gradient.
+        validation: the share of each group's rows held out to choose its best model.
+        random_state: what splits, initial parameters and batches depend on.
+
+    Attributes:
+        classes_: all groups' classes, sorted.
+        groups_: the groups, in the order of the rows.
+        models_: the model of each group that has one of its own.
+        pooled_: the model of all rows alike.
+        weights_: who listens to whom: in a group's row, each other group's share of the weight that its peers have;
+            zeros where the model trained alone is served.
+
+    Example:
+        >>> import numpy as np
+        >>> rng = np.random.default_rng(0)
+        >>> X = np.column_stack([np.repeat([1, 2, 3], 30), rng.normal(size=90)])
+        >>> y = np.where(X[:, 1] > 0, "high", "low")
+        >>> estimator = CoterieClassifier(0, steps=50, lr=0.1).fit(X, y)
+        >>> estimator.predict([[1, 2.0], [3, -2.0], [4, 2.0]])
+        array(['high', 'low', 'high'], dtype='<U4')
+    """
+
+    _kind = "classification"
+
+    def predict_proba(self, X: Any) -> Array:  # noqa: N803
+        """Return for each row the probability of every class, in the order of `classes_`."""
+        return np.asarray(self._outputs(X).softmax(1).numpy())
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the class of each row."""
+        best = self._outputs(X).argmax(1).numpy()
+        return np.asarray(self.classes_[best])
+
+    def _targets(self, y: Array) -> Array:
+        check_classification_targets(y)
+        self.classes_, numbers = np.unique(y, return_inverse=True)
+        if len(self.classes_) == 1:
+            raise DataError(f"y has one class only ({self.classes_[0]!r}); give rows of two classes or more")
+        return np.asarray(numbers)
+
+
+class CoterieRegressor(RegressorMixin, GroupEstimator):
+    """A regressor with a personal model for every group of rows, each trained with the other groups as its peers.
+
+    Arguments and attributes are those of `CoterieClassifier`, but for `classes_`.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.column_stack([np.repeat([1, 2, 3], 30), np.linspace(0, 1, 90)])
+        >>> estimator = CoterieRegressor(0, steps=300, lr=0.1).fit(X, 10 + 2 * X[:, 1])
+        >>> estimator.predict([[1, 0.2]]).round(1)
+        array([10.4])
+    """
+
+    _kind = "regression"
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the target of each row, in its units."""
+        outputs = self._outputs(X)
+        return np.asarray(self.group_models_.preparation.predictions(outputs)["prediction"])

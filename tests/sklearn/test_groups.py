@@ -1,0 +1,124 @@
+"""Each row goes to its group's model; whose it is must be said, and nothing is pooled in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from tests.support.hospitals import visits
+
+import coterie
+from coterie.errors import DataError, KnobError, ModelError
+from coterie.sklearn import CoterieClassifier, CoterieRegressor
+
+QUICK: dict[str, Any] = {"steps": 10, "lr": 0.3}
+FEATURES = ["hospital", "age", "pressure", "smoker"]
+TABLE = visits()
+X, Y = TABLE[FEATURES], TABLE["ill"]
+
+
+def outputs(fitted: CoterieClassifier, name: Any, rows: pd.DataFrame) -> np.ndarray[Any, Any]:
+    """Return a model's own probabilities, by torch alone."""
+    model = fitted.models_.get(name, fitted.pooled_).eval()
+    inputs = fitted.group_models_.preparation.inputs(rows)
+    return np.asarray(model(inputs).detach().double().softmax(1).numpy())
+
+
+def test_each_row_goes_to_its_groups_model_and_an_unseen_group_to_the_pooled_one() -> None:
+    fitted = CoterieClassifier("hospital", **QUICK).fit(X, Y)
+    new = X.assign(hospital=np.resize(["Chur", "Basel", "Bern", "Geneva"], len(X)))
+    found = fitted.predict_proba(new)
+    for name in ("Chur", "Basel", "Bern", "Geneva"):
+        own = (new["hospital"] == name).to_numpy()
+        np.testing.assert_allclose(found[own], outputs(fitted, name, new[own]), atol=1e-6)
+    assert not np.allclose(outputs(fitted, "Basel", X), outputs(fitted, "Chur", X), atol=0.05)
+
+
+def test_numbers_name_groups_too_whatever_their_type() -> None:
+    numbers = X["hospital"].map({"Geneva": 1, "Bern": 2, "Basel": 3})
+    whole = CoterieClassifier("hospital", **QUICK).fit(X.assign(hospital=numbers), Y)
+    assert set(whole.models_) == set(whole.weights_.to_dict()) == {1, 2, 3}
+    as_floats = X.assign(hospital=numbers.astype(float))
+    np.testing.assert_array_equal(whole.predict_proba(as_floats), whole.predict_proba(X.assign(hospital=numbers)))
+    array = X.assign(hospital=numbers)[["age", "pressure", "hospital"]].to_numpy()
+    assert list(CoterieClassifier(2, **QUICK).fit(array, Y).models_) == list(dict.fromkeys(numbers))
+
+
+def test_only_me_listens_to_others() -> None:
+    everybody, mine = (CoterieClassifier("hospital", me=me, **QUICK).fit(X, Y) for me in (None, "Geneva"))
+    alone = CoterieClassifier("hospital", rule=coterie.Alone(), **QUICK).fit(X, Y)
+    for name, wanted in (("Geneva", everybody), ("Bern", alone), ("Basel", alone), ("Chur", everybody)):
+        rows = X.assign(hospital=name)
+        np.testing.assert_array_equal(mine.predict_proba(rows), wanted.predict_proba(rows))
+    with pytest.raises(DataError, match=r"`me` names no group: those of the rows are .*'Basel'.*, got 'Chur'"):
+        CoterieClassifier("hospital", me="Chur").fit(X, Y)
+
+
+def test_one_group_is_trained_alone() -> None:
+    only = X["hospital"] == "Bern"
+    fitted = CoterieClassifier("hospital", **QUICK).fit(X[only], Y[only])
+    assert list(fitted.models_) == ["Bern"]
+    np.testing.assert_array_equal(
+        fitted.predict_proba(X.assign(hospital="Chur")), fitted.predict_proba(X.assign(hospital="Bern"))
+    )
+
+
+def test_a_group_of_one_class_is_told_and_goes_to_the_pooled_model() -> None:
+    targets = Y.where(X["hospital"] != "Bern", "ill")
+    with pytest.warns(UserWarning, match="'Bern' is left out: .* one class only"):
+        fitted = CoterieClassifier("hospital", **QUICK).fit(X, targets)
+    assert sorted(fitted.models_) == ["Basel", "Geneva"]
+    np.testing.assert_array_equal(
+        fitted.predict_proba(X.assign(hospital="Bern")), fitted.predict_proba(X.assign(hospital="Chur"))
+    )
+
+
+def test_groups_that_predict_is_not_given_are_an_error() -> None:
+    with pytest.raises(
+        TypeError, match="`fit` takes no `groups`; the group is a column of X: say by `group` which"
+    ):
+        CoterieClassifier().fit(X[FEATURES[1:]], Y, groups=X["hospital"])
+    fitted = CoterieClassifier("hospital", **QUICK).fit(X, Y)
+    with pytest.raises(ValueError, match="Feature names seen at fit time, yet now missing:\n- hospital"):
+        fitted.predict(X[FEATURES[1:]])
+    with pytest.raises(
+        DataError, match=r"column 'hospital' is empty in 1 of 150 rows, first row 4 .*; say of which"
+    ):
+        fitted.predict(X.assign(hospital=X["hospital"].where(X.index != 4)))
+    with pytest.raises(KnobError, match=r"the columns of X have no names; give a position, or .*set_output"):
+        CoterieClassifier("hospital").fit(X.to_numpy(), Y)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"group": "ward"},
+            DataError,
+            "`group` is 'ward', which X does not have; its columns are 'hospital', 'age'",
+        ),
+        ({"group": 4}, KnobError, "`group` must be the name or the position of one of 4 columns of X, got 4"),
+        ({"group": 1.5}, KnobError, "`group` must be the name or the position of one of 4 columns of X, got 1.5"),
+        ({"categorical": ["ward"]}, DataError, "`categorical` is 'ward', which X does not have"),
+        ({"module": "deep"}, ModelError, "unknown model 'deep'; choose linear, mlp, or module.path:factory"),
+        ({"module": 3}, ModelError, "a model is made by a function of the numbers of inputs and outputs, got 3"),
+        ({"rule": "bc"}, KnobError, "`rule` must be a rule such as .* names are for the command line"),
+        ({"steps": 0}, KnobError, "`steps` must be a whole number, at least 1, got 0"),
+        ({"validation": 1.5}, DataError, r"`validation` must lie between 0 and 1, got 1.5"),
+    ],
+)
+def test_bad_settings_are_told_by_fit(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CoterieClassifier(**{"group": "hospital", **QUICK, **settings}).fit(X, Y)
+
+
+def test_bad_rows_are_told() -> None:
+    mixed = X.assign(hospital=X["hospital"].map({"Geneva": 1, "Bern": "1", "Basel": 2}).astype(object))
+    with pytest.raises(DataError, match="two groups are both written '1'"):
+        CoterieClassifier("hospital").fit(mixed, Y)
+    with pytest.raises(DataError, match="y has one class only"):
+        CoterieClassifier("hospital").fit(X, np.zeros(len(X), dtype=int))
+    with pytest.raises(ValueError, match="contains infinity"):
+        CoterieRegressor(0).fit(np.full((9, 2), np.inf), np.arange(9))
