@@ -156,8 +156,8 @@ def test_the_command_line_trains_by_the_rule(folder: Path) -> None:
 def test_the_help_and_the_list_name_them(own: ModuleType) -> None:
     shown = " ".join(re.sub(r"[│\s]+", " ", RUNNER.invoke(app, ["train", "--help"]).output).split())
     assert "data-interpolation, clipped." in shown
-    assert "rmse, recall." in shown
-    assert "tensorboard, best;" in shown
+    assert "brier, recall." in shown
+    assert "tensorboard, mlflow, wandb, trackio, best;" in shown
     listed = RUNNER.invoke(app, ["list", "aggregators"]).output
     assert "  bounded              Cut every row to a multiple of the median length, and average." in listed
 
