@@ -14,7 +14,16 @@ from coterie.gradients.parameters import Parameters
 from coterie.users.examples import Examples
 from coterie.users.user import User
 
-__all__ = ["AnswersAtOwnPoints", "AsksAtPoints", "Capabilities", "Captures", "Local", "Stackable", "require"]
+__all__ = [
+    "AnswersAtOwnPoints",
+    "AsksAtPoints",
+    "Capabilities",
+    "Captures",
+    "Local",
+    "Stackable",
+    "WorksLocally",
+    "require",
+]
 
 
 @runtime_checkable
@@ -57,6 +66,14 @@ class AsksAtPoints(Engine, Protocol):
 
 
 @runtime_checkable
+class WorksLocally(Engine, Protocol):
+    """An engine whose peers take steps of their own (`local_work`)."""
+
+    def local_work(self, question: Question) -> Callable[[], Answers]:
+        """Ask each peer, at one point at most, for the steps in `question.work`; return what waits for them."""
+
+
+@runtime_checkable
 class Captures(Engine, Protocol):
     """An engine whose gradients can be part of a captured program (`not_captured` is None)."""
 
@@ -96,9 +113,10 @@ class Stackable(Local, Protocol):
         """Return user 0's batch, and those of these peers, from a row of `indices`."""
 
 
-Capability = Literal["rows", "own_points", "local", "capture"]
+Capability = Literal["rows", "own_points", "local", "capture", "local_work"]
 
 _METHODS: dict[str, Any] = {"own_points": AnswersAtOwnPoints, "local": Local, "capture": Captures}
+_METHODS |= {"local_work": WorksLocally}
 _REFUSALS = {
     "rows": "every peer's gradient{purpose}, but this engine gives their weighted sum alone; use "
     "`WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows",
@@ -107,6 +125,8 @@ _REFUSALS = {
     "local": "all users' examples in this process{purpose}, but those of this engine are elsewhere; pass no "
     "`engine`, or a rule with its weights set, such as `WeightedAveraging`",
     "capture": "steps that can be captured{purpose}, but {why}; take them one by one: `capture=False`",
+    "local_work": "peers that take steps of their own{purpose}, but those of this engine give one gradient; leave "
+    "`local_steps` out",
 }
 
 
@@ -120,12 +140,16 @@ def require(
 def require(engine: Engine, capability: Literal["local"], for_whom: str, purpose: str = ...) -> Local: ...
 @overload
 def require(engine: Engine, capability: Literal["capture"], for_whom: str, purpose: str = ...) -> Captures: ...
+@overload
+def require(
+    engine: Engine, capability: Literal["local_work"], for_whom: str, purpose: str = ...
+) -> WorksLocally: ...
 def require(engine: Engine, capability: Capability, for_whom: str, purpose: str = "") -> Engine:
     """Return the engine, with the methods of a capability; a `KnobError` with the remedy where it has it not.
 
     Args:
         engine: any engine.
-        capability: "rows", "own_points", "local" or "capture"; see `Capabilities`.
+        capability: "rows", "own_points", "local", "capture" or "local_work"; see `Capabilities`.
         for_whom: who needs it, for the message.
         purpose: what for, for the message: "to choose its knobs".
 
@@ -141,6 +165,7 @@ def require(engine: Engine, capability: Capability, for_whom: str, purpose: str 
     """
     can = engine.capabilities
     has = {"rows": can.rows, "own_points": can.own_points, "local": can.local, "capture": can.not_captured is None}
+    has["local_work"] = can.local_work
     if not has[capability]:
         needed = _REFUSALS[capability].format(purpose=f" {purpose}".rstrip(), why=can.not_captured)
         raise KnobError(f"{for_whom} needs {needed}")

@@ -1,12 +1,14 @@
 """The contract of an engine: it gives all users' gradients at one point, wherever the users are."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
-from coterie.gradients.gradients import Gradients
+from coterie.gradients.gradients import Gradients, is_finite
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User
 
@@ -34,6 +36,7 @@ class Capabilities:
         batch_dependent: another batch size may mean another objective, as with BatchNorm.
         many_points: peers can be asked at several points in one exchange; the engine is then `AsksAtPoints`.
         sketch: how many numbers a peer shows of its gradient where weights are chosen; None where it shows all.
+        local_work: peers take steps of their own from a point; the engine is then `WorksLocally`.
 
     Example:
         >>> Capabilities(rows=False).own_points
@@ -53,6 +56,38 @@ class Capabilities:
     batch_dependent: bool = False
     many_points: bool = False
     sketch: int | None = None
+    local_work: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class LocalWork:
+    """Plain steps that a user takes from a point, each on its batch of the next step: x ← x − η (g(x) + a + λ x).
+
+    What it gives is its displacement over η: the sum of what its steps followed, in the place of a gradient.
+
+    Example:
+        >>> LocalWork(count=4, lr=0.1).decay
+        0.0
+    """
+
+    count: int  # K, at least 1
+    lr: float  # η
+    add: Tensor | None = None  # a, of shape (P, d), a row for each point; zero when None
+    decay: float = 0.0  # λ
+
+    def at(self, places: int | Sequence[int]) -> Self:
+        """Return the same work from some of the points alone."""
+        return (
+            self
+            if self.add is None
+            else replace(self, add=self.add[[places] if isinstance(places, int) else places])
+        )
+
+    def direction(self, gradient: Tensor, x: Tensor, place: int | slice = 0) -> Tensor:
+        """Return what a step follows at x on its way from the point in this place, or from all in these places."""
+        if self.add is not None:
+            gradient = gradient + self.add[place]
+        return gradient.add(x, alpha=self.decay) if self.decay else gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +100,7 @@ class Question:
     rows: bool = False  # every peer's gradient instead of their weighted sums
     sketched: int = 0  # beside sums, every peer's sketches at the first so many points
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of each point, where passes move the model's
+    work: LocalWork | None = None  # what the peers do from each point; they give a gradient there when None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +112,31 @@ class Answers:
     left_out: Mapping[str, str]  # the peers left out at any point, each with the reason
     rows: Tensor | None = None  # of shape (P, N, d); not numbers where there is none that can be used
     sketches: Tensor | None = None  # of shape (sketched, N, k), in the same way
+
+    @classmethod
+    def of(cls, question: Question, given: Mapping[tuple[int, int], Tensor], names: Sequence[str]) -> Self:
+        """Return the answers in which (point, peer) has what is given, where it is finite.
+
+        Example:
+            >>> asked = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+            >>> question = Question(torch.zeros(1, 1), step=0, weights=asked)
+            >>> given = {(0, 0): torch.ones(1), (0, 1): torch.tensor([torch.nan])}
+            >>> answers = Answers.of(question, given, ["a", "b"])
+            >>> answers.sums, answers.answered.tolist(), answers.left_out
+            (tensor([[0.5000]]), [0.5], {'b': 'not finite'})
+        """
+        points, weights = question.points, question.weights.tolist()
+        kept = {place: row for place, row in given.items() if is_finite(row)}
+        left_out = {names[peer]: "not finite" for point, peer in given if (point, peer) not in kept}
+        answered, sums = points.new_zeros(len(points)), torch.zeros_like(points)
+        rows = points.new_full((len(points), len(names), points.shape[1]), math.nan) if question.rows else None
+        for (point, peer), row in kept.items():
+            answered[point] += weights[point][peer]
+            if rows is None:
+                sums[point].add_(row, alpha=weights[point][peer])
+            else:
+                rows[point, peer] = row
+        return cls(None if question.rows else sums, answered, left_out, rows)
 
 
 class Engine(Protocol):

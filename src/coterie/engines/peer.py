@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.engines.engine import LocalWork
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger, kept_secret
@@ -37,6 +38,9 @@ MAX_STREAMED = 2**20
 
 MAX_POINTS = 16
 """At how many points one request may ask for gradients."""
+
+MAX_LOCAL_STEPS = 1024
+"""How many steps of its own a peer takes for one request."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,10 @@ class Caps:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What user 0 asks of a peer: the gradient at each of some points, all on the batch of (seed, user, step)."""
+    """What user 0 asks of a peer: the gradient at each of some points, all on the batch of (seed, user, step).
+
+    With `work`, the peer takes steps of its own from each point, and gives its displacement over their size.
+    """
 
     points: Tensor  # of shape (P, d)
     step: int
@@ -77,6 +84,12 @@ class Request:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """User 0's, where the peer's model may have others: a row for each point, or one for all."""
     frozen: str | None = None  # `frozen_digest` of user 0's model; not compared when None
+    work: LocalWork | None = None  # steps from each point, on the batches of this step and those after it
+
+    @property
+    def gradients(self) -> int:
+        """How many gradients are behind the answer, all of which count."""
+        return len(self.points) * (1 if self.work is None else self.work.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,31 +178,34 @@ class Peer:
     def answer(self, request: Request, caller: str = "user 0") -> Reply:
         """Return the gradients at the points on the batch of (seed, user, step), or why there are none.
 
-        Every gradient counts against the caps. With caps on the norm or a log, one that is not finite is not given:
-        its row is not numbers, and where that holds for all the request is refused. An error is logged and raised.
-        The log also names the caller.
+        Every gradient counts against the caps, those of steps of its own too, each of which is clipped. With caps
+        on the norm or a log, one that is not finite is not given: its row is not numbers, and where that holds for
+        all the request is refused. An error is logged and raised. The log also names the caller.
         """
         began = time.perf_counter()
         if reason := self._misfit(request) or self._exceeded_cap(request):
             return self.refuse(reason, caller, request.step)
+        counts = self._secret is not None or self.ledger.path is not None
         try:
-            batch = self._batch(request)
-            gradients = torch.stack([self._gradient(request, p, batch) for p in range(len(request.points))])
+            answers = self._gradients(request) if request.work is None else self._worked(request, counts=counts)
         except Exception as error:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             raise
-        given, norm = len(gradients), None
-        if self._secret is not None or self.ledger.path is not None:
-            pairs = [clipped(gradient, self.caps.norm) for gradient in gradients]
+        gradients, examples = answers
+        given, norm = request.gradients, None
+        if counts:
+            cap = None if request.work is not None else self.caps.norm  # steps of its own are clipped one by one
+            pairs = [clipped(gradient, cap) for gradient in gradients]
             norms = [norm for _, norm in pairs if math.isfinite(norm)]
             if not norms:
                 return self.refuse("not finite", caller, request.step)
-            given, norm, missing = len(norms), max(norms), torch.full_like(gradients[0], math.nan)
+            given = given // len(pairs) * len(norms)
+            norm, missing = max(norms), torch.full_like(gradients[0], math.nan)
             gradients = torch.stack([each if math.isfinite(norm) else missing for each, norm in pairs])
         line: dict[str, Any] = {
             "caller": caller,
             "step": repr(request.step),
-            "examples": len(batch[1]),
+            "examples": examples,
             "norm": norm,  # the largest
         }
         if not self.ledger.give(given, at_most=self.caps.gradients, **line):  # another process was faster
@@ -209,7 +225,7 @@ class Peer:
             return f"a point must be {size} finite floating-point numbers"
         if len(points) > MAX_POINTS:
             return f"it answers at {MAX_POINTS} points at most"
-        if wrong := self._wrong_numbers(request):
+        if wrong := self._wrong_numbers(request) or self._wrong_work(request):
             return wrong
         if request.buffers:
             ours = dict(self.passes.model.named_buffers())
@@ -228,34 +244,81 @@ class Peer:
             return f"it draws {MAX_STREAMED} examples at most"
         return None
 
+    def _wrong_work(self, request: Request) -> str | None:
+        """Return what is wrong with the steps that it is to take, if anything is."""
+        work = request.work
+        if work is None:
+            return None
+        if not 1 <= work.count <= MAX_LOCAL_STEPS:
+            return f"it takes 1 to {MAX_LOCAL_STEPS} steps of its own"
+        most = torch.finfo(request.points.dtype).max
+        if not (0 < work.lr < most and 0 <= work.decay < most):
+            return "step size and decay must be finite numbers, not below 0"
+        if work.add is not None and (work.add.shape != request.points.shape or not work.add.isfinite().all()):
+            return "what is added must be finite numbers like the points"
+        return None
+
     def _exceeded_cap(self, request: Request) -> str | None:
         """Return which cap a request exceeds, if any."""
         if min(request.batch_size, len(self.user)) < self.caps.examples:
             return f"it gives no gradient of fewer than {self.caps.examples} examples"
         if not self.is_willing():
             return f"it has given all the gradients it gives, {self.caps.gradients}"
-        left, asked = self.left, len(request.points)
+        left, asked = self.left, request.gradients
         if left is not None and left < asked:
             return f"it has {left} gradients left to give, and was asked for {asked}"
         return None
 
-    def _gradient(self, request: Request, place: int, batch: tuple[Tree, Tree]) -> Tensor:
-        """Return the gradient at the point in this place."""
+    def _gradients(self, request: Request) -> tuple[Tensor, int]:
+        """Return the gradient at each point, and over how many examples each is."""
+        batch = self._batch(request, request.step)
+        places = range(len(request.points))
+        rows = [self._gradient(request, request.points[p], batch, self._buffers(request, p)) for p in places]
+        return torch.stack(rows), len(batch[1])
+
+    def _worked(self, request: Request, *, counts: bool) -> tuple[Tensor, int]:
+        """Take steps from each point, and return the sums of what they followed, and examples as above."""
+        work, rows, examples = cast("LocalWork", request.work), [], 0
+        for place, point in enumerate(request.points):
+            x, total, buffers = point, torch.zeros_like(point), self._buffers(request, place)
+            for step in range(request.step, request.step + work.count):
+                batch = self._batch(request, step)
+                gradient, examples = self._gradient(request, x, batch, buffers, step), len(batch[1])
+                gradient = clipped(gradient, self.caps.norm)[0] if counts else gradient
+                direction = work.direction(gradient, x, place)
+                x, total = x - work.lr * direction, total + direction
+            rows.append(total)
+        return torch.stack(rows), examples
+
+    def _buffers(self, request: Request, place: int) -> dict[str, Tensor]:
+        """Return the model's buffers at the point in this place; passes move them."""
         buffers = self.passes.buffers() if self.support.moves_buffers or request.buffers else {}
         for name, rows in request.buffers.items():
             buffers[name].copy_(rows[place if len(rows) > 1 else 0])
-        x, seed, name = request.points[place], self._seed(request), self.user.name
+        return buffers
+
+    def _gradient(
+        self,
+        request: Request,
+        x: Tensor,
+        batch: tuple[Tree, Tree],
+        buffers: dict[str, Tensor],
+        step: int | None = None,
+    ) -> Tensor:
+        """Return the gradient at a point; the step, where it is not the request's, seeds what is random."""
+        seed, name = self._seed(request), self.user.name
+        step = request.step if step is None else step
         self.passes.tell_of_nothing(name, batch[1])
-        with seeded(seed, name, request.step, x.device) if self.support.random else nullcontext():
+        with seeded(seed, name, step, x.device) if self.support.random else nullcontext():
             return self.passes.single(x, *batch, buffers)[0]
 
     def _seed(self, request: Request) -> int:
         """Return what transforms, dropout and streams draw from: with caps it is not for user 0 to choose."""
         return request.seed if self._secret is None else secret_number(self._secret, f"seed {request.seed}")
 
-    def _batch(self, request: Request) -> tuple[Tree, Tree]:
+    def _batch(self, request: Request, step: int) -> tuple[Tree, Tree]:
         """Return this peer's own draw, or where it has no caps what `User.batch` gives."""
-        seed, step, size = self._seed(request), request.step, min(request.batch_size, len(self.user))
+        seed, size = self._seed(request), min(request.batch_size, len(self.user))
         if self._draws is not None:
             return self.user.take(self._draws.indices(size, seed, step), seed=seed, step=step)
         if not isinstance(self.user.examples, InMemory):

@@ -2,17 +2,20 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from coterie.engines.engine import Engine
-from coterie.errors import blaming
-from coterie.gradients.gradients import Gradients, cut, is_finite
+from coterie.engines.capabilities import require
+from coterie.engines.engine import Answers, Engine, LocalWork, Question
+from coterie.errors import KnobError, PeerLost, blaming
+from coterie.gradients.gradients import Gradients, complete, cut, is_finite
 from coterie.gradients.norm_bound import NormBound
 from coterie.gradients.parameters import Parameters
 from coterie.gradients.trained_part import copied, load_trained_state, trained_state
@@ -54,6 +57,8 @@ class Learner:
         self.state = self.initial_state()
         self.step = 0
         self.listens_from = 0
+        self.exchange_every, self.local_steps = spec.exchange_every, spec.local_steps
+        self.heard: dict[str, Any] | None = None  # what the peers last said, where it is used again
         self.bound = None if spec.norm_bound is None else NormBound(spec.norm_bound, self.x)
         self.best: dict[str, Any] = {}
 
@@ -72,28 +77,79 @@ class Learner:
         return NextStep(g.own, g.own_loss, g.left_out, partial(self.advance, g))
 
     def gradients(self) -> Gradients:
-        """Ask everybody for gradients at x; nobody but user 0 before step `listens_from`."""
+        """Ask everybody for gradients at x; nobody but user 0 before step `listens_from` and between exchanges."""
         weights = self.rule.weights(self.engine.names) if self.step >= self.listens_from else {}
+        if self.heard is not None and self._holds():
+            g = self._asked({}, rows=False)
+            self.count([])
+            return _with_heard(g, self.heard)
         rows = self.rule.needs_rows
         at_hand = self.bound is not None and self.engine.capabilities.rows_at_hand
-        g = self.engine.gradients(self.x, self.step, weights, rows or at_hand)
+        g = self._asked(weights, rows=rows or at_hand)
         self.count([*weights])
         return g if self.bound is None or not weights else self.bound.kept(g, weights, rows=rows)
 
+    def _holds(self) -> bool:
+        """Say whether this step uses what the peers said at the last exchange."""
+        return self.heard is not None and self.step % self.exchange_every > 0 and self.step >= self.listens_from
+
+    def _asked(self, weights: Mapping[str, float], *, rows: bool) -> Gradients:
+        """Return everybody's gradients at x, or what everybody's local steps from x follow, added up."""
+        if self.local_steps == 1:
+            return self.engine.gradients(self.x, self.step, weights, rows)
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        work = LocalWork(self.local_steps, one_rate(self.optimizer))
+        waiting = None
+        if weights:
+            engine = require(self.engine, "local_work", "`local_steps`")
+            given = [[weights.get(name, math.nan) for name in engine.names]]
+            asked, buffers = torch.tensor(given, dtype=torch.float64), {n: b[None] for n, b in before.items()}
+            at = self.step * work.count
+            waiting = engine.local_work(Question(self.x.detach()[None], at, asked, rows, 0, buffers, work))
+        g = self._own_work(work)
+        try:
+            return g if waiting is None else _with_answers(g, waiting(), self.engine.names, weights)
+        except PeerLost:
+            for name, buffer in before.items():  # the step is not taken, and so moves nothing
+                self.model.get_buffer(name).copy_(buffer)
+            raise
+
+    def _own_work(self, work: LocalWork) -> Gradients:
+        """Return what user 0's own steps from x follow, added up, and its mean loss on the way."""
+        x, total, losses = self.x.detach(), torch.zeros_like(self.x), []
+        for step in range(self.step * work.count, (self.step + 1) * work.count):
+            g = self.engine.gradients(x, step, {})
+            x, total = x - work.lr * g.own, total + g.own
+            losses.append(torch.as_tensor(g.own_loss))
+        return Gradients(total, x=self.x, own_loss=torch.stack(losses).mean())
+
     def count(self, asked: list[str], steps: int = 1) -> None:
-        """Count what steps cost: a gradient of everybody asked, and the parameters sent there and back."""
-        self.costs.compute([self.costs.me, *asked], times=steps)
+        """Count what steps cost: the gradients of everybody asked, and the parameters sent there and back."""
+        self.costs.compute([self.costs.me, *asked], times=steps * self.local_steps)
         self.costs.exchange(asked, down=self.x.numel(), up=self.x.numel(), times=steps)
 
     def advance(self, g: Gradients) -> None:
         """Take the step that the rule makes of these gradients."""
         if self.step >= self.listens_from:
             with blaming(f"the rule `{type(self.rule).__name__}`"):
-                direction, self.state = self.rule(g, self.state)
+                direction, self.state = self._direction(g)
         else:
             direction, self.state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
         self.optimize(direction)
         self.finish_step()
+
+    def _direction(self, g: Gradients) -> tuple[Tensor, State]:
+        """Return the rule's direction and its next state; between exchanges it learns nothing of its peers.
+
+        Then it makes of the new g_0, and of what the peers last said, what it would have made of both at the
+        exchange: bias correction takes off the bias that it took off there.
+        """
+        if self.heard is not None and self._holds():
+            direction, after = self.rule(g, self.heard["state"] | {"step": self.state["step"]})
+            return direction, self.state | {name: after[name] for name in ("step", "weight")}
+        if self.exchange_every > 1:
+            self.heard = _heard(g, self.state)
+        return self.rule(g, self.state)
 
     def optimize(self, direction: Tensor) -> None:
         """Let the optimizer move the parameters along a direction, cut to the norm that is allowed."""
@@ -148,7 +204,7 @@ class Learner:
     def restart_from(self, other: "Learner", listens_from: int) -> None:
         """Take over another learner's model and optimizer, and listen to nobody until a step."""
         fresh = self.rule.init(self.x) | {"step": self.step}
-        mine = {"rule": fresh, "best": self.best, "listens_from": listens_from}
+        mine = {"rule": fresh, "best": self.best, "listens_from": listens_from, "heard": None}
         self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)  # else the optimizers would share tensors
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,6 +216,7 @@ class Learner:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rule": self.state,
+            "heard": self.heard,
             "longest": self.bound and self.bound.longest,
             "best": self.best,
         }
@@ -171,6 +228,47 @@ class Learner:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.listens_from = state["step"], state["listens_from"]
-        self.state, self.best = state["rule"], state["best"]
+        self.state, self.best, self.heard = state["rule"], state["best"], state.get("heard")
         if self.bound is not None:
             self.bound.longest.copy_(state["longest"])
+
+
+def one_rate(optimizer: Optimizer) -> float:
+    """Return an optimizer's step size; a `KnobError` where its parameter groups have several."""
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    if len(rates) > 1:
+        raise KnobError(
+            f"`local_steps` are plain steps of one size, but the optimizer's groups have {sorted(rates)}; give all "
+            "groups one `lr`"
+        )
+    return rates.pop()
+
+
+def _heard(g: Gradients, state: State) -> dict[str, Any] | None:
+    """Return what later steps use of an exchange: what the peers said, where, and the rule's state before it."""
+    if g.peers is None and g.rows is None:
+        return None
+    peers = g.peers
+    if peers is not None:  # g_0 stands in it for who did not answer
+        peers = peers.clone() if g.answered == 1 else peers - (1 - g.answered) * g.own
+    said = {"peers": peers, "rows": None if g.rows is None else g.rows.clone(), "names": list(g.names)}
+    return said | {"answered": g.answered, "x": None if g.x is None else g.x.clone(), "state": state}
+
+
+def _with_heard(g: Gradients, heard: Mapping[str, Any]) -> Gradients:
+    """Return a new own gradient together with what the peers last said."""
+    peers, answered, names = heard["peers"], heard["answered"], tuple(heard["names"])
+    if peers is not None:
+        peers, answered = complete(g.own, peers, answered)
+    return replace(g, peers=peers, rows=heard["rows"], names=names, answered=answered, x=heard["x"])
+
+
+def _with_answers(g: Gradients, answers: Answers, names: Sequence[str], weights: Mapping[str, float]) -> Gradients:
+    """Return the own gradient together with what peers answered at the same point."""
+    if answers.sums is not None:
+        peers, answered = complete(g.own, answers.sums[0], float(answers.answered[0]))
+        return replace(g, peers=peers, answered=answered, left_out=answers.left_out)
+    matrix = g.own.new_empty(0, len(g.own)) if answers.rows is None else answers.rows[0]
+    there = [name for name, row in zip(names, matrix, strict=False) if name in weights and is_finite(row)]
+    matrix = matrix[[names.index(name) for name in there]]
+    return g.with_peers(matrix, tuple(there), weights, answers.left_out, rows=True)

@@ -80,6 +80,8 @@ CHECKS: Mapping[str, Check] = {
         )
     ),
     "steps": COUNT,
+    "exchange_every": COUNT,
+    "local_steps": COUNT,
     "batch_size": COUNT,
     "seed": SEED,
     "device": optional(instance((str, torch.device), 'a device such as "cpu" or "cuda:0"')),
@@ -131,6 +133,8 @@ class RunSpec:
     hooks: Sequence[Any] = ()
     clip_norm: float | None = None
     norm_bound: float | None = FACTOR
+    exchange_every: int = 1
+    local_steps: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)

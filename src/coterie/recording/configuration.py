@@ -40,6 +40,8 @@ class Configuration:
     seed: int = 0  # what batches are drawn from, with the user's name and the step
     evaluate_every: int = 1  # steps between evaluations
     norm_bound: float | None = None  # how many times as long as the median a gradient must not be
+    exchange_every: int = 1  # steps of user 0 for each exchange with the peers
+    local_steps: int = 1  # plain steps of every user behind what stands for its gradient
     guard: str = "off"  # whether there is a guard, and why or why not
     capture: str = "off"  # how steps were taken as one program, or why not
     data: str = ""  # fingerprints of everybody's examples, where there is a folder to resume from

@@ -8,6 +8,11 @@ bias estimate at user 0's optimum. Then Algorithms 1 to 3 read
 
 where n_0 and n_1 are the same draws in both lines. (c̃ and not c, since pull may be 10⁸ times what
 remains of e.) A third entry sums the iterates, where their average is asked for.
+
+Where peers are asked at every K-th step only, the state also holds p, what they said at the last exchange. At an
+exchange p ← (a_0 + gap) e − (1 − w) pull − w c̃ + n_1, and c̃ follows; in every step
+
+    e ← e − η [(1 − α) (a_0 e + n_0) + α p] + drift
 """
 
 import functools
@@ -43,6 +48,11 @@ class Dynamics:
     warm_up: bool = False  # whether β_t = max(β, 1/(t + 1))
     average_from: int | None = None  # the step after which the state also sums the iterates, if it does
 
+    @property
+    def period(self) -> int:
+        """How many steps are repeated once all knobs are constant."""
+        return 1
+
     @cached_property
     def settled(self) -> float:
         """The step from which all knobs are constant: infinity where one is a function of the step."""
@@ -54,11 +64,12 @@ class Dynamics:
 
     @cached_property
     def settled_step(self) -> Transition:
-        """The one step that is repeated once all knobs are constant."""
+        """The step, or the steps from one exchange to the next, repeated once all knobs are constant."""
         if math.isinf(self.settled):
             raise KnobError("a scheduled knob never settles; pass numbers for `alpha`, `beta` and `lr`")
         step = max(int(self.settled), -1 if self.average_from is None else self.average_from + 1)
-        return chain(self.each(step, step + 1))
+        step += -step % self.period
+        return chain(self.each(step, step + self.period))
 
     @property
     def size(self) -> int:
@@ -105,8 +116,15 @@ class Dynamics:
 
     def _stretch(self, start: int, stop: int) -> Transition:
         """Return steps between two cuts as one: by squaring once the knobs are constant, else pairwise."""
-        if start >= self.settled and start != self.average_from:
-            return self._settled_powers(stop - start)
+        first = start + -start % self.period
+        periods = (stop - first) // self.period
+        if start >= self.settled and start != self.average_from and periods > 0:
+            whole, last = self._settled_powers(periods), first + periods * self.period
+            whole = whole if first == start else self._one_by_one(start, first).then(whole)
+            return whole if last == stop else whole.then(self._one_by_one(last, stop))
+        return self._one_by_one(start, stop)
+
+    def _one_by_one(self, start: int, stop: int) -> Transition:
         chunk = max(1, _CHUNK // len(self.curvature))
         chunks = [chain(self.each(t, min(t + chunk, stop))) for t in range(start, stop, chunk)]
         return functools.reduce(Transition.then, chunks)
@@ -128,6 +146,84 @@ class Dynamics:
     @cached_property
     def _settled_powers(self) -> Powers:
         return Powers(self.settled_step)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldDynamics(Dynamics):
+    """The same where user 0 uses what the peers said at the last exchange, every K-th step; K ≥ 2."""
+
+    every: int = 2  # K
+
+    @property
+    def period(self) -> int:
+        """How many steps lie between two exchanges."""
+        return self.every
+
+    @cached_property
+    def settled(self) -> float:
+        """The step from which all knobs are constant, at an exchange."""
+        return super().settled * self.every
+
+    @property
+    def size(self) -> int:
+        """How many numbers the state has in each coordinate."""
+        return 3 if self.average_from is None else 4
+
+    def reading(self, step: int) -> FloatArray:
+        """Return the weights that read x − x_0*, or the mean of it, from the state after `step` steps."""
+        reading = np.zeros(self.size)
+        if self.average_from is None or step <= self.average_from:
+            reading[0] = 1.0
+        else:
+            reading[3] = 1 / (step - self.average_from)
+        return reading
+
+    def each(self, start: int, stop: int) -> Transition:
+        """Return steps `start` to `stop` − 1 one by one, along the first axis."""
+        alpha, beta, correction, lr = (knob[:, None] for knob in self._knobs(start, stop))
+        shape, asked = (stop - start, len(self.curvature), self.size), np.arange(start, stop) % self.every == 0
+        matrix, offset = np.zeros((*shape, self.size)), np.zeros(shape)
+        noise = np.zeros((*shape, 2))  # how much of n_0 and of n_1 is in each entry
+        matrix[..., 1, 1] = np.where(asked, 1 - beta[:, 0], 1.0)[:, None]
+        matrix[..., 1, 0] = np.where(asked[:, None], beta * self.gap, 0.0)
+        noise[..., 1, 0], noise[..., 1, 1] = (np.where(asked[:, None], sign * beta, 0.0) for sign in (-1, 1))
+        matrix[..., 2, 0] = np.where(asked[:, None], self.curvature + self.gap, 0.0)
+        matrix[..., 2, 1] = np.where(asked[:, None], -correction, 0.0)
+        matrix[..., 2, 2] = np.where(asked, 0.0, 1.0)[:, None]
+        offset[..., 2] = np.where(asked[:, None], -(1 - correction) * self.pull, 0.0)
+        noise[..., 2, 1] = np.where(asked, 1.0, 0.0)[:, None]
+        moved = -lr * alpha  # by the p after the step, in whose place stands what it is made of
+        matrix[..., 0, :] = moved[..., None] * matrix[..., 2, :]
+        matrix[..., 0, 0] += 1 - lr * (1 - alpha) * self.curvature
+        offset[..., 0] = moved * offset[..., 2]
+        noise[..., 0, :] = moved[..., None] * noise[..., 2, :]
+        noise[..., 0, 0] -= lr * (1 - alpha)
+        if self.average_from is not None:  # sum ← sum + the new e, forgetting the sum at the first step
+            matrix[..., 3, :], offset[..., 3], noise[..., 3, :] = (
+                matrix[..., 0, :],
+                offset[..., 0],
+                noise[..., 0, :],
+            )
+            matrix[..., 3, 3] = (np.arange(start, stop) != self.average_from)[:, None]
+        variances = np.stack([self.own_variance, self.peer_variance], -1)
+        covariance = np.einsum("tdin,dn,tdjn->tdij", noise, variances, noise)
+        moving = [0] if self.average_from is None else [0, 3]
+        for i, j in itertools.product(moving, moving):
+            covariance[..., i, j] += self.drift_variance
+        return Transition(matrix, offset, covariance)
+
+    def _knobs(self, start: int, stop: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Return α, β, w and η at every step; β and w count at exchanges alone."""
+        alpha = _at_each("alpha", self.alpha, start, stop)
+        beta = _at_each("beta", self.beta, start, stop)
+        lr = _at_each("lr", self.lr, start, stop, highest=math.inf)
+        correction, exchange = np.full(stop - start, self.correction), np.arange(start, stop) // self.every
+        if self.warm_up:
+            beta = np.maximum(beta, 1 / (exchange + 1))
+        if self.first:  # c_0 = b_0, as in the base, in all steps up to the second exchange
+            alpha = np.where(exchange == 0, alpha * (1 - self.correction), alpha)
+            beta, correction = np.where(exchange == 0, 1.0, beta), np.where(exchange == 0, 0.0, correction)
+        return alpha, beta, correction, lr
 
 
 def _at_each(name: str, knob: Knob, start: int, stop: int, highest: float = 1.0) -> FloatArray:

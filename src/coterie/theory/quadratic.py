@@ -7,6 +7,7 @@ and stationary levels need no simulation, and sample paths are drawn at the reco
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ from scipy.linalg import solve_discrete_lyapunov
 from coterie.errors import KnobError
 from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
 from coterie.rules.knobs import Knob, decided
-from coterie.theory.dynamics import Dynamics
+from coterie.theory.dynamics import Dynamics, HeldDynamics
 from coterie.theory.linear_gaussian import FloatArray, Transition
 from coterie.theory.quadratic_engine import Quadratic, QuadraticEngine, QuadraticUsers, TrueBias
 
@@ -77,6 +78,8 @@ class NoisyQuadratic(QuadraticUsers):
         x0_spread: the standard deviation of the start in each coordinate.
         drift: the standard deviation of the step that all users' optima take together after every step, in
             each coordinate (a random walk); losses are then those against the optimum of the moment.
+        exchange_every: K, how many steps user 0 takes for each exchange with its peers, as in `train`.
+        local_steps: how many plain steps of size η every user takes for each, as in `train`.
 
     Example:
         The paper's quadratic, with the step sizes of its first figure:
@@ -88,6 +91,9 @@ class NoisyQuadratic(QuadraticUsers):
         >>> problem.expected(alone, lr=1e-4, steps=[0, 700_000]).loss.round(4)
         array([1.    , 0.0025])
     """
+
+    exchange_every: int = 1
+    local_steps: int = 1
 
     def law(self, rule: Rule, lr: Knob, steps: Steps, *, average_from: int | None = None) -> Law:
         """Return the law of a run at the recorded steps: what `expected` and `paths` both come from.
@@ -105,7 +111,7 @@ class NoisyQuadratic(QuadraticUsers):
         dynamics = self._dynamics(rule, lr, average_from)
         return Law(
             recorded,
-            dynamics.curvature,
+            self.vector(self.own.curvature),
             self._start(dynamics),
             [dynamics.between(*stretch) for stretch in itertools.pairwise([0, *recorded.tolist()])],
             [dynamics.reading(step) for step in recorded.tolist()],
@@ -116,19 +122,40 @@ class NoisyQuadratic(QuadraticUsers):
         return self.law(rule, lr, steps, average_from=average_from).expected()
 
     def stationary(self, rule: Rule, lr: float) -> float:
-        """Return the expected loss after infinitely many steps; infinite where no level is reached."""
+        """Return the expected loss after infinitely many steps, at an exchange; infinite where none is reached."""
         if self.spectral_radius(rule, lr) >= 1:
             return float("inf")
         step, curvature = self._dynamics(rule, lr).settled_step, self.vector(self.own.curvature)
         total = 0.0
         for a, matrix, offset, noise in zip(curvature, step.matrix, step.offset, step.noise, strict=True):
-            mean = np.linalg.solve(np.eye(2) - matrix, offset)
+            mean = np.linalg.solve(np.eye(len(matrix)) - matrix, offset)
             total += a / 2 * float(mean[0] ** 2 + solve_discrete_lyapunov(matrix, noise)[0, 0])
         return total
 
     def spectral_radius(self, rule: Rule, lr: float) -> float:
-        """Return the spectral radius of the iteration in (x, c): it converges to a level below 1."""
+        """Return the spectral radius of the iteration in (x, c), per exchange: it converges to a level below 1."""
         return float(np.abs(np.linalg.eigvals(self._dynamics(rule, lr).settled_step.matrix)).max())
+
+    def max_lr(self, rule: Rule) -> float:
+        """Return the step size from which on the iteration no longer converges, to a relative 10⁻⁹.
+
+        Example:
+            >>> problem = NoisyQuadratic(Quadratic(1, 0, 1), [Quadratic(3, 1, 1)])
+            >>> held = replace(problem, exchange_every=4)
+            >>> [round(each.max_lr(WeightedAveraging(0.5)), 4) for each in (problem, held)]
+            [1.0, 0.3182]
+        """
+        largest = max(float(self.vector(user.curvature).max()) for user in (self.own, *self.peers))
+        rates = np.geomspace(1e-6, 8, 400) / largest
+        unstable = [self.spectral_radius(rule, float(rate)) >= 1 for rate in rates]
+        if not any(unstable):
+            return float("inf")
+        first = unstable.index(True)
+        low, high = (float(rates[first - 1]), float(rates[first])) if first else (0.0, 0.0)
+        while high - low > 1e-9 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.spectral_radius(rule, middle) >= 1 else (middle, high)
+        return low
 
     def paths(
         self,
@@ -167,13 +194,16 @@ class NoisyQuadratic(QuadraticUsers):
 
     def _dynamics(self, rule: Rule, lr: Knob, average_from: int | None = None) -> Dynamics:
         """Return the rule as one point of the family (α, β, w)."""
-        own = self.vector(self.own.curvature)
-        curvature, pull, variance = self.average({} if isinstance(rule, Alone) else rule.weights(self.names))
-        alone = Dynamics(
+        work = self._local(rule, lr)
+        own, own_variance = self.worked(self.own, *work)
+        curvature, pull, variance = self.average({} if isinstance(rule, Alone) else rule.weights(self.names), *work)
+        every = self.exchange_every
+        make = Dynamics if every == 1 else partial(HeldDynamics, every=every)
+        alone = make(
             curvature=own,
             gap=curvature - own,
             pull=pull,
-            own_variance=self.vector(self.own.noise) ** 2,
+            own_variance=own_variance,
             peer_variance=variance,
             drift_variance=self.vector(self.drift) ** 2,
             lr=lr,
@@ -196,6 +226,17 @@ class NoisyQuadratic(QuadraticUsers):
             f"nothing exact is known of {rule!r}; use Alone, WeightedAveraging, BiasCorrection or "
             "`problem.oracle(…)`, or simulate with `problem.engine()`"
         )
+
+    def _local(self, rule: Rule, lr: Knob) -> tuple[int, float]:
+        """Return how many local steps there are, and their size; a `KnobError` where nothing exact is known."""
+        if self.local_steps == 1:
+            return 1, 0.0
+        if callable(lr) or self.vector(self.drift).any() or isinstance(rule, OracleCorrection):
+            raise KnobError(
+                "nothing exact is known of `local_steps` with a scheduled `lr`, a `drift` or an oracle; simulate "
+                "with `problem.engine()`"
+            )
+        return self.local_steps, float(lr)
 
     def _start(self, dynamics: Dynamics) -> Transition:
         """Return the law of the state before the first step, where c is 0."""

@@ -1,9 +1,9 @@
 """Users with quadratic objectives, and an engine of them: the ordinary rules on a problem solved exactly."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from coterie.engines.engine import Capabilities
+from coterie.engines.engine import Answers, Capabilities, LocalWork, Question
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, weighted_sum
 from coterie.recording.traffic import Traffic
@@ -69,16 +69,32 @@ class QuadraticUsers:
         """Return f_0 at x_0* + `distance`, over the last axis."""
         return np.asarray(distance**2 @ self.vector(self.own.curvature) / 2)
 
-    def average(self, weights: Mapping[str, float]) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return Σ τ_k a_k, Σ τ_k a_k (x_k* − x_0*) and Σ τ_k² σ_k² of the peers, in each coordinate."""
+    def average(
+        self, weights: Mapping[str, float], local_steps: int = 1, lr: float = 0.0
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return Σ τ_k a_k, Σ τ_k a_k (x_k* − x_0*) and Σ τ_k² σ_k² of the peers, in each coordinate.
+
+        With local steps of size η, a_k and σ_k² are those of `worked`.
+        """
         curvature, pull, variance = np.zeros((3, self.dim))
         for name, tau in weights.items():
             peer = self.peers[self.names.index(name)]
-            a = self.vector(peer.curvature)
+            a, noise = self.worked(peer, local_steps, lr)
             curvature = curvature + tau * a
             pull = pull + tau * a * (self.vector(peer.optimum) - self.vector(self.own.optimum))
-            variance = variance + (tau * self.vector(peer.noise)) ** 2
+            variance = variance + tau**2 * noise
         return curvature, pull, variance
+
+    def worked(self, user: Quadratic, local_steps: int = 1, lr: float = 0.0) -> tuple[FloatArray, FloatArray]:
+        """Return curvature and variance of what stands for a user's gradient after K local steps of size η.
+
+        Σ_j g(x_j) = A (x − x*) + noise,   A = (1 − (1 − ηa)^K)/η,   variance σ² Σ_{j<K} (1 − ηa)^{2j}
+        """
+        a, variance = self.vector(user.curvature), self.vector(user.noise) ** 2
+        if local_steps == 1:
+            return a, variance
+        kept = 1 - lr * a
+        return (1 - kept**local_steps) / lr, variance * sum(kept ** (2 * j) for j in range(local_steps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +135,7 @@ class QuadraticEngine:
     seed: int = 0  # what the noise, and the drift of the optimum, depend on
     walked: dict[int, FloatArray] = field(default_factory=dict, repr=False)
 
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: ClassVar[Capabilities] = Capabilities(local_work=True)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,6 +156,19 @@ class QuadraticEngine:
             return Gradients(own=own, rows=each, names=names, x=x, own_loss=loss)
         peers, answered = weighted_sum(own, each, [weights[name] for name in names])
         return Gradients(own=own, peers=peers, answered=answered, x=x, own_loss=loss)
+
+    def local_work(self, question: Question) -> Callable[[], Answers]:
+        """Let peers take steps of their own; see `WorksLocally.local_work`."""
+        work = question.work or LocalWork(1, 1.0)
+        given = {}
+        for point, peer in (~question.weights.isnan()).nonzero().tolist():
+            x, total = question.points[point], torch.zeros_like(question.points[point])
+            for step in range(question.step, question.step + work.count):
+                gradient = self._gradient(self.names[peer], self.problem.peers[peer], x, step)
+                direction = work.direction(gradient, x, point)
+                x, total = x - work.lr * direction, total + direction
+            given[point, peer] = total
+        return partial(Answers.of, question, given, self.names)
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""

@@ -106,6 +106,8 @@ def block_of(learner: Learner) -> Block | str:
     if type(learner) is not Learner:
         return f"`{type(learner.followed).__name__}` takes steps of its own kind"
     engine, rule = learner.engine, learner.rule
+    if max(learner.exchange_every, learner.local_steps) > 1:
+        return "not all steps are alike with `exchange_every` or `local_steps`"
     if not isinstance(rule, Capturable):
         return f"`{type(rule).__name__}` does not say beforehand what a step needs"
     if getattr(rule, "aggregator", None) is not None:

@@ -140,6 +140,8 @@ def _chosen(ready: ReadyRun, progress: bool | None) -> ReadyRun:
 
 def _why_by_itself(spec: RunSpec, engine: InProcess) -> str | None:
     """Say why a run cannot take part, or None where it can."""
+    if max(spec.exchange_every, spec.local_steps) > 1:
+        return "it has exchanges of its own (`exchange_every`, `local_steps`)"
     if chooser_for(spec.rule) is None and (why := _not_stackable(spec.rule)):
         return why
     if getattr(spec.rule, "aggregator", None) is not None:

@@ -117,6 +117,7 @@ RULE = optional(
 def with_rule(spec: RunSpec, guard: str) -> RunSpec:
     """Return the run with the rule that None stands for; a method's run with plain SGD for its step size."""
     RULE("rule", spec.rule)
+    _check_exchanges(spec)
     if not isinstance(spec.rule, Method):
         return replace(spec, rule=AdaptiveAveraging()) if spec.rule is None else spec
     if spec.clip_norm is not None:
@@ -129,6 +130,21 @@ def with_rule(spec: RunSpec, guard: str) -> RunSpec:
     if guard == "held-out":
         raise KnobError('a guard watches over a rule, not over a method: leave `guard` out, or set it to "off"')
     return replace(spec, optimizer=torch.optim.SGD, lr=0.1 if spec.lr is None else spec.lr)
+
+
+def _check_exchanges(spec: RunSpec) -> None:
+    """Refuse fewer exchanges where what is followed has a say in when users exchange what."""
+    if max(spec.exchange_every, spec.local_steps) == 1:
+        return
+    if isinstance(spec.rule, Method):
+        raise KnobError(
+            "a method has rounds of its own: leave `exchange_every` and `local_steps` out, and give its own knobs"
+        )
+    if spec.rule is None or isinstance(spec.rule, MakesLearner):
+        raise KnobError(
+            "adaptive averaging asks its peers at every step: leave `exchange_every` and `local_steps` out, or "
+            "give a rule with its weights set, such as `WeightedAveraging`"
+        )
 
 
 def check(spec: RunSpec) -> None:
@@ -225,6 +241,8 @@ def opened(spec: RunSpec, options: RunOptions, stack: ExitStack) -> Engine:
             raise KnobError(f"`engine` must make an engine, got {shown(engine)}; see `coterie.Engine`")
         stack.callback(engine.close)
     check_rule(spec.rule, engine)
+    if spec.local_steps > 1 and not isinstance(spec.rule, Alone):
+        require(engine, "local_work", "`local_steps`")
     return engine
 
 
@@ -264,6 +282,8 @@ def configuration_of(
         steps=spec.steps,
         evaluate_every=spec.every,
         norm_bound=spec.norm_bound,
+        exchange_every=spec.exchange_every,
+        local_steps=spec.local_steps,
         guard=guard,
         data=data,
         frozen=frozen,

@@ -55,6 +55,8 @@ def train(
     evaluate_every: int | None = None,
     hooks: Sequence[HookLike] = (),
     norm_bound: float | None = FACTOR,
+    exchange_every: int = 1,
+    local_steps: int = 1,
     out: Path | str | None = None,
     trackers: Sequence[str] = ("tensorboard",),
     checkpoint_every: int | None = None,
@@ -101,6 +103,10 @@ def train(
         norm_bound: leave out of a step what is more than so many times as long as the median of all peers'
             gradients, or, where only their sum is at hand, as the longest sum before. The record counts it as left
             out; None leaves out nothing.
+        exchange_every: steps that user 0 takes for each exchange with the peers; in those between it uses what they
+            last said, and the rule learns nothing of them. See docs/exchanges.md.
+        local_steps: plain steps of the optimizer's size that every user takes from x, on a batch each, for one step
+            of the run. The sum of what they follow takes the place of the user's gradient.
         out: a folder for the record, checkpoints and what trackers write.
         trackers: names of trackers that follow a run with `out`: TensorBoard, where it is installed, and those that
             are registered; see docs/extending.md.
@@ -132,7 +138,7 @@ def train(
         True
     """
     how: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "scheduler": scheduler, "clip_norm": clip_norm}
-    how |= {"norm_bound": norm_bound}
+    how |= {"norm_bound": norm_bound, "exchange_every": exchange_every, "local_steps": local_steps}
     how |= {"steps": steps, "batch_size": batch_size, "seed": seed, "device": device, "metrics": metrics}
     spec = RunSpec(model, loss, me, peers, rule, evaluate_every=evaluate_every, hooks=hooks, **how)
     if epochs is not None:

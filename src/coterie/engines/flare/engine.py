@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.engines.engine import Answers, Capabilities, Question
-from coterie.engines.flare.messages import pack_request, read_reply
+from coterie.engines.flare.messages import pack_request, read_reply, request_bytes
 from coterie.engines.flare.sites import Replies, Sites
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.peer import Request
@@ -83,7 +83,9 @@ class Flare:
     def capabilities(self) -> Capabilities:
         """What this engine can do; numbers of examples as far as sites have told them."""
         told = self._examples
-        return Capabilities(rows_at_hand=True, batch_size=self.batch_size, many_points=True, examples=told)
+        return Capabilities(
+            rows_at_hand=True, batch_size=self.batch_size, many_points=True, examples=told, local_work=True
+        )
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -124,6 +126,10 @@ class Flare:
         waiting = [(names, self._send(names, question, list(wanted))) for wanted, names in alike.items()]
         return partial(self._answers, question, asked, waiting, left_out)
 
+    def local_work(self, question: Question) -> Callable[[], Answers]:
+        """Let sites take steps of their own; see `WorksLocally.local_work`."""
+        return self.ask(question)
+
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
         knobs = {name: getattr(self, name) for name in ("timeout", "misses", "probe_every", "minimum")}
@@ -142,9 +148,10 @@ class Flare:
         model = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
         buffers = model | {name: rows[wanted] for name, rows in question.buffers.items()}
         points = question.points.detach()[wanted]
-        request = Request(points, question.step, self.seed, self.batch_size, buffers, self._frozen)
+        work = None if question.work is None else question.work.at([k for k, yes in enumerate(wanted) if yes])
+        request = Request(points, question.step, self.seed, self.batch_size, buffers, self._frozen, work)
         message = pack_request(request)  # a copy: a late site may still be sent to when the points have moved on
-        size = message["points"].nbytes + sum(buffer.nbytes for buffer in message["buffers"].values())
+        size = request_bytes(message)
         self._mine.bytes_sent += size * len(names)
         self._mine.messages += len(names)
         for name in names:

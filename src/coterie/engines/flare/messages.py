@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.engines.engine import LocalWork
 from coterie.engines.peer import Peer, Request, to_array
 from coterie.errors import printable
+from coterie.gradients.parameters import Parameters
 
 FLOATS = (np.float16, np.float32, np.float64)
 MAX_EXTRA_BYTES = 4096
@@ -20,7 +22,17 @@ MAX_EXTRA_BYTES = 4096
 def pack_request(request: Request) -> dict[str, Any]:
     """Return a request as a message."""
     buffers = {name: to_array(buffer) for name, buffer in request.buffers.items()}
-    return vars(request) | {"points": to_array(request.points), "buffers": buffers}
+    message = vars(request) | {"points": to_array(request.points), "buffers": buffers}
+    work = message.pop("work")
+    if work is not None:
+        message["work"] = vars(work) | {"add": None if work.add is None else to_array(work.add)}
+    return message
+
+
+def request_bytes(message: dict[str, Any]) -> int:
+    """Return how many bytes the arrays of a request have."""
+    arrays = [message["points"], *message["buffers"].values(), message.get("work", {}).get("add")]
+    return sum(array.nbytes for array in arrays if array is not None)
 
 
 def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
@@ -70,8 +82,11 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     if not isinstance(message, dict):
         return "a request must have fields"
     points, parameters = message.get("points"), peer.passes.parameters
-    if not isinstance(points, np.ndarray) or points.dtype not in FLOATS or not np.isfinite(points).all():
+    if not _are_numbers(points):
         return f"a point must be {parameters.size} finite floating-point numbers"
+    work = _read_work(message.get("work"), parameters)
+    if isinstance(work, str):
+        return work
     numbers: dict[str, Any] = {name: message.get(name) for name in ("step", "seed", "batch_size")}
     buffers, frozen = message.get("buffers", {}), message.get("frozen")
     if not all(isinstance(number, int) for number in numbers.values()):
@@ -85,4 +100,23 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
         **numbers,
         buffers={name: torch.from_numpy(np.array(buffer)) for name, buffer in buffers.items()},
         frozen=None if frozen is None else str(frozen),
+        work=work,
     )
+
+
+def _read_work(message: Any, parameters: Parameters) -> LocalWork | str | None:
+    """Return the steps that a message asks for, None where it asks for none, or what is wrong with them."""
+    if message is None:
+        return None
+    fields = message if isinstance(message, dict) else {}
+    count, lr, decay, add = (fields.get(name) for name in ("count", "lr", "decay", "add"))
+    if type(count) is not int or type(lr) is not float or type(decay) is not float:
+        return "steps of its own must have a count, a step size and a decay"
+    if add is not None and not _are_numbers(add):
+        return "what is added must be finite numbers like the points"
+    row = None if add is None else torch.from_numpy(np.array(add)).to(parameters.device, parameters.dtype)
+    return LocalWork(count, lr, row, decay)
+
+
+def _are_numbers(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype in FLOATS and bool(np.isfinite(array).all())

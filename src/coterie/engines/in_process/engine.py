@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.arguments import COUNT, SEED
-from coterie.engines.engine import NOT_IN_MEMORY, Capabilities
+from coterie.engines.engine import NOT_IN_MEMORY, Answers, Capabilities, LocalWork, Question
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.cpu_threads import operations
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
@@ -142,6 +142,7 @@ class InProcess:
             examples={name: None if user.is_stream else len(user) for name, user in users.items()},
             batch_size=self.sampler.batch_size,
             batch_dependent=support.batch_dependent,
+            local_work=True,
         )
 
     def draw(self, names: tuple[str, ...], step: int) -> Drawn:
@@ -221,6 +222,33 @@ class InProcess:
         rows = self.passes.rows(x, [Batches(range(len(indices)), inputs, targets)])
         with torch.no_grad():
             return rows, self.passes.loss(self.passes.output(x, inputs), targets)
+
+    def local_work(self, question: Question) -> Callable[[], Answers]:
+        """Let peers take steps of their own, which are taken at once; see `WorksLocally.local_work`."""
+        places = [(point, peer) for point, peer in (~question.weights.isnan()).nonzero().tolist()]
+        names, rows = tuple(self.names[peer] for _, peer in places), [point for point, _ in places]
+        if len(set(names)) < len(names):
+            raise ValueError("a peer takes steps from one point at a time")
+        work = question.work or LocalWork(1, 1.0)
+        points = question.points[rows]
+        if self.support.loop:
+            asked = zip(names, range(len(names)), strict=True)
+            given = [self._ask(name, points[k], question.step, work.at(rows[k])) for name, k in asked]
+        else:
+            given = [*self._worked(names, points, question.step, work.at(rows))]
+        answers = Answers.of(question, dict(zip(places, given, strict=True)), self.names)
+        return lambda: answers
+
+    def _worked(self, names: tuple[str, ...], points: Tensor, step: int, work: LocalWork) -> Tensor:
+        """Return what each peer's steps followed from its point, added up; all peers take a step together."""
+        total = torch.zeros_like(points)
+        for k in range(work.count):
+            batches = self.sampler.draw(names, step + k)[1]
+            layered = self._layered
+            gradients = self.passes.rows(points, batches) if layered is None else layered.rows(points, batches)[0]
+            direction = work.direction(gradients, points, slice(None))
+            points, total = points - work.lr * direction, total + direction
+        return total
 
     def losses(self, points: Tensor, step: int) -> Tensor:
         """Return every user's loss at its row of `points`, or those of the first; buffers stay as they are."""
@@ -305,11 +333,12 @@ class InProcess:
         points = x.expand(len(names), -1)
         return torch.stack([self._ask(name, point, step) for name, point in zip(names, points, strict=True)])
 
-    def _ask(self, name: str, x: Tensor, step: int) -> Tensor:
+    def _ask(self, name: str, x: Tensor, step: int, work: LocalWork | None = None) -> Tensor:
         """Return one peer's gradient at x, as it would answer in a process of its own."""
         if name not in self._peers:
             self._peers[name] = self.peer(name)
-        reply = self._peers[name].answer(Request(x[None], step, self.seed, self.sampler.batch_size))
+        request = Request(x[None], step, self.seed, self.sampler.batch_size, work=work)
+        reply = self._peers[name].answer(request)
         if reply.gradients is None:
             raise KnobError(f"{name!r} gives no gradient: {reply.refused}")
         return reply.gradients[0]

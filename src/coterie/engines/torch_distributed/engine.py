@@ -127,15 +127,20 @@ class TorchDistributed:
         exchange = self._begin(Ask.ROWS if question.rows or self.gather else Ask.SUM, question)
         return partial(self._answers, exchange)
 
+    def local_work(self, question: Question) -> Callable[[], Answers]:
+        """Let peers take steps of their own; see `WorksLocally.local_work`."""
+        return partial(self._answers, self._begin(Ask.ROWS if question.rows or self.gather else Ask.SUM, question))
+
     def _begin(self, ask: Ask, question: Question) -> "_Exchange":
         """Begin to send a question and to collect the answers."""
         self._check_told_to_end()
         wire, self._whole = self.wire, False
         try:
-            if len(question.points) != wire.n_points:
-                wire.request.ask(Ask.POINTS, len(question.points))
+            added = question.work is not None and question.work.add is not None
+            if (len(question.points), added) != (wire.n_points, wire.added):
+                wire.request.ask(Ask.POINTS, len(question.points), int(added))
                 wire.send_request().wait()
-                wire.take_points(len(question.points))
+                wire.take_points(len(question.points), added=added)
             sketched = question.sketched
             wire.request.fill(ask, question)
             works = [wire.send_request()]
@@ -231,11 +236,12 @@ class TorchDistributed:
             batch_dependent=own.batch_dependent,
             many_points=True,
             sketch=self.sketch,
+            local_work=True,
         )
 
     def _stay_in_touch(self) -> None:
         """Tell peers that nobody asks, before they give up waiting, that the run goes on."""
-        if time.monotonic() - self._last > self.group.timeout / 3:
+        if self._whole and time.monotonic() - self._last > self.group.timeout / 3:
             self.wire.request.ask(Ask.NOTHING)
             self._last = time.monotonic()
             try:

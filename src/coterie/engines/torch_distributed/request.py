@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from coterie.engines.engine import Question
+from coterie.engines.engine import LocalWork, Question
 from coterie.errors import PeerLost
 
 ALIGNMENT = 64
@@ -21,14 +21,15 @@ class Ask(IntEnum):
     NOTHING = 1
     SUM = 2
     ROWS = 3
-    POINTS = 4  # nothing yet: the next messages have as many points as stands in the place of the step
+    POINTS = 4  # nothing yet: the next messages have as many points as stands in the place of the step, and what
+    # is added to steps from them where one stands in the place of the sketches
 
 
 class PackedRequest:
     """Tensors of several types that lie one after the other in one tensor of bytes, sent as one message.
 
-    There are points like x, at each a weight for each of `n_peers`, those buffers of the model that move, and a tag
-    of so many bytes.
+    There are points like x, at each a weight for each of `n_peers`, what is added to steps from it where `added`,
+    those buffers of the model that move, and a tag of so many bytes.
     """
 
     def __init__(
@@ -39,33 +40,46 @@ class PackedRequest:
         buffers: Mapping[str, Tensor],
         device: torch.device,
         *,
+        added: bool = False,
         tag: int = 0,
     ) -> None:
-        head, weights = torch.zeros(3, dtype=torch.int64), torch.zeros(n_points, n_peers, dtype=torch.float64)
+        head, weights = torch.zeros(4, dtype=torch.int64), torch.zeros(n_points, n_peers, dtype=torch.float64)
+        rates, add = torch.zeros(2, dtype=torch.float64), x.expand(n_points if added else 0, *x.shape)
         stacked = [tensor.expand(n_points, *tensor.shape) for tensor in (x, *buffers.values())]
-        views = laid_out([head, weights, *stacked, torch.zeros(tag, dtype=torch.uint8)], device)
-        self.bytes, (self._head, self.weights, self.points, *moved, self.tag) = views
+        views = laid_out([head, rates, weights, add, *stacked, torch.zeros(tag, dtype=torch.uint8)], device)
+        self.bytes, (self._head, self._rates, self.weights, self._add, self.points, *moved, self.tag) = views
         self.body = self.bytes[: len(self.bytes) - tag]
         self.buffers = dict(zip(buffers, moved, strict=True))
 
     def fill(self, ask: Ask, question: Question) -> None:
         """Write a message."""
-        self.ask(ask, question.step, question.sketched)
+        work = question.work
+        self.ask(ask, question.step, question.sketched, 0 if work is None else work.count)
+        if work is not None:
+            self._rates.copy_(torch.tensor([work.lr, work.decay], dtype=torch.float64))
+            if work.add is not None:
+                self._add.copy_(work.add)
         self.weights.copy_(question.weights)
         self.points.copy_(question.points)
         for name, buffer in self.buffers.items():
             buffer.copy_(question.buffers[name])
 
-    def ask(self, ask: Ask, step: int = 0, sketched: int = 0) -> None:
+    def ask(self, ask: Ask, step: int = 0, sketched: int = 0, local_steps: int = 0) -> None:
         """Write what is asked, and leave the rest as it was."""
-        self._head.copy_(torch.tensor([ask, step, sketched]))
+        self._head.copy_(torch.tensor([ask, step, sketched, local_steps]))
 
     def read(self) -> tuple[Ask, int, int]:
         """Return what is asked, the step, and how many points are sketched."""
-        ask, step, sketched = self._head.tolist()
+        ask, step, sketched, _ = self._head.tolist()
         if ask not in list(Ask) or not 0 <= sketched <= len(self.points):
             raise PeerLost(f"a message is not one of user 0: it asks for {ask}, with {sketched} sketches")
         return Ask(ask), step, sketched
+
+    def work(self, like: Tensor) -> LocalWork | None:
+        """Return the steps that peers are to take, unchecked; None where a gradient is asked for."""
+        count, (lr, decay) = int(self._head[3]), self._rates.tolist()
+        add = self._add.to(like) if len(self._add) else None
+        return LocalWork(count, lr, add, decay) if count else None
 
 
 def laid_out(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:

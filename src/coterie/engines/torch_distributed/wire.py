@@ -73,10 +73,12 @@ class Wire:
         self.seal, self.tag_bytes = seal, 0 if seal is None else TAG_BYTES
         self.take_points(1)
 
-    def take_points(self, n: int) -> None:
-        """Let messages have so many points from now on."""
-        self.n_points, point = n, torch.empty(self.size, dtype=self.sent_as)
-        self.request = PackedRequest(self.n_peers, n, point, self.moving, self.device, tag=self.tag_bytes)
+    def take_points(self, n: int, *, added: bool = False) -> None:
+        """Let messages have so many points from now on, and what is added to steps from them."""
+        self.n_points, self.added, point = n, added, torch.empty(self.size, dtype=self.sent_as)
+        self.request = PackedRequest(
+            self.n_peers, n, point, self.moving, self.device, added=added, tag=self.tag_bytes
+        )
         self._answers: dict[Ask, Tensor] = {}
 
     def send_request(self) -> dist.Work:

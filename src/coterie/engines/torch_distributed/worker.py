@@ -116,7 +116,7 @@ class _Worker:
         if ask in (Ask.END, Ask.NOTHING):
             return ask is Ask.NOTHING
         if ask is Ask.POINTS:
-            self._take_points(step)
+            self._take_points(step, added=bool(sketched))
             return True
         if ask is Ask.ROWS and self.sums_only:
             raise PeerLost("asked for a gradient on its own, but gives sums only")
@@ -128,8 +128,9 @@ class _Worker:
             if not asked.any():
                 self.peer.refuse(f"it gives {self.sums_only}", step=step)
         if asked.any():
-            reply = self.peer.answer(self._request(step, asked))
-            self.answered += 0 if reply.gradients is None else len(reply.gradients)
+            request = self._request(step, asked)
+            reply = self.peer.answer(request)
+            self.answered += 0 if reply.gradients is None else request.gradients
         ended = time.perf_counter()
         sent = self.wire.answer(ask, self.position, asked, reply, (ended - began, began - self.since))
         self._over(lambda: self.wire.collect(ask, sent)[0].wait())  # noqa: PLW0108  # to begin may fail too
@@ -138,11 +139,11 @@ class _Worker:
         self.since = ended
         return True
 
-    def _take_points(self, n: int) -> None:
+    def _take_points(self, n: int, *, added: bool = False) -> None:
         """Let messages have so many points; where it is one, the model's parameters lie in the message itself."""
         if not 1 <= n <= MAX_POINTS:
             raise PeerLost(f"asked at {n} points; it answers at {MAX_POINTS} at most")
-        self.wire.take_points(n)
+        self.wire.take_points(n, added=added)
         points, parameters = self.wire.request.points, self.peer.passes.parameters
         self.same = (points.dtype, points.device) == (parameters.dtype, parameters.device)
         self.x = parameters.share(points[0] if self.same and n == 1 else None)
@@ -157,7 +158,9 @@ class _Worker:
         else:
             points = packed.points[asked].to(self.x)
             buffers = {name: rows[asked] for name, rows in packed.buffers.items()}
-        return Request(points, step, self.run["seed"], self.run["batch_size"], buffers)
+        work = packed.work(self.x)
+        work = None if work is None else work.at(asked.nonzero().flatten().tolist())
+        return Request(points, step, self.run["seed"], self.run["batch_size"], buffers, work=work)
 
     def _sketch(self, step: int, n: int, asked: Tensor, reply: Reply | None) -> None:
         """Send sketches of the gradients at the first so many points; not numbers where there are none."""
