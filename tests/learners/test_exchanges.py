@@ -128,7 +128,7 @@ def by_hand(alpha: float, beta: float, every: int, local_steps: int, steps: int)
         for step in range(t * local_steps, (t + 1) * local_steps):
             y.requires_grad_()
             inputs, targets = who.batch(8, seed=0, step=step)
-            loss = mse_loss(inputs @ y[:6, None] + y[6], targets)  # type: ignore[operator, arg-type]
+            loss = mse_loss(inputs @ y[:6, None] + y[6], targets)
             (g,) = torch.autograd.grad(loss, y)
             y, total = (y - 0.02 * g).detach(), total + g
         return total
@@ -155,7 +155,7 @@ def test_training_is_the_definition(every: int, local_steps: int) -> None:
 
 def test_fewer_exchanges_cost_fewer_numbers() -> None:
     costs = {
-        kind: trained(AVERAGING, exchange_every=kind[0], local_steps=kind[1]).record.end.costs  # type: ignore[union-attr]
+        kind: trained(AVERAGING, exchange_every=kind[0], local_steps=kind[1]).record.end.costs
         for kind in ((1, 1), (4, 1), (1, 3), (4, 3))
     }
     sent = {kind: (cost["other"].gradients, cost["other"].numbers_sent // 7) for kind, cost in costs.items()}

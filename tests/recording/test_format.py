@@ -29,6 +29,8 @@ CONFIGURATION: dict[str, Any] = {
     "guard": "held-out: 100 validation examples",
     "evaluate_every": 5,
     "norm_bound": 3.0,
+    "exchange_every": 1,
+    "local_steps": 1,
     "data": "",
     "frozen": "",
     "choice": {},

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,8 @@ def lead(folder: Path, sites: Sites) -> None:
         rule, knobs = rule_of(settings), settings.training
         patience = {name: getattr(knobs, name) for name in ("timeout", "misses", "probe_every", "minimum")}
         engine = functools.partial(Flare, sites=sites, names=settings.sites, **patience)
-        options: dict[str, Any] = {name: getattr(knobs, name) for name in ("steps", "lr", "batch_size", "seed")}
+        asked = ("steps", "lr", "batch_size", "seed", "exchange_every", "local_steps")
+        options: dict[str, Any] = {name: getattr(knobs, name) for name in asked}
         options |= {"engine": engine, "resume": True, "progress": False}
         if task is not None:
             fitted = fit(task, rule, settings.model.name, out, **options)
@@ -64,7 +66,10 @@ def lead(folder: Path, sites: Sites) -> None:
 
 def planned_gradients(settings: LeadSettings) -> int:
     """Return how many gradients a run may ask of each site."""
-    return settings.training.steps * (POINTS_A_STEP if isinstance(rule_of(settings), MakesLearner) else 1)
+    training = settings.training
+    exchanges = math.ceil(training.steps / training.exchange_every)
+    points = POINTS_A_STEP if isinstance(rule_of(settings), MakesLearner) else 1
+    return exchanges * training.local_steps * points
 
 
 def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:

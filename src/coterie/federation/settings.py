@@ -31,6 +31,7 @@ CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("name", "kit", "me", "table", "loader", "target", "loss", "rule"), _TEXT),
     **dict.fromkeys(("data", "model", "caps", "training"), _TABLE),
     **dict.fromkeys(("threads", "own_examples", "n_inputs", "n_outputs", "steps", "batch_size"), COUNT),
+    **dict.fromkeys(("exchange_every", "local_steps"), COUNT),
     **dict.fromkeys(("misses", "probe_every", "minimum"), whole(0)),
     **dict.fromkeys(("alpha", "beta"), SHARE),
     **dict.fromkeys(("lr", "timeout"), POSITIVE),
@@ -81,6 +82,8 @@ class Training:
     lr: float = 0.01
     batch_size: int = 32
     seed: int = 0
+    exchange_every: int = 1
+    local_steps: int = 1
     timeout: float = 10.0
     misses: int = 3
     probe_every: int = 10
@@ -88,7 +91,8 @@ class Training:
 
     def __post_init__(self) -> None:
         names = ("steps", "lr", "batch_size", "seed", "timeout", "misses", "probe_every", "minimum")
-        check_fields(self, {name: CHECKS[name] for name in names})
+        checked = (*names, "exchange_every", "local_steps")
+        check_fields(self, {name: CHECKS[name] for name in checked})
 
 
 @dataclass(frozen=True)

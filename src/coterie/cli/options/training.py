@@ -148,6 +148,13 @@ class FitOptions:
     steps: Annotated[int, Option(help="Steps to take.")] = 1000
     lr: Annotated[float, Option(help="Adam's step size.")] = 0.01
     batch_size: Annotated[int, Option(help="Rows each user draws for a gradient.")] = 32
+    exchange_every: Annotated[
+        int,
+        Option(help="Steps of user 0 for each exchange with the peers; in between it uses what they last said."),
+    ] = 1
+    local_steps: Annotated[
+        int, Option(help="Plain steps that every user takes for one step of the run; their sum is its gradient.")
+    ] = 1
     guard: Annotated[
         bool,
         Option(

@@ -43,11 +43,12 @@ class PackedRequest:
         added: bool = False,
         tag: int = 0,
     ) -> None:
-        head, weights = torch.zeros(4, dtype=torch.int64), torch.zeros(n_points, n_peers, dtype=torch.float64)
-        rates, add = torch.zeros(2, dtype=torch.float64), x.expand(n_points if added else 0, *x.shape)
+        head, weights = torch.zeros(6, dtype=torch.int64), torch.zeros(n_points, n_peers, dtype=torch.float64)
+        add = x.expand(n_points if added else 0, *x.shape)
         stacked = [tensor.expand(n_points, *tensor.shape) for tensor in (x, *buffers.values())]
-        views = laid_out([head, rates, weights, add, *stacked, torch.zeros(tag, dtype=torch.uint8)], device)
-        self.bytes, (self._head, self._rates, self.weights, self._add, self.points, *moved, self.tag) = views
+        views = laid_out([head, weights, add, *stacked, torch.zeros(tag, dtype=torch.uint8)], device)
+        self.bytes, (self._head, self.weights, self._add, self.points, *moved, self.tag) = views
+        self._rates = self._head[4:].view(torch.float64)  # step size and decay of steps that peers take
         self.body = self.bytes[: len(self.bytes) - tag]
         self.buffers = dict(zip(buffers, moved, strict=True))
 
@@ -66,11 +67,11 @@ class PackedRequest:
 
     def ask(self, ask: Ask, step: int = 0, sketched: int = 0, local_steps: int = 0) -> None:
         """Write what is asked, and leave the rest as it was."""
-        self._head.copy_(torch.tensor([ask, step, sketched, local_steps]))
+        self._head[:4].copy_(torch.tensor([ask, step, sketched, local_steps]))
 
     def read(self) -> tuple[Ask, int, int]:
         """Return what is asked, the step, and how many points are sketched."""
-        ask, step, sketched, _ = self._head.tolist()
+        ask, step, sketched, *_ = self._head.tolist()
         if ask not in list(Ask) or not 0 <= sketched <= len(self.points):
             raise PeerLost(f"a message is not one of user 0: it asks for {ask}, with {sketched} sketches")
         return Ask(ask), step, sketched
