@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from coterie import theory
 from coterie.cli import app
-from coterie.theory.phrases import in_short, verdict
+from coterie.reporting.phrases import in_short, verdict
 
 PROBLEM: dict[str, Any] = {
     "n_peers": 10,
@@ -168,3 +168,14 @@ def test_inconsistent_constants_are_one_message_and_exit_code_2(changes: dict[st
     assert result.stderr.startswith("coterie: ")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_exchange_cost_asks_how_often_to_exchange() -> None:
+    asked = "plan --n-peers 9 --noise 1 --bias-floor 0 --hessian-gap 0 --smoothness 1 --pl 1 --initial-gap 2"
+    run = CliRunner().invoke(app, [*asked.split(), "--steps", "1000", "--exchange-cost", "20", "--json"])
+    found = json.loads(run.stdout)["exchanges"]
+    assert set(found) == {"alone", "at every step", "stale peers", "local work"}
+    assert found["at every step"]["every"] == 1 < found["local work"]["every"]
+    assert found["local work"]["bound"] < found["at every step"]["bound"]
+    shown = CliRunner().invoke(app, [*asked.split(), "--exchange-cost", "20"]).stdout
+    assert "the least bound with peers is that of" in shown.replace("\n", " ")

@@ -1,6 +1,7 @@
 """`coterie plan`: what the theory advises for a problem whose constants are known, or measured."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +14,16 @@ from coterie.cli import terminal
 from coterie.cli.terminal import record_of, rich_table
 from coterie.errors import DataError, KnobError
 from coterie.recording.record import Record
+from coterie.reporting.phrases import (
+    cells,
+    exchange_cells,
+    exchange_choices,
+    exchange_sentence,
+    note,
+    numbers,
+    verdict,
+)
 from coterie.theory.estimates import Estimates
-from coterie.theory.phrases import cells, note, numbers, verdict
 
 NEEDED = ("n_peers", "noise", "bias_floor", "hessian_gap", "smoothness", "pl", "initial_gap")
 
@@ -46,6 +55,10 @@ def plan(
     initial_gap: Annotated[float | None, Option(help="F_0, the loss at the start above the least.")] = None,
     peer_noise: Annotated[float | None, Option(help="σ_k of one peer; as --noise if left out.")] = None,
     alpha: Annotated[float | None, Option(help="α for WGA; the best if left out.")] = None,
+    exchange_cost: Annotated[
+        float | None,
+        Option(min=0.0, help="R, what an exchange costs in gradients: also say how often to exchange."),
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
     out: Annotated[Path | None, Option(help="Folder for a page with sliders and the gain-factor picture.")] = None,
 ) -> None:
@@ -81,13 +94,19 @@ def plan(
     problem, steps = theory.Constants(**given), 1000 if steps is None else steps
     choices = theory.plan(problem, steps, alpha)
     rows = {name: numbers(choice) for name, choice in choices.items()}
+    fewer = {} if exchange_cost is None else exchange_choices(problem, steps, exchange_cost)
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        shown = {"exchanges": {kind: asdict(one) for kind, one in fewer.items()}} if fewer else {}
+        typer.echo(json.dumps({**rows, **shown}, indent=2))
     else:
         console = terminal.console()
         console.print(rich_table(None, [cells(name, row) for name, row in rows.items()], note(rows)))
         for sentence in verdict(problem, choices, steps):
             console.print(sentence, highlight=False)
+        if exchange_cost is not None:
+            title = f"In the time of {steps} steps with an exchange each"
+            console.print(rich_table(title, exchange_cells(problem, steps, exchange_cost)))
+            console.print(exchange_sentence(fewer, exchange_cost), highlight=False)
     if out is not None:
         from coterie.reporting.plan_page import write_plan_page
 

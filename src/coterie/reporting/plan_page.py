@@ -15,8 +15,8 @@ import numpy as np
 
 from coterie.reporting.figures import gain_factor
 from coterie.reporting.page import Lead, Section, write_page
+from coterie.reporting.phrases import TITLES, note, numbers, verdict
 from coterie.theory import Choice, Constants, plan
-from coterie.theory.phrases import TITLES, note, numbers, verdict
 
 POSITIONS = 5
 """How many places a slider has; what was asked for is in the middle."""

@@ -5,10 +5,10 @@ from typing import Any
 from coterie.recording.record import Record
 from coterie.reporting.charts import Points, line_chart
 from coterie.reporting.page import Section
+from coterie.reporting.phrases import cells, note, numbers
 from coterie.reporting.summary import summary
 from coterie.theory import plan_for_peers
 from coterie.theory.estimates import Estimates, Measured
-from coterie.theory.phrases import cells, note, numbers
 
 
 def details(record: Record, weight: float | None = None) -> list[Section]:

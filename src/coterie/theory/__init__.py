@@ -27,6 +27,7 @@ from coterie.theory.correction import (
     hessian_gap_limit,
 )
 from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone, steps_alone_to_loss
+from coterie.theory.exchanges import Exchanges, alone_in_time, best_exchanges, local_bound, stale_bound
 from coterie.theory.peers import Averaging, CorrectedPeers, Peers, best_averaging, best_corrected_peers
 from coterie.theory.plan import Choice, plan, plan_for_peers
 
@@ -37,9 +38,11 @@ __all__ = [
     "CorrectedPeers",
     "Correction",
     "Descent",
+    "Exchanges",
     "Numbers",
     "Peers",
     "alone",
+    "alone_in_time",
     "averaging",
     "averaging_cost",
     "averaging_speedup",
@@ -48,16 +51,19 @@ __all__ = [
     "best_beta",
     "best_corrected_peers",
     "best_correction",
+    "best_exchanges",
     "best_tau",
     "correction_bound",
     "correction_max_lr",
     "hessian_gap_limit",
     "least_noise_alpha",
+    "local_bound",
     "mean_estimation",
     "oracle",
     "oracle_speedup",
     "plan",
     "plan_for_peers",
+    "stale_bound",
     "steps_alone",
     "steps_alone_to_loss",
 ]

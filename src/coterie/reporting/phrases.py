@@ -8,6 +8,7 @@ from coterie.theory.choices import least_noise_alpha
 from coterie.theory.constants import Constants
 from coterie.theory.correction import hessian_gap_limit
 from coterie.theory.descent import oracle
+from coterie.theory.exchanges import Exchanges, alone_in_time, best_exchanges
 from coterie.theory.plan import Choice
 
 TITLES = {"alone": "Alone", "wga": "WGA", "bc_oracle": "BC, oracle", "bc": "BC"}
@@ -88,3 +89,44 @@ def in_short(choices: Mapping[str, Choice]) -> str:
         knobs = [f"{key} {row[key]:.3g}" for key in ("alpha", "beta", "speedup") if row.get(key) is not None]
         shown.append(f"{TITLES[name]} {', '.join(knobs)}")
     return "; ".join(shown)
+
+
+def exchange_cells(problem: Constants, steps: int, cost: float) -> list[dict[str, str]]:
+    """Return a table of how often to exchange where an exchange costs as much as so many gradients.
+
+    Its bounds are on the excess loss, the mean over the points of exchange, in the time of `steps` steps with an
+    exchange each.
+    """
+    return [
+        {
+            "kind": kind,
+            "K": "–" if one.every == 0 else str(one.every),
+            "alpha": f"{one.alpha:.3g}",
+            "step size": f"{one.lr:.3g}",
+            "own gradients": f"{one.steps:.0f}",
+            "exchanges": "0" if one.every == 0 else f"{one.steps / one.every:.0f}",
+            "excess loss ≤": f"{one.bound / (2 * float(problem.pl)):.4g}",
+        }
+        for kind, one in exchange_choices(problem, steps, cost).items()
+    ]
+
+
+def exchange_choices(problem: Constants, steps: int, cost: float) -> dict[str, Exchanges]:
+    """Return what may be done in a given time: ask nobody, exchange at every step, or less often in either way."""
+    return {
+        "alone": alone_in_time(problem, steps, cost),
+        "at every step": best_exchanges(problem, steps, cost, "stale", every=1),
+        "stale peers": best_exchanges(problem, steps, cost, "stale"),
+        "local work": best_exchanges(problem, steps, cost, "local"),
+    }
+
+
+def exchange_sentence(choices: Mapping[str, Exchanges], cost: float) -> str:
+    """Say how often to exchange, by the least bound."""
+    kind, best = min(((k, one) for k, one in choices.items() if one.every), key=lambda each: each[1].bound)
+    setting = "exchange_every" if kind == "stale peers" else "local_steps"
+    how = f"{kind} with `{setting}={best.every}`" if best.every > 1 else "an exchange at every step"
+    said = f"Where an exchange costs as much as {cost:g} gradients, the least bound with peers is that of {how}."
+    if choices["alone"].bound >= best.bound:
+        return said
+    return said + " Alone's is lower: it takes steps, each on fresh own examples, in the time of exchanges."
