@@ -178,4 +178,4 @@ def test_an_exchange_cost_asks_how_often_to_exchange() -> None:
     assert found["at every step"]["every"] == 1 < found["local work"]["every"]
     assert found["local work"]["bound"] < found["at every step"]["bound"]
     shown = CliRunner().invoke(app, [*asked.split(), "--exchange-cost", "20"]).stdout
-    assert "the least bound with peers is that of" in shown.replace("\n", " ")
+    assert "the least bound with peers is that of" in " ".join(shown.split())
