@@ -6,7 +6,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,8 @@ class TableUsers:
     users: tuple[User, ...]
     preparation: Preparation
     left_out: Mapping[str, str]  # who cannot learn from its rows, and why
+    target: str  # the column to predict
+    test_rows: Mapping[str, pd.DataFrame] = field(repr=False, compare=False)  # everybody's, with all columns
 
     @property
     def n_inputs(self) -> int:
@@ -132,4 +134,5 @@ def users_from_table(
         training, held_out = (prepare.examples(part, target) for part in some[:2])
         tested = prepare.examples(some[2], target) if test else None
         users.append(User(name, *training, validation=held_out, test=tested))
-    return TableUsers(tuple(users), prepare, left_out)
+    tested_rows = {name: some[2] for name, some in parts.items()}
+    return TableUsers(tuple(users), prepare, left_out, target, tested_rows)

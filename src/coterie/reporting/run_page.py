@@ -1,5 +1,6 @@
 """The page of one run: the verdict, whom the model listens to, how Alone does, the cost; details fold."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from coterie.recording.configuration import Configuration
@@ -22,10 +23,15 @@ HEADLINES = {
 }
 
 
-def write_run_page(path: Path, record: Record, weight: float | None = None) -> Path:
-    """Write the page of an ended run to one HTML file that needs nothing else, and return its path."""
+def write_run_page(
+    path: Path, record: Record, weight: float | None = None, *, more: Sequence[Section] = ()
+) -> Path:
+    """Write the page of an ended run to one HTML file that needs nothing else, and return its path.
+
+    More sections come before the details.
+    """
     title = f"A model for {record.configuration.me.name}"
-    return write_page(path, title, [*_first(record), *details(record, weight)], lead=lead(record))
+    return write_page(path, title, [*_first(record), *more, *details(record, weight)], lead=lead(record))
 
 
 def lead(record: Record) -> Lead:

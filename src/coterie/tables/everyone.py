@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coterie.arguments import SEED
-from coterie.data import Preparation, TableUsers
+from coterie.data import TableUsers
 from coterie.errors import DataError, FileError
 from coterie.everyone.folders import POOLED, folder_names
 from coterie.everyone.page import write_everyone_page
@@ -19,6 +19,7 @@ from coterie.registry import RunFacts
 from coterie.tables import models
 from coterie.tables.metrics import metrics_of
 from coterie.tables.model_files import save_model
+from coterie.tables.report import write_report
 from coterie.training.run import Run, Stopped
 
 if TYPE_CHECKING:
@@ -71,14 +72,15 @@ def fit_everyone(
         if runs.stopped is Stopped.CTRL_C:
             return None
         try:
-            _write(out, runs, table.preparation, model, user_column)
+            _write(out, runs, table, model, user_column)
         except FileError as error:
             raise FileError(f"{error}. The models are trained: `--resume` will write them then", runs) from error
     return runs
 
 
-def _write(out: Path, runs: Runs, preparation: Preparation, model: str, user_column: str) -> None:
+def _write(out: Path, runs: Runs, table: TableUsers, model: str, user_column: str) -> None:
     """Write everybody's model, preparation and page, then the page of all, and last which folder is whose."""
+    preparation = table.preparation
 
     def write(folder: Path, run: Run) -> None:
         preparation.save(folder)
@@ -87,7 +89,7 @@ def _write(out: Path, runs: Runs, preparation: Preparation, model: str, user_col
     folders = folder_names(list(runs.runs))
     for name, run in runs.runs.items():
         write(out / folders[name], run)
-        run.report(out / folders[name] / "index.html")
+        write_report(out / folders[name], run, preparation, table.target, table.test_rows[name])
     if runs.pooled is not None:
         write(out / POOLED, runs.pooled)
     pages = {name: f"{place}/index.html" for name, place in folders.items()}

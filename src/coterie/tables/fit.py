@@ -15,8 +15,10 @@ from coterie.errors import FileError
 from coterie.recording.claim import claimed
 from coterie.rules import Rule
 from coterie.tables import models
+from coterie.tables.everyone import is_everyone
 from coterie.tables.metrics import metrics_of
 from coterie.tables.model_files import save_model
+from coterie.tables.report import write_report
 from coterie.training.run import Run, Stopped
 from coterie.training.train import train
 
@@ -47,6 +49,8 @@ def fit(
         engine: where the peers are.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, resume, …
     """
+    if is_everyone(out):
+        raise FileError(f"{out} holds models of several users (`--me all`); name another folder")
     reported = metrics_of(task.preparation, metrics)
     with torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(SEED("seed", seed))
@@ -60,7 +64,7 @@ def fit(
         try:
             task.preparation.save(out)
             save_model(out, run.model, model, task.n_inputs, task.n_outputs)
-            run.report(out / "index.html")
+            write_report(out, run, task.preparation, task.target, task.test_rows)
         except FileError as error:
             raise FileError(f"{error}. The model is trained: `--resume` will write it then", run) from error
     return run
