@@ -37,9 +37,9 @@ def net(n_inputs: int, n_outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(n_inputs, 3), nn.BatchNorm1d(3), nn.Linear(3, n_outputs))
 
 
-@pytest.mark.parametrize("kind", [CoterieClassifier, CoterieRegressor])
-def test_scikit_learns_own_checks(kind: type[CoterieClassifier | CoterieRegressor]) -> None:
-    check_estimator(kind(**QUICK), on_skip=None)
+@pytest.mark.parametrize("estimator", [CoterieClassifier(steps=5, lr=0.5), CoterieRegressor(**QUICK)], ids=repr)
+def test_scikit_learns_own_checks(estimator: CoterieClassifier | CoterieRegressor) -> None:
+    check_estimator(estimator, on_skip=None)
 
 
 def test_what_fit_leaves() -> None:
