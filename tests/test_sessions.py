@@ -1,0 +1,48 @@
+"""A stranger's session of each kind runs as the documentation has it: a table, a loop, research, scikit-learn."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from tests.support.hospitals import visits
+from tests.test_examples import PAGES, ROOT
+from typer.testing import CliRunner
+
+from coterie.cli import app
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_a_table_by_the_readmes_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = visits(90)[["hospital", "age", "pressure", "smoker", "ill"]]
+    table.to_csv("visits.csv", index=False)
+    table[:7].drop(columns="ill").to_csv("new_visits.csv", index=False)
+    session = next(block for block in blocks(ROOT / "README.md", "console") if "coterie train --data" in block)
+    for line in session.splitlines():
+        command, _, file = line.removeprefix("$ coterie ").partition(" > ")
+        result = CliRunner().invoke(app, shlex.split(command, comments=True))
+        assert result.exit_code == 0, result.output
+        if file:
+            Path(file).write_text(result.stdout, encoding="utf-8")
+    assert set(pd.read_csv("predictions.csv")["prediction"]) <= {"ill", "well"}
+    assert "Geneva" in Path("run/index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [
+        ("README.md", "direction, state = rule("),  # one's own loop
+        ("docs/extending.md", "benchmark.run("),  # research: a rule of one's own against others
+        ("docs/sklearn.md", "cross_val_score("),
+    ],
+)
+def test_the_other_sessions_are_among_the_blocks_that_run(page: str, line: str) -> None:
+    assert ROOT / page in PAGES
+    assert any(line in block for block in blocks(ROOT / page, "python"))
