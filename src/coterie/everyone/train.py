@@ -50,6 +50,8 @@ def train_everyone(
     metrics: Mapping[str, Metric] | None = None,
     evaluate_every: int | None = None,
     norm_bound: float | None = FACTOR,
+    exchange_every: int = 1,
+    local_steps: int = 1,
     out: Path | str | None = None,
     trackers: Sequence[str] = ("tensorboard",),
     checkpoint_every: int | None = None,
@@ -82,6 +84,8 @@ def train_everyone(
         metrics: as in `train`.
         evaluate_every: as in `train`.
         norm_bound: as in `train`.
+        exchange_every: as in `train`.
+        local_steps: as in `train`.
         out: a folder, in which every user has one of its own, named after it.
         trackers: as in `train`.
         checkpoint_every: as in `train`.
@@ -108,6 +112,7 @@ def train_everyone(
     check_names([user.name for user in users])
     how: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "scheduler": scheduler, "clip_norm": clip_norm}
     how |= {"norm_bound": norm_bound, "metrics": metrics, "evaluate_every": evaluate_every}
+    how |= {"exchange_every": exchange_every, "local_steps": local_steps}
     how |= {"steps": steps, "batch_size": batch_size, "seed": seed, "device": device}
     rules = _rules(rule, users)
     able, left_out = _able([RunSpec(model, loss, me, (), rules[me.name], **how) for me in users])
