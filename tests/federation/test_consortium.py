@@ -34,6 +34,7 @@ from coterie.federation.job import write_job
 from coterie.federation.participants import LOG, lead_participant, peer_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
+from coterie.federation.watching import LOG as NVFLARE_LOG
 from coterie.recording import End
 from coterie.tables.fit import fit
 
@@ -186,7 +187,7 @@ def test_a_run_outlives_whatever_befalls_a_site(
         until(said("hungarian is back"), "taking it back")
         example.end([dies])
         assert run.wait(timeout=240) == 0
-        assert "Successfully registered" not in (intruder / "said.txt").read_text()
+        assert "Successfully registered" not in (intruder / "nvflare" / NVFLARE_LOG).read_text()
         left = [process for process in processes if process.is_running()]
     assert not [process for process in left if process.is_running()]
 
@@ -209,8 +210,8 @@ def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example:
     options = ["--rule", "wga", "--own-examples", "40", "--steps", "300", "--timeout", "5", "--misses", str(misses)]
     sites = example.set_up(folder, example.hospitals(None), "va", options)
     with example.started(*example.commands(folder, sites)) as processes:
-        registered = [folder / "sites" / site / "said.txt" for site in sites]
-        until(lambda: all("Successfully registered" in path.read_text() for path in registered), "connecting")
+        said = [folder / "sites" / site / "said.txt" for site in sites]
+        until(lambda: all("connected to user 0's server" in path.read_text() for path in said), "connecting")
         if moment == "before the job":
             example.end([processes[1]])
         with example.started([*example.COTERIE, "run", str(folder)]) as (run,):
@@ -266,7 +267,7 @@ def test_a_job_of_another_class_or_with_code_is_not_run_by_a_site(tmp_path: Path
     program = {"path": "subprocess.Popen", "args": {"args": ["touch", str(marker)]}}
     with example.started(*example.commands(folder, ["hungarian"])):
         said = folder / "sites" / "hungarian" / "said.txt"
-        until(lambda: "Successfully registered" in said.read_text(), "connecting")
+        until(lambda: "connected to user 0's server" in said.read_text(), "connecting")
         for name, component, code in (
             ("class", program, ""),
             ("code", {"path": "evil.Evil", "args": {}}, str(marker)),

@@ -168,7 +168,8 @@ def test_user_0_leads_over_any_transport(folder: Path) -> None:
 def test_check_says_what_a_site_would_give(folder: Path) -> None:
     answer = CliRunner().invoke(app, ["federate", "check", str(folder / "sites" / "basel")])
     assert answer.exit_code == 0, answer.output
-    assert re.search(r"User\('basel', 40 examples\): gradients of \d+ numbers", answer.output)
+    assert re.search(r"basel: 40 examples; gradients of \d+ numbers; \d+ given before", answer.output)
+    assert "given at most: 10000 gradients in all, clipped to norm 10, each of 16 examples or more" in answer.output
 
 
 @needs_nvflare
@@ -252,7 +253,7 @@ def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path
     settings = site_settings(kit)
     pd.read_csv(kit / "data.csv").drop(columns="ill").to_csv(tmp_path / "no.csv")
     data = Data(table=str(tmp_path / "no.csv"), target="ill")
-    with pytest.raises(DataError, match="name yours in"):
+    with pytest.raises(DataError, match=r"`target` in \[data\] of coterie.toml; it has .* under \[data.columns\]"):
         site_participant(kit, settings.__class__("bern", data, settings.model, settings.caps))
 
 

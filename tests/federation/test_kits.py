@@ -183,7 +183,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Give what would be started."""
     commands: list[list[str]] = []
 
-    def run_process(command: list[str], place: Path) -> int:
+    def run_process(command: list[str], place: Path, watch: object) -> int:
         commands.append(command)
         return 0
 

@@ -79,9 +79,13 @@ def init(
 @federate.command()
 def server(folder: Folder) -> None:
     """Start user 0's server, and stay with it until Ctrl-C."""
+    from coterie.federation.watching import LOG, Screen, ServerWatch
     from coterie.federation.workspace import run_process, server_command
 
-    raise typer.Exit(run_process(server_command(folder / "server"), folder / "server"))
+    place = folder / "server"
+    command = server_command(place)
+    typer.echo(f"the server of {folder}; Ctrl-C ends it; NVFLARE's log: {place / LOG}")
+    _end(run_process(command, place, ServerWatch(place, Screen(typer.echo))), place / LOG)
 
 
 SiteFolder = Annotated[Path, Argument(help="The site's folder.")]
@@ -114,15 +118,30 @@ def accept(
 def site(folder: SiteFolder = Path()) -> None:
     """Check a site's settings, connect to user 0, and answer until Ctrl-C. Nothing in the folder is run."""
     from coterie.federation import workspace
+    from coterie.federation.watching import LOG, Screen, SiteWatch
 
-    kit = check(folder)
+    kit, peer = _checked(folder)
     place = workspace.site_workspace(folder, kit)
-    raise typer.Exit(workspace.run_process(workspace.site_command(place, kit), place))
+    typer.echo(f"Ctrl-C ends it; NVFLARE's log: {place / LOG}")
+    watch = SiteWatch(folder, place, peer.caps, peer.ledger.given, Screen(typer.echo))
+    _end(workspace.run_process(workspace.site_command(place, kit), place, watch), place / LOG)
+
+
+def _end(status: int, log: Path) -> None:
+    """End with the status of NVFLARE's process; tell where its reasons are."""
+    if status:
+        typer.echo(f"NVFLARE has ended with status {status}; the end of {log} says why", err=True)
+    raise typer.Exit(status)
 
 
 @federate.command()
-def check(folder: SiteFolder = Path()) -> Any:
+def check(folder: SiteFolder = Path()) -> None:
     """Say what a site would give. Nothing is sent."""
+    _checked(folder)
+
+
+def _checked(folder: Path) -> tuple[Any, Any]:
+    """Say what a site would give, and return the kit and the peer that would give it."""
     from coterie.federation.kits import accepted
     from coterie.federation.participants import peer_of
     from coterie.federation.settings import site_settings
@@ -132,12 +151,14 @@ def check(folder: SiteFolder = Path()) -> Any:
     peer = peer_of(folder)
     size = sum(tensor.numel() for tensor in peer.passes.model.state_dict().values())
     typer.echo(f"the kit is the one accepted, {settings.kit}; it connects to {kit.server}:{kit.port}")
-    typer.echo(f"{peer.user}: gradients of {size} numbers, {peer.ledger.given} given before, {peer.caps}")
+    rows = "a stream of examples" if peer.user.is_stream else f"{len(peer.user)} examples"
+    typer.echo(f"{peer.user.name}: {rows}; gradients of {size} numbers; {peer.ledger.given} given before")
+    typer.echo(f"given at most: {peer.caps.in_words()}")
     if size != kit.size:
         raise KnobError(
             f"your model has {size} numbers, user 0's ({kit.model}) {kit.size}; name the same in [model]"
         )
-    return kit
+    return kit, peer
 
 
 @federate.command()

@@ -69,6 +69,17 @@ class Caps:
         if self.norm is not None and not (isinstance(self.norm, int | float) and self.norm > 0):
             raise KnobError(f"`norm` must be positive, got {self.norm!r}")
 
+    def in_words(self) -> str:
+        """Return the caps in words.
+
+        Example:
+            >>> Caps(gradients=1000, examples=20).in_words()
+            '1000 gradients in all, of any norm, each of 20 examples or more'
+        """
+        count = "any number of" if self.gradients is None else str(self.gradients)
+        norm = "of any norm" if self.norm is None else f"clipped to norm {self.norm:g}"
+        return f"{count} gradients in all, {norm}, each of {self.examples} examples or more"
+
 
 @dataclass(frozen=True, eq=False)
 class Request:

@@ -13,7 +13,7 @@ from coterie.data.table import TableTask
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.errors import DataError, KnobError
-from coterie.federation.settings import Data, LeadSettings, Model, SiteSettings, site_settings
+from coterie.federation.settings import FILE, Data, LeadSettings, Model, SiteSettings, site_settings
 from coterie.tables import models
 from coterie.users.user import Loss, User
 
@@ -46,7 +46,11 @@ def site_participant(folder: Path, settings: SiteSettings) -> Participant:
     if preparation.classes:
         rows = rows[rows[settings.data.target].isin(preparation.classes)]
     if rows.empty:
-        raise DataError(f"no row of {settings.data.table} has a class that user 0 knows: {preparation.classes}")
+        known = ", ".join(map(str, preparation.classes))
+        raise DataError(
+            f"no row of {settings.data.table} has a class that user 0 knows, which are {known}; call them in the "
+            "column `target` as user 0 does"
+        )
     user = User(settings.name, *preparation.examples(rows, settings.data.target))
     return Participant(user, *_model(settings.model, preparation))
 
@@ -82,7 +86,11 @@ def _rows(folder: Path, data: Data) -> Any:
     rows = read_table(folder / data.table)
     rows = rows.rename(columns={theirs: ours for ours, theirs in data.columns.items()})
     if data.target not in rows.columns:
-        raise DataError(f"{data.table} has no column {data.target!r}; name yours in [data.columns]")
+        raise DataError(
+            f"{data.table} has no column {data.target!r}, which is `target` in [data] of {FILE}; it has "
+            f"{', '.join(map(str, rows.columns))}. Set `target` as user 0 calls it, and where your table calls it "
+            f'otherwise, write {data.target} = "your name" under [data.columns]'
+        )
     return rows[rows[data.target].notna()]
 
 

@@ -150,7 +150,9 @@ def _read(path: Path, needed: Sequence[str], optional: set[str]) -> dict[str, An
     if missing:
         raise KnobError(f"{path} must have {missing[0]!r}")
     if stray:
-        raise KnobError(f"{path} has {sorted(stray)[0]!r}, which is not a setting; it may have {sorted(known)}")
+        raise KnobError(
+            f"{path} has {sorted(stray)[0]!r}, which is not a setting; it may have {', '.join(sorted(known))}"
+        )
     return {name: CHECKS[name](name, value) for name, value in settings.items()}
 
 
@@ -159,6 +161,6 @@ def _parts(settings: Mapping[str, Any], **kinds: type[Any]) -> dict[str, Any]:
     for name, kind in kinds.items():
         part, known = settings.get(name, {}), [f.name for f in fields(kind)]
         if stray := sorted(set(part) - set(known)):
-            raise KnobError(f"[{name}] has {stray[0]!r}, which is not a setting; it may have {known}")
+            raise KnobError(f"[{name}] has {stray[0]!r}, which is not a setting; it may have {', '.join(known)}")
         parts[name] = kind(**{k: CHECKS.get(k, ANYTHING)(k, value) for k, value in part.items()})
     return parts

@@ -1,10 +1,12 @@
 """User 0's command: submit the job, show how it goes, and go on with what is left where NVFLARE ends it early."""
 
+import io
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from coterie.federation.job import write_job
 from coterie.federation.lead import NEWS, REFUSED, RUN, SUMMARY, lead, rule_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
-from coterie.recording.progress import progress_bar
+from coterie.federation.watching import NewLines
+from coterie.recording.progress import Show, numbers_of, progress_bar
 from coterie.recording.record import Record
 
 SECONDS_BETWEEN_POLLS = 0.5
@@ -43,8 +46,9 @@ def supervise(
     for name in (SUMMARY, REFUSED):
         (out / name).unlink(missing_ok=True)
     job = write_job(folder.absolute() / "job")
-    show_news = _News(out / NEWS, show_line)
-    with progress_bar(progress, type(rule_of(settings)).__name__, settings.training.steps) as show:
+    steps, has_bar = settings.training.steps, sys.stderr.isatty() if progress is None else progress
+    with progress_bar(has_bar, type(rule_of(settings)).__name__, steps) as show:
+        show_new = _Shown(out, steps, show, show_line, tenths=not has_bar)
         for attempt in range(attempts):
             with _session(folder / "lead", wait) as session:
                 if not _connected(session, len(settings.sites), wait):
@@ -53,8 +57,8 @@ def supervise(
                             f"no site is connected after {wait:g} s; they start with `federate site`"
                         )
                     break
-                status = _watch(session, session.submit_job(str(job)), out, show, show_news)
-            show_news()
+                status = _watch(session, session.submit_job(str(job)), out, show_new)
+            show_new()
             if (out / REFUSED).exists():
                 raise KnobError((out / REFUSED).read_text(encoding="utf-8"))
             if (out / SUMMARY).exists():
@@ -62,24 +66,31 @@ def supervise(
             show_line(f"job {attempt + 1} has ended early ({status}); going on from the last checkpoint")
     show_line("no site is left; going on alone")
     lead(folder, LocalSites({}))
-    show_news()
+    show_new()
     return (out / SUMMARY).read_text(encoding="utf-8")
 
 
-class _News:
-    """Show the lines of a file that have not been shown."""
+class _Shown:
+    """Show what is new of a run: the lines of its news, and how far it is."""
 
-    def __init__(self, path: Path, show_line: Callable[[str], None]) -> None:
-        self.path, self.show_line = path, show_line
-        self.shown = path.stat().st_size if path.exists() else 0
+    def __init__(self, out: Path, steps: int, show: Show, show_line: Callable[[str], None], tenths: bool) -> None:
+        self._record, self._news = out / "record.jsonl", NewLines(out / NEWS)
+        self._steps, self._show, self._show_line = steps, show, show_line
+        self._tenth = 0 if tenths else 11  # how many tenths of the run were told, where there is no bar
 
     def __call__(self) -> None:
-        if self.path.exists():
-            with self.path.open(encoding="utf-8") as file:
-                file.seek(self.shown)
-                for line in file.read().splitlines():
-                    self.show_line(line)
-                self.shown = file.tell()
+        for line in self._news():
+            self._show_line(line)
+        points = Record.load(self._record).points if self._record.exists() else []
+        if not points:
+            return
+        last, losses = points[-1], [point.validation["loss"] for point in points if point.validation]
+        loss, weight = (math.nan if value is None else value for value in (last.own_loss, last.weight))
+        best = min(losses, default=None)
+        self._show(last.step, loss, weight, best)
+        if 10 * last.step // self._steps > self._tenth:
+            self._tenth = 10 * last.step // self._steps
+            self._show_line(f"step {last.step} of {self._steps}: {numbers_of(loss, weight, best)}")
 
 
 @contextmanager
@@ -90,7 +101,8 @@ def _session(kit: Path, wait: float) -> Iterator[Any]:
         raise CoterieError(f"NVFLARE is not installed ({error}); `pip install coterie[flare]`") from error
     logging.getLogger("nvflare").setLevel(logging.CRITICAL)  # what it has to say is raised as well
     try:
-        session = new_secure_session(LEAD, str(kit.absolute()), timeout=wait)
+        with redirect_stdout(io.StringIO()):  # it says that it connects
+            session = new_secure_session(LEAD, str(kit.absolute()), timeout=wait)
     except Exception as error:  # NVFLARE raises several kinds
         raise CoterieError(
             f"the server does not answer: {error}; start it (`coterie federate server {kit.parent}`); a run that "
@@ -112,15 +124,10 @@ def _connected(session: Any, wanted: int, wait: float) -> int:
         time.sleep(SECONDS_BETWEEN_POLLS)
 
 
-def _watch(session: Any, job: str, out: Path, show: Callable[..., None], show_news: Callable[[], None]) -> str:
+def _watch(session: Any, job: str, out: Path, show_new: Callable[[], None]) -> str:
     """Show the run until NVFLARE says that the job has ended, and return how."""
     while True:
-        show_news()
-        points = Record.load(out / "record.jsonl").points if (out / "record.jsonl").exists() else []
-        if points:
-            last, losses = points[-1], [point.validation["loss"] for point in points if point.validation]
-            loss, weight = (math.nan if value is None else value for value in (last.own_loss, last.weight))
-            show(last.step, loss, weight, min(losses, default=None))
+        show_new()
         try:
             status = str(session.get_job_meta(job).get("status"))
         except Exception as error:  # NVFLARE raises several kinds

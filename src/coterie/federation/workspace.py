@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,16 @@ from coterie.engines.peer import MAX_POINTS
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import EXECUTOR, SITE_CLASS
 from coterie.federation.manifest import CERTIFICATES, Kit
+from coterie.federation.watching import LOG
 
 WORKSPACE = "nvflare"
 """Where NVFLARE works in a site's folder."""
 
 MAX_EXTRA_BYTES = 16 * 2**20
 """How many bytes a message may have beside the numbers of the model."""
+
+SECONDS_BETWEEN_LOOKS = 0.5
+"""How long to wait from one look at what the process has done to the next."""
 
 RIGHTS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none") | {
     "submit_job": "any",
@@ -113,10 +117,10 @@ def surroundings() -> dict[str, str]:
     return os.environ | {"PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "4")}
 
 
-def run_process(command: Sequence[str], place: Path) -> int:
+def run_process(command: Sequence[str], place: Path, watch: Callable[[], None]) -> int:
     """Start NVFLARE's process, wait for its end, and end it and its children with this process; return its status.
 
-    What it writes is its owner's alone.
+    What it writes is its owner's alone, and what it says goes to `LOG`. `watch` is called now and then.
     """
     try:
         import psutil  # NVFLARE needs it too
@@ -124,10 +128,17 @@ def run_process(command: Sequence[str], place: Path) -> int:
         raise CoterieError(f"NVFLARE is not installed ({error}); `pip install coterie[flare]`") from error
     (place / "transfer").mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # In a session of its own: NVFLARE takes no notice of Ctrl-C.
-    process = psutil.Popen(list(command), env=surroundings(), start_new_session=True, umask=0o077)
+    with (place / LOG).open("ab") as log:
+        (place / LOG).chmod(0o600)
+        # In a session of its own: NVFLARE takes no notice of Ctrl-C.
+        options: dict[str, Any] = {"start_new_session": True, "umask": 0o077, "stdout": log, "stderr": log}
+        process = psutil.Popen(list(command), env=surroundings(), **options)
     try:
-        return int(process.wait())
+        while True:
+            try:
+                return int(process.wait(timeout=SECONDS_BETWEEN_LOOKS))
+            except psutil.TimeoutExpired:
+                watch()
     finally:
         if process.is_running():
             for each in (*process.children(recursive=True), process):

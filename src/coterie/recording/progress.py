@@ -28,10 +28,19 @@ def progress_bar(wanted: bool | None, description: str, steps: int) -> Iterator[
         task = bar.add_task(description, total=steps, numbers="")
 
         def show(step: int, own_loss: float, weight: float, validation: float | None) -> None:
-            shown = [f"own loss {own_loss:.4g}"] * (not math.isnan(own_loss))
-            shown += [f"peers' weight {weight:.2f}"] * (not math.isnan(weight))
-            if validation is not None:
-                shown.append(f"best validation loss {validation:.4g}")
-            bar.update(task, completed=step, numbers=" · ".join(shown))
+            bar.update(task, completed=step, numbers=numbers_of(own_loss, weight, validation))
 
         yield show
+
+
+def numbers_of(own_loss: float, weight: float, validation: float | None) -> str:
+    """Return the numbers of a step in words, without those that are not known.
+
+    Example:
+        >>> numbers_of(0.51234, 0.25, None)
+        "own loss 0.5123 · peers' weight 0.25"
+    """
+    shown = [f"own loss {own_loss:.4g}"] * (not math.isnan(own_loss))
+    shown += [f"peers' weight {weight:.2f}"] * (not math.isnan(weight))
+    shown += [] if validation is None else [f"best validation loss {validation:.4g}"]
+    return " · ".join(shown)
