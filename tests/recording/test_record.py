@@ -178,6 +178,14 @@ def test_curves() -> None:
     assert record.curve("own_loss") == ([5, 9], [3.0, 2.5])
     assert record.curve("validation_loss") == ([0, 5], [2.0, 1.0])
     assert record.curve("nothing") == ([], [])
+    table = record.frame()
+    assert table.index.tolist() == [point.step for point in record.points]
+    assert table["own_loss"].dropna().to_dict() == {5: 3.0, 9: 2.5}
+    assert table["validation_loss"].dropna().to_dict() == {0: 2.0, 5: 1.0}
+
+
+def test_a_record_without_points_is_a_table_without_rows() -> None:
+    assert Record(configuration()).frame().empty
 
 
 def test_a_point_does_not_change() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from tests.support.records import configuration
 
+from coterie.errors import KnobError
+from coterie.recording import Point, Record
 from coterie.reporting import figures
 
 
@@ -12,6 +16,21 @@ def test_every_figure_says_what_it_shows() -> None:
     assert speedup.get_title() == "Speedup of weighted averaging over training alone"
     compared = figures.differences({"digits": {"wga": (0.05, 0.01)}}, "honest", "accuracy").axes[0]
     assert compared.get_xlabel() == "difference to Alone, accuracy, ± 2 standard errors"
+
+
+def test_curves_are_those_of_the_record() -> None:
+    record = Record(configuration(rule="WeightedAveraging(alpha=0.5)"))
+    for step in (0, 5):
+        record.add(Point(step=step, own_loss=1 / (1 + step), validation={"loss": 2.0, "accuracy": 0.5}))
+    drawn = figures.curves(record).axes[0]
+    assert {line.get_label(): line.get_xydata().tolist() for line in drawn.get_lines()} == {  # type: ignore[union-attr]
+        "own loss": [[0.0, 1.0], [5.0, 1 / 6]],
+        "validation loss": [[0.0, 2.0], [5.0, 2.0]],
+    }
+    (line,) = figures.curves(record, ["validation_accuracy"]).axes[0].get_lines()
+    assert line.get_label() == "validation accuracy"
+    with pytest.raises(KnobError, match="no 'loss'; it has own_loss, validation_loss, validation_accuracy"):
+        figures.curves(record, ["loss"])
 
 
 def test_the_speedup_and_its_labels() -> None:

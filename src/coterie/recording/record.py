@@ -82,6 +82,22 @@ class Record:
         recorded = [(step, value) for step, value in values if value is not None]
         return [step for step, _ in recorded], [value for _, value in recorded]
 
+    def frame(self) -> Any:
+        """Return the points as a `pandas.DataFrame`: a row a point by its step, a column a quantity.
+
+        Example:
+            >>> from coterie.recording import Configuration, Point, UserSummary
+            >>> record = Record(Configuration(rule="", me=UserSummary(name="me", examples=1), peers={}, steps=20))
+            >>> record.add(Point(step=0, own_loss=0.5, validation={"loss": 0.75}))
+            >>> record.frame()
+                  own_loss  validation_loss
+            step
+            0          0.5             0.75
+        """
+        import pandas as pd
+
+        return pd.DataFrame([point.to_plain() for point in self.points] or {"step": []}).set_index("step")
+
     def cut(self, step: int) -> None:
         """Forget what was recorded after a step, so that a run resumed there can record it again."""
         self.points = [point for point in self.points if point.step <= step]

@@ -1,6 +1,6 @@
 """Figures, one function each, drawn without global state: every function returns a Matplotlib `Figure`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from coterie.errors import KnobError
+from coterie.recording.record import Record
 from coterie.theory import Constants, Numbers, averaging_speedup
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
@@ -73,6 +75,22 @@ def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: 
     axes.set_ylim(len(values) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     add_legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=1 + len(methods) // 25)
+    return figure
+
+
+def curves(record: Record, quantities: Sequence[str] = ()) -> Figure:
+    """Draw quantities of a record over the steps: the losses where none is named."""
+    known = list(record.frame().columns)
+    for name in quantities:
+        if name not in known:
+            raise KnobError(f"the record has no {name!r}; it has {', '.join(known) or 'no point yet'}")
+    drawn = quantities or [name for name in known if name.endswith("loss")]
+    figure, axes = _new_figure(3.6, record.configuration.rule, "steps", "")
+    for i, name in enumerate(drawn):
+        steps, values = record.curve(name)
+        axes.plot(steps, values, color=COLOURS[i % 6], linestyle=DASHES[i % 6], label=name.replace("_", " "))
+    if drawn:
+        add_legend(axes)
     return figure
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -62,6 +63,15 @@ class Run:
         """Return the run in a few lines of text, the verdict first."""
         missing = [f"Not all of this run is in its folder: {self.unwritten}."] if self.unwritten else []
         return "\n".join([*summary(self.record, self.state.get("weight")), *missing])
+
+    def plot(self, *quantities: str) -> Any:
+        """Return the curves of the record as a Matplotlib figure; the losses where nothing is named.
+
+        Quantities are the columns of `run.record.frame()`; `run.plot().savefig("curves.png")` writes a file.
+        """
+        from coterie.reporting.figures import curves
+
+        return curves(self.record, quantities)
 
     def report(self, path: Path | str) -> Path:
         """Write one HTML page: the verdict, whom the model listens to, the cost, details; and return its path."""
