@@ -60,6 +60,10 @@ def vector(run: coterie.Run) -> torch.Tensor:
     return Parameters(run.model).vector()
 
 
+def distance(run: coterie.Run) -> float:
+    return float((vector(run)[:D] - TRUTH).norm())
+
+
 @pytest.mark.parametrize("held_out", [0, 9])
 @pytest.mark.parametrize("kind", ["alike", "wrong", "strangers"])
 def test_it_is_the_twin_in_numpy(kind: str, held_out: int) -> None:
@@ -181,9 +185,6 @@ def test_an_attacker_who_behaves_while_it_is_judged_is_survived(factor: float, u
     me, peers = users("alike", own=8)
     peers = [*peers, *(double(user(f"late {k}", 40, TRUTH)) for k in range(2))]
 
-    def distance(run: coterie.Run) -> float:
-        return float((vector(run)[:D] - TRUTH).norm())
-
     def attacked(*given: Any, **options: Any) -> Attacked:
         return Attacked(InProcess(*given, **options), ["late 0", "late 1"], Turning(20, factor))
 
@@ -192,6 +193,27 @@ def test_an_attacker_who_behaves_while_it_is_judged_is_survived(factor: float, u
     survived = train(me, peers, engine=attacked)
     assert distance(survived) < distance(alone) < distance(fixed)
     assert survived.record.end.account["unheard"] == unheard
+
+
+@pytest.mark.parametrize("factor", [100, -1e6, 1e30])
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_peer_that_sends_far_more_than_the_others_costs_no_gain(factor: float, first: int) -> None:
+    """Neither from the first step on nor between two Gram matrices: what is served is what the others give."""
+    me, peers = users("alike", own=8)
+    loud = double(user("loud", 40, TRUTH))
+
+    def attacked(*given: Any, **options: Any) -> Attacked:
+        return Attacked(InProcess(*given, **options), ["loud"], Turning(first, factor))
+
+    adam = {"optimizer": torch.optim.Adam}  # which does not forget a huge gradient for a thousand steps
+    survived, alone = (
+        train(me, [*peers, loud], engine=attacked, **adam),
+        train(me, peers, rule=coterie.Alone(), **adam),
+    )
+    assert distance(survived) < 0.6 * distance(alone)
+    assert survived.record.end.account["path"] != "alone"
+    assert survived.record.end.account["tau"].get("loud", 0.0) == 0.0
+    assert "more than 10 times as long as the median of all" in survived.record.end.left_out["loud"]
 
 
 def test_a_peer_that_is_missing_now_and_then_is_left_out_of_those_steps() -> None:

@@ -37,7 +37,7 @@ class RepeatedSteps:
         """What a step reads and changes beside parameters: the peers' weights, how long sums may be, a count."""
         learner = self.learner
         if not self._in_branch:
-            return learner.trunk_weights, learner.unheard
+            return learner.trunk_weights, learner.longest, learner.unheard
         weights, _, longest = learner.second_half()
         return weights, longest, learner.unheard
 

@@ -1,7 +1,7 @@
 """Trunk and branch: the learner behind `AdaptiveAveraging`. See docs/adaptive.md.
 
     trunk    first half: F models follow the peers only; user 0's examples, which they do not see, say whom to
-             follow. Trunk q is judged without fold q
+             follow. Trunk q is judged without fold q. A gradient far longer than the others' is not heard
     pooled   all steps: one more follows the peers by numbers of examples
     branch   second half, from the better of the two: F + 1 copies step by (1 − α) own + α peers, α falling; F of
              them are blind to one fold each, and their losses there say when to stop. A sum of the peers that is
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -40,6 +41,9 @@ FIRST, LAST = 2.2, -4.6
 """The logit of α at the branch's first and last step: α falls from .9 to .01."""
 LOOKS = 20
 """Looks in a run."""
+FAR = 10.0
+"""While peers are judged a gradient is taken for missing that is so many times as long as the median of all was
+in any step before: not in this step, since those of good peers may vanish while another's does not."""
 
 
 class TrunkAndBranch(Learner):
@@ -68,6 +72,7 @@ class TrunkAndBranch(Learner):
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
         self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
+        self.longest = self.x.new_zeros(len(self.peers.x))  # how long what peers send to the trunks may be
         self._kept: tuple[Tensor, list[Array], Tensor] | None = None
 
     @property
@@ -91,16 +96,22 @@ class TrunkAndBranch(Learner):
         judging = self.points.judge(points, step, self.trunk_weights, self._judging())
         own = self.points.own(self._points(0), step, range(self.n_folds + 1))
         judged = judging()
-        return NextStep(own.gradients[0], own.loss, judged.left_out, partial(self._take_gram, own, judged))
+        lengths, usual = judged.lengths()
+        longest = torch.fmax(self.longest[:-1], (math.inf if self.spec.norm_bound is None else FAR) * usual)
+        far = lengths > longest.unsqueeze(1)
+        near = judged.without(far, f"more than {FAR:g} times as long as the median of all", self.engine.names)
+        take = partial(self._take_gram, own, near, longest, far.any(0).cpu().numpy())
+        return NextStep(own.gradients[0], own.loss, near.left_out, take)
 
-    def _take_gram(self, own: Own, judged: Judged) -> None:
+    def _take_gram(self, own: Own, judged: Judged, longest: Tensor, far: NDArray[np.bool_]) -> None:
         """Step by the weights that were asked for, and fit those of the next steps."""
+        self.longest.copy_(torch.cat([longest, longest.max()[None]]).nan_to_num(0.0))
         sums = judged.sums(self.trunk_weights)
         for fitted, theirs, ours in zip(self.fitted, judged.theirs, judged.ours, strict=True):
             fitted.add(theirs, ours)
         told = sizes(self.engine)  # sites tell theirs when they answer
         self.sizes = np.where(np.isnan(told), self.sizes, told)
-        self.by_size = shares(self.sizes)
+        self.by_size = shares(np.where(far & ~far.all(), 0.0, self.sizes))
         self._weigh()
         self.grams += 1
         self.costs.compute([self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_trunks)
@@ -120,8 +131,9 @@ class TrunkAndBranch(Learner):
         self._finish(own)
 
     def follow(self, own: Own, asked: Sums) -> None:
-        """Write the directions of a step of the trunk."""
-        self.peers.direction.copy_(asked.sums / asked.answered.clamp(min=1e-12).unsqueeze(1))
+        """Write the directions of a step of the trunk; none where a sum is far longer than the peers' gradients."""
+        mean = asked.sums / asked.answered.clamp(min=1e-12).unsqueeze(1)
+        self.peers.direction.copy_(mean.masked_fill((mean.norm(dim=1) > self.longest).unsqueeze(1), 0.0))
         self.alone.direction.copy_(own.gradients)
 
     def _branch_step(self) -> NextStep:
@@ -311,10 +323,12 @@ class TrunkAndBranch(Learner):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
-        plain = {name: getattr(self, name) for name in ("step", "half", "trunk", "buffers", "state", "unheard")}
+        plain = {name: getattr(self, name) for name in ("step", "half", "trunk", "buffers", "state")}
         parts = {name: getattr(self, name).state_dict() for name in ("alone", "peers")}
         return {
             **plain,
+            "unheard": self.unheard,
+            "longest": self.longest,
             "model": trained_state(self.model),
             **parts,
             "sizes": torch.from_numpy(self.sizes),
@@ -345,4 +359,5 @@ class TrunkAndBranch(Learner):
         for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
         self.grams, self.gradients_asked = state["asked"]
-        self.unheard = state["unheard"].to(self.x.device)
+        self.unheard.copy_(state["unheard"])
+        self.longest.copy_(state["longest"])

@@ -62,6 +62,22 @@ class Judged:
         sums = torch.cat([first.sums, self.heard.sums])
         return Sums(sums, torch.cat([first.answered, self.heard.answered]), self.left_out)
 
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Return the length of each peer's gradient, (R − 1, N), and at each point what is usual, (R − 1,).
+
+        That is the median of the peers' lengths, or user 0's where that is longer.
+        """
+        lengths = self.theirs.norm(dim=2)
+        return lengths, torch.fmax(lengths.nanmedian(dim=1).values, self.ours.norm(dim=1))
+
+    def without(self, peers: Tensor, why: str, names: Sequence[str]) -> "Judged":
+        """Return the same where some peers (R − 1, N) did not answer."""
+        if not peers.any():
+            return self
+        out = {name: why for name, one in zip(names, peers.any(0).tolist(), strict=True) if one}
+        theirs = self.theirs.masked_fill(peers.unsqueeze(2), torch.nan)
+        return replace(self, theirs=theirs, left_out={**self.left_out, **out})
+
 
 class Points:
     """Gradients and losses at several points, one point after the other. The engine must be able to give rows.
