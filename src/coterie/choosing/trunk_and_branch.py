@@ -132,8 +132,9 @@ class TrunkAndBranch(Learner):
 
     def follow(self, own: Own, asked: Sums) -> None:
         """Write the directions of a step of the trunk; none where a sum is far longer than the peers' gradients."""
-        mean = asked.sums / asked.answered.clamp(min=1e-12).unsqueeze(1)
-        self.peers.direction.copy_(mean.masked_fill((mean.norm(dim=1) > self.longest).unsqueeze(1), 0.0))
+        answered = asked.answered.clamp(min=1e-12)
+        followed = asked.sums.norm(dim=1) <= self.longest * answered
+        torch.div(asked.sums, _over(answered, followed), out=self.peers.direction)
         self.alone.direction.copy_(own.gradients)
 
     def _branch_step(self) -> NextStep:
@@ -159,10 +160,12 @@ class TrunkAndBranch(Learner):
         copies = self.n_folds + 1
         heard = asked.sums.norm(dim=1) <= self.second_half()[2]  # else more came than the peers sent while judged
         self.unheard += ~heard[:1]
-        sums = asked.sums * heard.unsqueeze(1)
         share, ours = alpha * (asked.answered * heard)[:copies].unsqueeze(1), own.gradients[copies : 2 * copies]
-        self.peers.direction[:copies] = (1 - share) * ours + alpha * sums[:copies]
-        self.peers.direction[copies:] = sums[copies:] / asked.answered[copies:].clamp(min=1e-12).unsqueeze(1)
+        branch, pooled = self.peers.direction[:copies], self.peers.direction[copies:]
+        torch.mul(1 - share, ours, out=branch)
+        branch += (alpha * heard[:copies]).unsqueeze(1) * asked.sums[:copies]
+        answered = asked.answered[copies:].clamp(min=1e-12)
+        torch.div(asked.sums[copies:], _over(answered, heard[copies:]), out=pooled)
         self.alone.direction.copy_(own.gradients[:copies])
 
     def _finish(self, own: Own) -> None:
@@ -361,3 +364,8 @@ class TrunkAndBranch(Learner):
         self.grams, self.gradients_asked = state["asked"]
         self.unheard.copy_(state["unheard"])
         self.longest.copy_(state["longest"])
+
+
+def _over(weights: Tensor, followed: Tensor) -> Tensor:
+    """Return by what to divide rows of sums, so that those not followed become zero."""
+    return torch.where(followed, weights, math.inf).unsqueeze(1)
