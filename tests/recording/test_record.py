@@ -29,6 +29,7 @@ def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
         assert lines[1:] == [point.to_plain() for point in record.points]
     record.finish(End(step=2, best_step=1))
     read = Record.load(str(path))
+    assert Record.load(path.parent).points == read.points
     assert (read.configuration, read.versions, read.points, read.end, read.path) == (
         *(record.configuration, record.versions, record.points, record.end),
         path,

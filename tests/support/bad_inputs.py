@@ -173,6 +173,8 @@ USERS: dict[str, Callable[[], User]] = {
     "validation a number": lambda: User("a", INPUTS, CLASSES, validation=0.2),  # type: ignore[arg-type]
     "test a text": lambda: User("a", INPUTS, CLASSES, test="test"),  # type: ignore[arg-type]
     "a loader": lambda: User.from_dataset("a", DataLoader(TensorDataset(INPUTS, CLASSES))),  # type: ignore[arg-type]
+    "a loader for inputs": lambda: User("a", DataLoader(TensorDataset(INPUTS, CLASSES))),  # type: ignore[arg-type]
+    "a data set for inputs": lambda: User("a", TensorDataset(INPUTS, CLASSES)),  # type: ignore[arg-type]
     "a loader to validate by": lambda: User("a", INPUTS, CLASSES, validation=DataLoader(Unread())),  # type: ignore[arg-type]
     "None for a data set": lambda: User.from_dataset("a", None),  # type: ignore[arg-type]
     "a list for a data set": lambda: User.from_dataset("a", [1, 2, 3]),  # type: ignore[arg-type]
@@ -204,7 +206,9 @@ OWN: dict[str, Callable[[], dict[str, Any]]] = {
     "a method with an optimizer": lambda: {"rule": methods.FedAvg(), "optimizer": torch.optim.Adam},
     "a method with a norm": lambda: {"rule": methods.FedAvg(), "clip_norm": 1.0},
     "a method with a guard": lambda: {"rule": methods.FedAvg(), "guard": "held-out"},
-    "tuning that never begins": lambda: {"rule": methods.FineTuning(9), "steps": 3},
+    "tuning that never begins": lambda: {"rule": methods.FineTuning(3), "steps": 3},
+    "tuning of a sample that never begins": lambda: {"rule": methods.Sampled(methods.FineTuning(9), 1), "steps": 3},
+    "trackers without a folder": lambda: {"trackers": ["mlflow"], "out": None},
     "a guard without validation": lambda: {"me": User("me", INPUTS, CLASSES), "guard": "held-out"},
     "a value that cannot be shown": lambda: {"steps": Unshown()},
     "an unknown peer": lambda: {"rule": coterie.WeightedAveraging(0.5, {"nobody": 1.0})},
@@ -234,6 +238,8 @@ KNOBS: dict[str, Callable[[], object]] = {
     "local steps a text": lambda: methods.Scaffold("3"),  # type: ignore[arg-type]
     "shares": lambda: methods.FedAvg(shares="half"),  # type: ignore[arg-type]
     "rounds": lambda: methods.FineTuning(0),
+    "a rule for a method": lambda: methods.Ditto(together=coterie.Alone()),  # type: ignore[arg-type]
+    "a class for a method": lambda: methods.Sampled(methods.FedAvg, 2),  # type: ignore[arg-type]
     "probability a text": lambda: methods.L2GD(probability="often"),  # type: ignore[arg-type]
     "momentum": lambda: methods.Mime(3, momentum=1.0),
     "rate a text": lambda: methods.MVR(3, rate="slow"),  # type: ignore[arg-type]

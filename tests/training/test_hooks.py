@@ -145,6 +145,20 @@ def test_a_hook_is_told_of_the_end_by_a_gradient_that_is_not_finite(make_users: 
     assert noting.told[-1][0] is Stopped.NOT_FINITE
 
 
+def test_a_hook_that_clips_after_the_step_is_told_that_it_does_nothing(make_users: Users) -> None:
+    users = make_users()
+    problem: Any = (network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5))
+
+    def clips(step: coterie.Step) -> None:
+        torch.nn.utils.clip_grad_norm_(step.model.parameters(), 1e-9)
+
+    with pytest.warns(UserWarning, match="a hook has changed gradients after the step .* `clip_norm`") as told:
+        clipped = coterie.train(*problem, steps=4, hooks=[clips])
+    assert len(told) == 1
+    plain = coterie.train(*problem, steps=4, hooks=[lambda step: None])
+    assert all(torch.equal(a, b) for a, b in zip(clipped.model.parameters(), plain.model.parameters(), strict=True))
+
+
 class Seldom(Noting):
     """Need not be told of every step."""
 

@@ -135,7 +135,8 @@ class Tuning:
         start = self.model if setting.start is None else self._best([setting.start]).model
         tail = TailAverage(start, self.steps) if setting.tail_average else None
         # At equal gradients: a round of a method is as many steps as user 0 computes gradients in it.
-        steps = max(1, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
+        # Two rounds at least: fine-tuning needs one before and one after it has begun.
+        steps = max(2, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
         spec = RunSpec(
             *(start, self.loss, self.me, self.task.peers, rule),
             optimizer=None if isinstance(rule, Method) else _optimizer(setting),

@@ -1,6 +1,7 @@
 """The methods that coterie is compared with, over the same users, record and costs. See docs/methods.md."""
 
 from collections.abc import Callable
+from typing import Any
 
 from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
 from coterie.methods.averaging.fair import AFL, QFFL
@@ -73,10 +74,15 @@ register_method = METHODS.register
 _FIVE = {"local_steps": 5}
 _ROUNDS = {"rounds": FromRun(lambda run: max(1, run.steps // 5)), **_FIVE}
 _TOGETHER = FedAvg(5)
-_TUNED = [  # three or nine tenths of the rounds together
-    {"rounds": FromRun(lambda run: max(1, round(0.3 * run.steps / 5))), "together": _TOGETHER},
-    {"rounds": FromRun(lambda run: max(1, round(0.9 * run.steps / 5))), "together": _TOGETHER},
-]
+
+
+def _tuned_after(part: float) -> dict[str, Any]:
+    """Return fine-tuning after a part of the rounds, of which one at least is left."""
+    rounds = FromRun(lambda run: max(1, min(round(part * run.steps / 5), run.steps // 5 - 1)))
+    return {"rounds": rounds, "together": _TOGETHER}
+
+
+_TUNED = [_tuned_after(part) for part in (0.3, 0.9)]
 _FIVE_OR_TEN = [_FIVE, {"local_steps": 10}]
 _HALF = {"method": _TOGETHER, "peers": FromRun(lambda run: max(1, len(run.peers) // 2))}
 _SAMPLES = [{"method": FedAvg(k)} for k in (1, 5)]

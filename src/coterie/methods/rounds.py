@@ -4,10 +4,11 @@ import copy
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from coterie.arguments import Check
 from coterie.gradients.parameters import Parameters
 from coterie.gradients.trained_part import copied
 from coterie.learners.learner import Learner, NextStep
@@ -37,6 +38,17 @@ class Method(Protocol):
 
     def models(self, state: State) -> Tensor:
         """Return the personal models: a row for each user, user 0 first; one row where there is one for all."""
+
+
+def _method(value: Any) -> Any:
+    """Return a method; a class has all methods of its instances, and is none."""
+    if isinstance(value, type) or not isinstance(value, Method):
+        raise TypeError
+    return value
+
+
+METHOD = Check("be a method, such as `FedAvg(5)`", _method, remedies={type: "give it its knobs: `FedAvg(5)`"})
+"""A method within another."""
 
 
 class Rounds(Learner):

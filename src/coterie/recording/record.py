@@ -113,12 +113,13 @@ class Record:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a record; a last line that was cut off by a kill is left out.
+        """Read a record, of a run's folder or by its own path; a last line that was cut off by a kill is left out.
 
         One that was altered, or that has lost lines, is a `FileError`. So is one that lacks what was there when the
         newest checkpoint beside it was written.
         """
         path = Path(path)
+        path = path / "record.jsonl" if path.is_dir() else path
         checkpoints = checkpoint.saved(path.parent / "checkpoints")  # before the lines, which may grow meanwhile
         chained = ChainedLines(path, REMEDY)
         lines = chained.read()

@@ -57,6 +57,7 @@ class TrainingLoop:
         self.out: Path | None = None
         self.claim: Claim | None = None
         self.saved_at: int | None = None
+        self._told_of_gradients = False
         self.whole = True  # whether the state is that after a whole step, evaluated where that is due
         self.first: Mapping[str, float] | None = None  # what the validation set says before the first step
         self.record: Record
@@ -121,7 +122,21 @@ class TrainingLoop:
         learner = self.learner
         best_loss = learner.best.get("loss")
         step = Step(learner.step, own_loss, learner.weight, left_out, point, learner.model, best_loss, self.tau)
-        return True in [answer is True for answer in tell(self._on_step, "on_step", step)]
+        before = self._gradient_version()
+        answers = tell(self._on_step, "on_step", step)
+        if self._gradient_version() != before and not self._told_of_gradients:
+            self._told_of_gradients = True
+            warnings.warn(
+                "a hook has changed gradients after the step was taken, which has no effect; `clip_norm` cuts the "
+                "direction before it",
+                stacklevel=2,
+            )
+        return True in [answer is True for answer in answers]
+
+    def _gradient_version(self) -> int:
+        """Return how often the gradients in the model were changed in place; they are views of one vector."""
+        gradients = (p.grad for p in self.learner.model.parameters())
+        return next((gradient._version for gradient in gradients if gradient is not None), 0)
 
     def advance(self, most: int = 1) -> tuple[float, Mapping[str, str]]:
         """Take a step, or several if captured; return user 0's loss in the last, and who was left out and why."""

@@ -26,6 +26,7 @@ from coterie.gradients.trained_part import copied, frozen_digest
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
 from coterie.methods.averaging.fine_tuning import FineTuning
+from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
 from coterie.methods.rounds import Method, Rounds
 from coterie.recording.configuration import Configuration, UserSummary
@@ -96,6 +97,8 @@ class RunOptions:
         check_fields(self, CHECKS)
         if self.resume and self.out is None:
             raise KnobError("`resume` has no effect without `out`; name the folder of the run, or leave it out")
+        if self.out is None and set(self.trackers) - {"tensorboard"}:
+            raise KnobError("`trackers` follow a run that has a folder; name it by `out`, or leave them out")
 
 
 def _rule(value: Any) -> Any:
@@ -124,8 +127,9 @@ def with_rule(spec: RunSpec, guard: str) -> RunSpec:
         raise KnobError("a method takes plain gradient steps of its own: leave `clip_norm` out")
     if spec.optimizer not in (None, torch.optim.SGD):
         raise KnobError("a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`")
-    if isinstance(spec.rule, FineTuning) and spec.rule.rounds > spec.steps:
-        never = f"`FineTuning(rounds={spec.rule.rounds})` would never tune in {spec.steps} rounds"
+    method = spec.rule.method if isinstance(spec.rule, Sampled) else spec.rule
+    if isinstance(method, FineTuning) and method.rounds >= spec.steps:
+        never = f"`FineTuning(rounds={method.rounds})` would never tune in {spec.steps} rounds"
         raise KnobError(f"{never}; lower `rounds`, or raise `steps`")
     if guard == "held-out":
         raise KnobError('a guard watches over a rule, not over a method: leave `guard` out, or set it to "off"')

@@ -123,11 +123,14 @@ class FromStream:
 
 def as_examples(data: Any, whose: str, collate: Collate | None = None, target: str | None = None) -> Examples:
     """Return examples from (inputs, targets), a data set or a stream's function, checked."""
-    if isinstance(data, DataLoader):
+    first = data[0] if isinstance(data, tuple) and data else data
+    if isinstance(first, DataLoader):
         raise DataError(
             f"{whose} has a DataLoader, but batches are drawn by (seed, user, step); give its data set: "
             "`coterie.User.from_dataset(name, loader.dataset)`"
         )
+    if isinstance(first, Dataset) and first is not data:
+        raise DataError(f"{whose} has a data set for inputs; write `coterie.User.from_dataset(name, dataset)`")
     if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
         kind = type(data).__name__
         raise DataError(f"the examples of {whose} must be a pair (inputs, targets) or a data set, got {kind}")

@@ -8,7 +8,7 @@ from coterie.arguments import COUNT
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
 from coterie.methods.local import local_steps
-from coterie.methods.rounds import Method
+from coterie.methods.rounds import METHOD, Method
 from coterie.rules import State
 
 
@@ -41,6 +41,7 @@ class FineTuning:
     together: Method = field(default_factory=FedAvg)
 
     def __post_init__(self) -> None:
+        METHOD("together", self.together)
         COUNT("rounds", self.rounds)
 
     @property

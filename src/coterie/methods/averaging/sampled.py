@@ -6,7 +6,7 @@ from torch import Tensor
 
 from coterie.arguments import COUNT
 from coterie.methods.clients import Clients
-from coterie.methods.rounds import Method
+from coterie.methods.rounds import METHOD, Method
 from coterie.rules import State
 
 
@@ -37,6 +37,7 @@ class Sampled:
     peers: int
 
     def __post_init__(self) -> None:
+        METHOD("method", self.method)
         COUNT("peers", self.peers)
 
     @property

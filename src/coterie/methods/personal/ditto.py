@@ -7,7 +7,7 @@ from torch import Tensor
 from coterie.arguments import COUNT, POSITIVE
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
-from coterie.methods.rounds import Method
+from coterie.methods.rounds import METHOD, Method
 from coterie.rules import State
 
 
@@ -38,6 +38,7 @@ class Ditto:
     personal_steps: int = 1
 
     def __post_init__(self) -> None:
+        METHOD("together", self.together)
         POSITIVE("penalty", self.penalty)
         COUNT("personal_steps", self.personal_steps)
 
