@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from coterie.arguments import optional, real
 from coterie.choosing.chooser import Choice
@@ -157,9 +158,7 @@ class AdaptiveAveraging:
         self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
     ) -> TrunkAndBranch:
         """Return the learner of a run that is prepared."""
-        folds = split(spec.me, max(2, min(self.plan.folds, len(spec.me) // 2)), spec.seed)
-        blind = folds != torch.arange(int(folds.max()) + 1)[:, None]
-        parts = torch.cat([torch.ones(1, len(folds), dtype=torch.bool), blind])
+        folds, parts = self.parts(spec)
         if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
             points: Points = PointsTogether(spec, engine, parts)
         elif isinstance(engine, AsksAtPoints) and engine.capabilities.many_points:
@@ -168,6 +167,12 @@ class AdaptiveAveraging:
             points = Points(spec, engine, parts, forward_options)
         looks = Looks(spec, points, folds, nested=self.plan.nested)
         return TrunkAndBranch(spec, engine, costs, looks, guarded=guarded)
+
+    def parts(self, spec: RunSpec) -> tuple[Tensor, Tensor]:
+        """Return the fold of each own example, (n,), and which examples copies see, (P, n): all, all but each."""
+        folds = split(spec.me, max(2, min(self.plan.folds, len(spec.me) // 2)), spec.seed)
+        blind = folds != torch.arange(int(folds.max()) + 1)[:, None]
+        return folds, torch.cat([torch.ones(1, len(folds), dtype=torch.bool), blind])
 
     def block(self, learner: Learner) -> Block | str:
         """Return the steps of such a learner as a block, or why they cannot be taken so."""
@@ -178,7 +183,7 @@ class AdaptiveAveraging:
         return why_not_capturable(learner.optimizer) or StackBlock(RepeatedSteps(learner, learner.points))
 
 
-def _seconds(engine: Engine, x: torch.Tensor, weights: Mapping[str, float]) -> float:
+def _seconds(engine: Engine, x: Tensor, weights: Mapping[str, float]) -> float:
     """Return how long a step takes, the faster of two; the first may set things up."""
     times = []
     for step in range(2):

@@ -12,17 +12,17 @@ from torch import nn
 
 from coterie.arguments import listed
 from coterie.choosing import Chooser, MakesLearner
-from coterie.errors import DataError, GradientError, KnobError
+from coterie.errors import DataError, GradientError, KnobError, UserCodeError
 from coterie.evaluation.metrics import Metric
 from coterie.everyone.folders import POOLED, folder_names
 from coterie.everyone.pooled import pooled_spec
 from coterie.everyone.runs import Runs
+from coterie.everyone.together import train_together
 from coterie.gradients.norm_bound import FACTOR
 from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
 from coterie.recording.claim import claimed
 from coterie.rules import Rule
 from coterie.training import setup
-from coterie.training.run import Run, Stopped
 from coterie.training.setup import RunOptions
 from coterie.training.train import train_spec
 from coterie.users.user import USER, Loss, User, check_names
@@ -119,7 +119,7 @@ def train_everyone(
     specs = [replace(spec, peers=[user for user in able if user is not spec.me]) for spec in able.values()]
     options = RunOptions(out, trackers, checkpoint_every, resume, progress, guard, measure, threads=threads)
     with nullcontext() if options.out is None else claimed(Path(options.out)):
-        return _in_turn(specs, options, left_out)
+        return _trained(specs, options, left_out)
 
 
 def _rules(rule: Followed | Mapping[str, Followed] | None, users: Sequence[User]) -> dict[str, Followed | None]:
@@ -148,19 +148,22 @@ def _able(specs: Sequence[RunSpec]) -> tuple[dict[User, RunSpec], dict[str, str]
     return able, left_out
 
 
-def _in_turn(specs: Sequence[RunSpec], options: RunOptions, left_out: Mapping[str, str]) -> Runs:
-    """Train one after the other, at last on everybody's examples; after Ctrl-C the others are not begun."""
+def _trained(specs: Sequence[RunSpec], options: RunOptions, left_out: Mapping[str, str]) -> Runs:
+    """Train everybody together, at last on everybody's examples; after Ctrl-C others are not begun."""
     names = [spec.me.name for spec in specs]
-    places = [*folder_names(names).values(), POOLED]
-    runs: list[Run] = []
-    for spec, place in zip([*specs, *filter(None, [pooled_spec(specs)])], places, strict=False):
-        out = None if options.out is None else Path(options.out) / place
+    out = None if options.out is None else Path(options.out)
+    places = folder_names(names)
+    folders = [None if out is None else out / places[name] for name in names]
+    found, errors, stopped = train_together(specs, options, folders)
+    runs = {name: found[place] for place, name in enumerate(names) if place in found}
+    pooled, of_all = None, pooled_spec(specs)
+    if of_all is not None and not stopped and not errors:
         try:
-            runs.append(train_spec(spec, replace(options, out=out)))
+            pooled = train_spec(of_all, replace(options, out=out and out / POOLED))
         except GradientError as error:  # the others must not be lost with it
-            runs.append(error.run)
-        if runs[-1].stopped is Stopped.CTRL_C:
-            break
-    waiting = dict.fromkeys(names[len(runs) :], "not begun, because of Ctrl-C")
-    pooled = runs[len(names)] if len(runs) > len(names) else None
-    return Runs(dict(zip(names, runs, strict=False)), pooled, {**left_out, **waiting})
+            pooled = error.run
+    waiting = {name: "not begun, because of Ctrl-C" for name in names if name not in runs}
+    result = Runs(runs, pooled, {**left_out, **waiting})
+    if errors:
+        raise UserCodeError(f"{errors[0]}; all runs are in this error's `run`", result) from errors[0].__cause__
+    return result

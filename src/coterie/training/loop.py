@@ -100,22 +100,29 @@ class TrainingLoop:
         learner, steps = self.learner, self.spec.steps
         every, saving = self.spec.every, self.save_every
         every_step = any(hook.every_step for hook in self._on_step)
-        if not self.record.points:
-            self.evaluate(self.first)
+        self.first_point()
         while learner.step < steps:
             until = min(every - learner.step % every, saving - learner.step % saving, steps - learner.step)
-            own_loss, left_out = self.advance(1 if every_step else until)
-            due = learner.step % every == 0 or learner.step == steps
-            point = self.evaluate() if due else None
-            self.whole = True
-            if learner.step % saving == 0:
-                self.save()
-            ended = self.call_hooks(own_loss, left_out, point)
+            ended = self.taken(*self.advance(1 if every_step else until))
             if interrupted():
                 return Stopped.CTRL_C
             if ended:
                 return Stopped.HOOK
         return None
+
+    def first_point(self) -> None:
+        """Record a point before the first step."""
+        if not self.record.points:
+            self.evaluate(self.first)
+
+    def taken(self, own_loss: float, left_out: Mapping[str, str]) -> bool:
+        """Evaluate, save and tell the hooks after a step, as far as that is due; say whether a hook ends the run."""
+        step = self.learner.step
+        point = self.evaluate() if step % self.spec.every == 0 or step == self.spec.steps else None
+        self.whole = True
+        if step % self.save_every == 0:
+            self.save()
+        return self.call_hooks(own_loss, left_out, point)
 
     def call_hooks(self, own_loss: float, left_out: Mapping[str, str], point: Point | None) -> bool:
         """Tell all hooks of the step that was taken; say whether one of them ends the run."""

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +20,11 @@ from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardO
 from coterie.errors import KnobError
 from coterie.evaluation.metrics import Metric
 from coterie.gradients.norm_bound import FACTOR
+from coterie.learners.learner import Learner
 from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
 from coterie.methods.rounds import Method
-from coterie.recording.claim import claimed
+from coterie.recording.claim import Claim, claimed
+from coterie.recording.configuration import Configuration
 from coterie.recording.interruption import interruptible
 from coterie.rules import Rule
 from coterie.training import setup
@@ -161,36 +163,66 @@ def _steps_in(epochs: int, spec: RunSpec) -> int:
 
 def train_spec(spec: RunSpec, options: RunOptions) -> Run:
     """Train a run that is specified; see `train`."""
-    began, forward = time.monotonic(), options.forward_options
-    folder = None if options.out is None else Path(options.out)
+    began = time.monotonic()
+    with ExitStack() as held, ExitStack() as stack:
+        run = set_up(spec, options, held, stack)
+        interrupted = stack.enter_context(interruptible())
+        run.open()
+        stopped = run.loop.run(interrupted)
+        stack.close()  # whom the engine has asked need not wait for the end
+        return run.loop.finish(stopped, time.monotonic() - began)
+
+
+@dataclass(frozen=True, eq=False)
+class SetUpRun:
+    """A run that is set up; once it is open its steps can be taken."""
+
+    spec: RunSpec  # prepared
+    loop: TrainingLoop
+    configuration: Configuration
+    claim: Claim | None
+    resume: bool
+
+    def open(self) -> None:
+        """Begin the record, or resume the run that was left in the folder."""
+        self.loop.open(self.configuration, self.claim, self.resume)
+
+
+def set_up(
+    spec: RunSpec,
+    options: RunOptions,
+    held: ExitStack,
+    stack: ExitStack,
+    learner_of: Callable[..., Learner] = setup.learner_of,
+) -> SetUpRun:
+    """Set a run up: check, open the engine, claim the folder, choose, measure, make the learner and its guard.
+
+    `held` keeps the folder and the number of threads, `stack` the engine and the progress bar.
+    """
+    forward, folder = options.forward_options, None if options.out is None else Path(options.out)
     save_every = max(1, spec.steps // 10) if options.checkpoint_every is None else options.checkpoint_every
     setup.check(spec)
     spec = setup.with_usable_peers(spec)
     trackers = [] if folder is None else [TRACKERS[name](folder) for name in options.trackers]
     spec = setup.with_rule(spec, options.guard).prepared()
     guarded, guard = setup.guard_mode(options.guard, spec)
-    with ExitStack() as held, ExitStack() as stack:
-        engine = setup.opened(spec, options, stack)
-        held.enter_context(cpu_threads(threads_for(options.threads, engine)))
-        data = "" if folder is None else " ".join(user.fingerprint() for user in (spec.me, *spec.peers))
-        frozen = "" if folder is None else setup.frozen_part(spec)
-        configuration = setup.configuration_of(spec, engine, guard=guard, data=data, frozen=frozen)
-        claim = None if folder is None else held.enter_context(claimed(folder))
-        configuration = with_earlier_choice(configuration, folder, options.resume)
+    engine = setup.opened(spec, options, stack)
+    held.enter_context(cpu_threads(threads_for(options.threads, engine)))
+    data = "" if folder is None else " ".join(user.fingerprint() for user in (spec.me, *spec.peers))
+    frozen = "" if folder is None else setup.frozen_part(spec)
+    configuration = setup.configuration_of(spec, engine, guard=guard, data=data, frozen=frozen)
+    claim = None if folder is None else held.enter_context(claimed(folder))
+    configuration = with_earlier_choice(configuration, folder, options.resume)
 
-        rule, configuration = choose(spec, engine, configuration, progress=options.progress)
-        if options.measure is not False:
-            configuration = with_estimates(configuration, spec, engine, rule, anywhere=options.measure is True)
+    rule, configuration = choose(spec, engine, configuration, progress=options.progress)
+    if options.measure is not False:
+        configuration = with_estimates(configuration, spec, engine, rule, anywhere=options.measure is True)
 
-        costs = setup.costs_of(spec, engine.names, configuration.peers)
-        by_itself = guarded and not isinstance(rule, MakesLearner)  # whose learner guards itself
-        watch = setup.guard_of(spec, costs, forward) if by_itself else None
-        learner = setup.learner_of(spec, rule, engine, costs, guarded=guarded, forward_options=forward)
-        captured, how = setup.captured(options.capture, learner, watch)
-        hooks = [*trackers, ProgressHook(options.progress, stack), *spec.hooks]
-        loop = TrainingLoop(spec, learner, hooks, save_every=save_every, guard=watch, captured=captured)
-        interrupted = stack.enter_context(interruptible())
-        loop.open(replace(configuration, capture=how), claim, options.resume)
-        stopped = loop.run(interrupted)
-        stack.close()  # whom the engine has asked need not wait for the end
-        return loop.finish(stopped, time.monotonic() - began)
+    costs = setup.costs_of(spec, engine.names, configuration.peers)
+    by_itself = guarded and not isinstance(rule, MakesLearner)  # whose learner guards itself
+    watch = setup.guard_of(spec, costs, forward) if by_itself else None
+    learner = learner_of(spec, rule, engine, costs, guarded=guarded, forward_options=forward)
+    captured, how = setup.captured(options.capture, learner, watch)
+    hooks = [*trackers, ProgressHook(options.progress, stack), *spec.hooks]
+    loop = TrainingLoop(spec, learner, hooks, save_every=save_every, guard=watch, captured=captured)
+    return SetUpRun(spec, loop, replace(configuration, capture=how), claim, options.resume)

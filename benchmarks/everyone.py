@@ -1,0 +1,129 @@
+"""Everybody's model by `train_everyone` over the same runs one after the other, both sides timed in one run.
+
+The users: the 14 writer segments of scikit-learn's digits, 20 people of WISDM, 20 schools, each with the examples that
+the benchmark gives user 0. Both sides do all that `train` does by default: guard, measured constants, evaluations, test. CPU
+time, so that other work on the machine counts less. `train_everyone` also trains the pooled model, which is in its time.
+
+    python benchmarks/everyone.py [--data DIR] [--sets digits wisdm school] [--hidden 0 64] [--steps 1000] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import coterie
+from coterie.benchmark.population import Population
+from coterie.benchmark.sets import school, wisdm
+from coterie.benchmark.tasks import candidates
+
+RULES: dict[str, Any] = {"adaptive": None, "wga": coterie.WeightedAveraging(0.5)}
+
+
+def digits(_: Path) -> tuple[list[coterie.User], int]:
+    """Return the writers, and how many classes there are."""
+    return [coterie.data.digits_by_writer(me=k).me for k in range(14)], 10
+
+
+def of(people: Population, own_examples: int, most: int = 20) -> list[coterie.User]:
+    """Return some users of a table, prepared alike."""
+    chosen = candidates(people, own_examples)[:most]
+    table = people.inputs.assign(owner=people.owners, target=people.targets)
+    kind = "classification" if people.n_classes else "regression"
+    some = table[table["owner"].isin(chosen)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # columns that look like something else
+        found = coterie.data.users_from_table(
+            some, user_column="owner", target="target", own_examples=own_examples, kind=kind
+        )
+    return list(found.users)
+
+
+def people_of_wisdm(data: Path) -> tuple[list[coterie.User], int]:
+    """Return 20 people, and how many activities there are."""
+    return of(wisdm.read(data / "wisdm_activity"), 30), len(wisdm.ACTIVITIES)
+
+
+def schools(data: Path) -> tuple[list[coterie.User], int]:
+    """Return 20 schools, whose targets are numbers."""
+    return of(school.read(data / "school_exam"), 20), 0
+
+
+SETS = {"digits": digits, "wisdm": people_of_wisdm, "school": schools}
+
+
+def model(users: list[coterie.User], classes: int, hidden: int) -> nn.Module:
+    """Return a linear model, or a network with a hidden layer."""
+    torch.manual_seed(0)
+    inputs = users[0].batch(1, seed=0, step=0)[0].numel()
+    layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes or 1)]
+    return nn.Sequential(nn.Flatten(), *(layers if hidden else [nn.Linear(inputs, classes or 1)]))
+
+
+def measured(name: str, hidden: int, rule: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of both sides, their ratio, and the largest difference of two validation losses."""
+    users, classes = SETS[name](options.data)
+    start, loss = model(users, classes, hidden), cross_entropy if classes else mse_loss
+    settings: dict[str, Any] = {"lr": 0.01, "progress": False, "threads": 1}
+
+    def one(me: coterie.User, steps: int) -> coterie.Run:
+        return coterie.train(
+            start, loss, me, [user for user in users if user is not me], RULES[rule], steps=steps, **settings
+        )
+
+    one(users[0], 2)  # what torch imports and sets up once
+    coterie.train_everyone(start, loss, users[:3], RULES[rule], steps=2, **settings)
+    began = time.process_time()
+    together = coterie.train_everyone(start, loss, users, RULES[rule], steps=options.steps, **settings)
+    between = time.process_time()
+    apart = {user.name: one(user, options.steps) for user in users}
+    ended = time.process_time()
+    losses = [
+        {name: run.record.end.validation["loss"] for name, run in side.items()} for side in (together.runs, apart)
+    ]
+    return {
+        "users": len(users),
+        "how": next(iter(together.runs.values())).record.configuration.runs,
+        "everyone_s": between - began,
+        "one_by_one_s": ended - between,
+        "ratio": (between - began) / (ended - between),
+        "largest_difference": max(abs(losses[0][name] - losses[1][name]) for name in losses[0]),
+        "same_verdicts": sum(together.runs[n].verdict.finding == run.verdict.finding for n, run in apart.items()),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", type=Path, default=Path("data"), help="holds wisdm_activity and school_exam")
+    parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
+    parser.add_argument("--hidden", type=int, nargs="+", default=[0, 64], help="hidden units; 0: none")
+    parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
+    parser.add_argument("--steps", type=int, default=1000, help="of each run")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.json:
+        print(f"{'set':<8}{'hidden':>6} {'rule':<9}{'users':>5}{'everyone s':>12}{'one by one s':>14}{'ratio':>7}  same")
+    for name in options.sets:
+        for hidden in options.hidden:
+            for rule in options.rules:
+                found = measured(name, hidden, rule, options)
+                if options.json:
+                    print(json.dumps({"set": name, "hidden": hidden, "rule": rule} | found), flush=True)
+                    continue
+                shown = f"{found['everyone_s']:>12.2f}{found['one_by_one_s']:>14.1f}{found['ratio']:>7.2f}"
+                same = f"  {found['same_verdicts']} verdicts, losses to {found['largest_difference']:.0e}"
+                print(f"{name:<8}{hidden:>6} {rule:<9}{found['users']:>5}{shown}{same}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

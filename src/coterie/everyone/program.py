@@ -1,0 +1,177 @@
+"""Everybody's next step as one program: passes that serve all members, then one step of all their rows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from coterie.everyone.members import AnsweredEngine, TrunkMember
+from coterie.everyone.passes import SharedPasses
+from coterie.everyone.rows import RowOptimizer, join
+from coterie.gradients.gradients import Gradients
+from coterie.learners.learner import Learner
+from coterie.learners.points import Own, Sums
+from coterie.learners.spec import RunSpec
+from coterie.learners.stack import Stack
+from coterie.training.loop import TrainingLoop
+
+
+class Program(Protocol):
+    """Members of one kind, who take a step at a time."""
+
+    def begin(self) -> None:
+        """Begin, once the runs are open."""
+
+    def leave(self, loop: TrainingLoop) -> None:
+        """Go on without a member."""
+
+    def answer(self) -> None:
+        """Compute what all members ask for in the next step, and leave it with them."""
+
+    def step(self) -> None:
+        """Let all rows step, once every member has left its direction, and members go on."""
+
+
+class TrunksTogether:
+    """Members who follow `AdaptiveAveraging`."""
+
+    def __init__(self, passes: SharedPasses, members: Mapping[int, TrunkMember]) -> None:
+        self.passes, self._places = passes, dict(members)
+        self.members = list(members.values())
+        for member in self.members:
+            member.waits = True
+
+    def begin(self) -> None:
+        """Let the rows of all members be those of two stacks."""
+        members, users = self.members, len(self.passes.users)
+        self._columns = [_columns(users, place) for place in self._places]
+        self._own = self.passes.own([member.points.parts for member in members], list(self._places))
+        self._alone, alone = join([member.alone for member in members])
+        self._peers, peers = join([member.peers for member in members])
+        for member, mine, theirs in zip(members, alone, peers, strict=True):
+            member.alone, member.peers = mine, theirs
+        self._weights: Tensor | None = None
+
+    def leave(self, loop: TrainingLoop) -> None:
+        """Go on without a member."""
+        self._places = {place: member for place, member in self._places.items() if member is not loop.learner}
+        self.members = list(self._places.values())
+        if self.members:
+            self.begin()
+
+    def answer(self) -> None:
+        """Compute own gradients at all copies, and the peers' sums unless every peer is judged by itself."""
+        members, step = self.members, self.members[0].step
+        wanted = [member.own_points() for member in members]
+        gradients, losses = self._own.gradients(torch.cat(wanted), step)
+        sums: list[Sums | None] = [None] * len(members)
+        if not members[0].judges:
+            if self._weights is None:
+                self._weights = self._everybodys_weights()
+            found = self.passes.sums(self._peers.x, step, self._weights)
+            sizes = [len(member.peers.x) for member in members]
+            pairs = zip(torch.split(found, sizes), torch.split(self._answered, sizes), strict=True)
+            sums = [Sums(some, answered) for some, answered in pairs]
+        groups = [len(points) for points in wanted]
+        own = zip(torch.split(gradients, groups), torch.split(losses, groups), strict=True)
+        for member, (mine, loss), theirs in zip(members, own, sums, strict=True):
+            rows = mine.transpose(0, 1).reshape(-1, mine.shape[2])  # all parts of the first copies, then the next
+            member.points.answer = step, Own(rows, loss[0, 0], rows[:, :0]), theirs
+
+    def _everybodys_weights(self) -> Tensor:
+        """Return the weights at all points over all users, who have none for themselves."""
+        rows = []
+        for member, columns in zip(self.members, self._columns, strict=True):
+            weights = member.weights()
+            if weights is None:
+                raise AssertionError("members judge at the same steps")
+            row = weights.new_zeros(len(weights), len(self.passes.users))
+            rows.append(row.index_copy_(1, columns, weights))
+        whole = torch.cat(rows)
+        self._answered = whole.sum(1)
+        return whole
+
+    def step(self) -> None:
+        """Let all copies step, and members look and fork where it is time."""
+        self._alone.step()
+        self._peers.step()
+        changed, half = self.members[0].judges, self.members[0].half
+        for member in self.members:
+            member.go_on()
+        if self.members[0].step == half:
+            self.begin()
+        if changed:
+            self._weights = None
+
+
+class LearnersTogether:
+    """Members who follow a formula, each with its guard's shadow where it has one."""
+
+    def __init__(self, passes: SharedPasses, members: Mapping[int, TrainingLoop]) -> None:
+        places, self.loops = list(members), list(members.values())
+        self.passes, loops = passes, self.loops
+        self.copies = 1 if loops[0].guard is None else 2
+        learners = [learner for loop in loops for learner in _learners(loop)]
+        self._whole = _joined(loops[0].spec, learners)
+        self._engines = [_answered(learner) for learner in learners]
+        everything = [torch.ones(1, len(passes.users[place]), dtype=torch.bool) for place in places]
+        self._own = passes.own(everything, places)
+        self._ours = torch.arange(0, len(learners), self.copies, device=self._whole.x.device)
+        weights = self._whole.x.new_zeros(len(loops), len(passes.users))
+        names = [user.name for user in passes.users]
+        for row, loop in zip(weights, loops, strict=True):
+            for name, weight in loop.learner.rule.weights(loop.learner.engine.names).items():
+                row[names.index(name)] = weight
+        self._weights = weights
+        self._heard = bool(weights.any())
+
+    def begin(self) -> None:
+        """Let the schedules of step sizes go on where those of the members are."""
+        learner = self.loops[0].learner
+        if learner.scheduler is not None:
+            rates = [group["lr"] for group in learner.optimizer.param_groups]
+            self._whole.load_schedules([{"lr": rates, "scheduler": learner.scheduler.state_dict()}])
+
+    def leave(self, loop: TrainingLoop) -> None:
+        """Let the rows of a member that has ended be; nobody reads them."""
+
+    def answer(self) -> None:
+        """Compute own gradients of all learners and shadows, and the peers' sums at the learners' points."""
+        step, x = max(loop.learner.step for loop in self.loops), self._whole.x
+        gradients, losses = self._own.gradients(x.view(len(self.loops), self.copies, -1), step)
+        sums = self.passes.sums(x.index_select(0, self._ours), step, self._weights) if self._heard else None
+        pairs = zip(gradients.flatten(0, 1), losses.flatten(), strict=True)
+        for row, (engine, (own, loss)) in enumerate(zip(self._engines, pairs, strict=True)):
+            user, copy = divmod(row, self.copies)
+            peers = None if copy or sums is None else sums[user]
+            engine.answer = step, Gradients(own, peers, x=x[row], own_loss=loss)
+
+    def step(self) -> None:
+        """Let all rows step."""
+        self._whole.step()
+
+
+def _columns(users: int, place: int) -> Tensor:
+    """Return where a member's peers are among all users."""
+    return torch.tensor([other for other in range(users) if other != place])
+
+
+def _learners(loop: TrainingLoop) -> list[Learner]:
+    return [loop.learner] if loop.guard is None else [loop.learner, loop.guard.shadow]
+
+
+def _answered(learner: Learner) -> AnsweredEngine:
+    learner.engine = AnsweredEngine(learner.engine)
+    return learner.engine
+
+
+def _joined(spec: RunSpec, learners: Sequence[Learner]) -> Stack:
+    """Let the parameters of all learners be rows of one stack."""
+    whole = Stack.of(spec, torch.stack([learner.x for learner in learners]))
+    for row, learner in enumerate(learners):
+        own = RowOptimizer(whole, row, learner.optimizer, learner.parameters)
+        learner.x = learner.parameters.share(whole.x[row])
+        learner.optimizer = cast("Optimizer", own)
+    return whole

@@ -1,0 +1,189 @@
+"""Everybody's runs taken together: one loop, in which each keeps its own folder, record, guard and end."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from coterie.engines.in_process.engine import InProcess
+from coterie.errors import GradientError, UserCodeError
+from coterie.everyone.alignment import align
+from coterie.everyone.members import TrunkMember, member_of
+from coterie.everyone.passes import SharedPasses
+from coterie.everyone.program import LearnersTogether, Program, TrunksTogether
+from coterie.learners.learner import Learner
+from coterie.learners.spec import RunSpec
+from coterie.learners.stack import why_not_stacked
+from coterie.recording.interruption import interruptible
+from coterie.recording.progress import Show, progress_bar
+from coterie.rules import Alone, FormulaRule
+from coterie.training.loop import TrainingLoop
+from coterie.training.run import Run, Stopped
+from coterie.training.setup import RunOptions
+from coterie.training.train import SetUpRun, set_up
+
+
+def train_together(
+    specs: Sequence[RunSpec], options: RunOptions, folders: Sequence[Path | None]
+) -> tuple[dict[int, Run], list[UserCodeError], bool]:
+    """Train everybody's runs, as one program as far as they can be; the others after them, one by one.
+
+    Return the runs by place, errors of the runs' own code, and whether Ctrl-C was pressed.
+    """
+    began = time.monotonic()
+    with ExitStack() as held, ExitStack() as stack:
+        if options.resume:
+            align([folder for folder in folders if folder is not None])
+        runs: list[SetUpRun] = []
+        for spec, folder in zip(specs, folders, strict=True):
+            like = runs[0].loop.learner.engine if runs else None
+            engine = partial(InProcess, like=like) if isinstance(like, InProcess) else InProcess
+            own = replace(options, out=folder, progress=False, engine=engine)
+            runs.append(set_up(spec, own, held, stack, learner_of=member_of))
+        members = _members(runs)
+        programs = _programs(runs, members)
+        loop = TogetherLoop(runs, members, programs)
+        interrupted = stack.enter_context(interruptible())
+        bar = progress_bar(options.progress, f"{len(runs)} users", specs[0].steps)
+        loop.train(interrupted, stack.enter_context(bar), began)
+        return loop.ended, loop.errors, loop.stopped
+
+
+def _members(runs: Sequence[SetUpRun]) -> list[int]:
+    """Return the places of the runs that can be taken together; none where there are fewer than two."""
+    everybody = {run.spec.me.name for run in runs}
+    able = []
+    for place, run in enumerate(runs):
+        all_others = {peer.name for peer in run.spec.peers} == everybody - {run.spec.me.name}
+        if all_others and _why_by_itself(run.loop) is None:
+            able.append(place)
+    first = [runs[place].loop for place in able[:1]]
+    alike = [place for place in able if _kind(runs[place].loop) == _kind(first[0])]
+    return alike if len(alike) > 1 else []
+
+
+def _why_by_itself(loop: TrainingLoop) -> str | None:
+    """Say why a run cannot be taken together with others; None where it can."""
+    learner, optimizer = loop.learner, loop.spec.made_optimizer
+    rule = learner.followed
+    plain = type(learner) is Learner and isinstance(rule, Alone | FormulaRule)
+    if not isinstance(learner, TrunkMember) and not plain:
+        return f"`{type(rule).__name__}` is not a rule that runs can follow together"
+    if getattr(rule, "aggregator", None) is not None or learner.rule.needs_rows:
+        return "every peer's gradient is needed"
+    if loop.captured is not None:
+        return "its steps are captured"
+    if isinstance(learner.scheduler, ReduceLROnPlateau):
+        return "`ReduceLROnPlateau` follows the validation loss of one run"
+    groups = optimizer.param_groups
+    if len(groups) > 1 or len(groups[0]["params"]) < len(learner.parameters.named):
+        return "the optimizer has several groups of parameters"
+    return learner.engine.capabilities.not_stacked or why_not_stacked(optimizer)
+
+
+def _kind(loop: TrainingLoop) -> tuple[object, ...]:
+    """Return what runs of one program have in common."""
+    return type(loop.learner), loop.guard is None, type(loop.spec.made_optimizer)
+
+
+def _programs(runs: Sequence[SetUpRun], members: Sequence[int]) -> list[Program]:
+    """Return the program of the runs that are taken together."""
+    if not members:
+        return []
+    engine = runs[members[0]].loop.learner.engine
+    if not isinstance(engine, InProcess):
+        raise AssertionError("everybody is in this process")
+    passes = SharedPasses(engine.copies(), [run.spec for run in runs])
+    loops = {place: runs[place].loop for place in members}
+    trunks = {p: loop.learner for p, loop in loops.items() if isinstance(loop.learner, TrunkMember)}
+    return [TrunksTogether(passes, trunks) if trunks else LearnersTogether(passes, loops)]
+
+
+class TogetherLoop:
+    """The loop of everybody's runs."""
+
+    def __init__(self, runs: Sequence[SetUpRun], members: Sequence[int], programs: Sequence[Program]) -> None:
+        self.runs, self.programs = runs, programs
+        self.going = {place: runs[place].loop for place in members}
+        self.ended: dict[int, Run] = {}
+        self.errors: list[UserCodeError] = []
+        self.stopped = False  # by Ctrl-C
+        self._together = f"one program of {len(members)}"
+
+    def train(self, interrupted: Callable[[], bool], show: Show, began: float) -> None:
+        """Take the steps of all, then those of the runs that cannot be taken together, and end all of them."""
+        for place in list(self.going):
+            run = self.runs[place]
+            replace(run, configuration=replace(run.configuration, runs=self._together)).open()
+        for program in self.programs:
+            program.begin()
+        self._each(TrainingLoop.first_point)
+        while self.going and not self.stopped:
+            step = next(iter(self.going.values())).learner.step
+            if step >= self.runs[0].spec.steps:
+                break
+            self._step()
+            losses = [loop.losses[-1] for loop in self.going.values() if loop.losses]
+            show(step + 1, sum(losses) / len(losses) if losses else float("nan"), float("nan"), None)
+            self.stopped = interrupted()
+        share = (time.monotonic() - began) / len(self.runs)
+        why = Stopped.CTRL_C if self.stopped else None
+        self._each(lambda loop: loop.finish(why, share), ends=True)
+        for place, run in enumerate(self.runs):
+            if place not in self.ended and not self.stopped:
+                self._by_itself(place, run, interrupted)
+
+    def _step(self) -> None:
+        """Take one step in every run."""
+        for program in self.programs:
+            program.answer()
+        taken = self._each(lambda loop: loop.advance(1))
+        for program in self.programs:
+            program.step()
+        self._each(lambda loop: loop.taken(*taken[id(loop)]))
+
+    def _each(self, do: Callable[[TrainingLoop], object], *, ends: bool = False) -> Mapping[int, object]:
+        """Do something with every run that goes on; one that fails ends, and the others go on."""
+        found = {}
+        for place, loop in list(self.going.items()):
+            try:
+                result = do(loop)
+            except GradientError as error:
+                self._leave(place, error.run)
+            except UserCodeError as error:
+                self.errors.append(error if error.run is not None else loop.failed(error))
+                self._leave(place, self.errors[-1].run)
+            else:
+                found[id(loop)] = result
+                if ends:
+                    self._leave(place, result)
+        return found
+
+    def _leave(self, place: int, run: object) -> None:
+        """Let a run be ended."""
+        loop = self.going.pop(place)
+        if isinstance(run, Run):
+            self.ended[place] = run
+        for program in self.programs:
+            program.leave(loop)
+
+    def _by_itself(self, place: int, run: SetUpRun, interrupted: Callable[[], bool]) -> None:
+        """Take the steps of a run that cannot be taken together with others."""
+        began = time.monotonic()
+        why = _why_by_itself(run.loop)
+        told = f"by itself: {why}" if why else ""
+        try:
+            replace(run, configuration=replace(run.configuration, runs=told)).open()
+            stopped = run.loop.run(interrupted)
+            self.ended[place] = run.loop.finish(stopped, time.monotonic() - began)
+            self.stopped = stopped is Stopped.CTRL_C
+        except GradientError as error:
+            self.ended[place] = error.run
+        except UserCodeError as error:
+            self.errors.append(error)
+            if error.run is not None:
+                self.ended[place] = error.run
