@@ -1,8 +1,9 @@
 """Everybody's model by `train_everyone` over the same runs one after the other, both sides timed in one run.
 
-The users: the 14 writer segments of scikit-learn's digits, 20 people of WISDM, 20 schools, each with the examples that
-the benchmark gives user 0. Both sides do all that `train` does by default: guard, measured constants, evaluations, test. CPU
-time, so that other work on the machine counts less. `train_everyone` also trains the pooled model, which is in its time.
+The users: the 14 writer segments of scikit-learn's digits, 20 people of WISDM, 20 schools, each with the examples
+that the benchmark gives user 0. Both sides do all that `train` does by default: guard, measured constants,
+evaluations, test. CPU time, so that other work on the machine counts less. `train_everyone` also trains the pooled
+model, which is in its time.
 
     python benchmarks/everyone.py [--data DIR] [--sets digits wisdm school] [--hidden 0 64] [--steps 1000] [--json]
 """
@@ -24,6 +25,7 @@ import coterie
 from coterie.benchmark.population import Population
 from coterie.benchmark.sets import school, wisdm
 from coterie.benchmark.tasks import candidates
+from coterie.data.preparation import Kind
 
 RULES: dict[str, Any] = {"adaptive": None, "wga": coterie.WeightedAveraging(0.5)}
 
@@ -36,8 +38,10 @@ def digits(_: Path) -> tuple[list[coterie.User], int]:
 def of(people: Population, own_examples: int, most: int = 20) -> list[coterie.User]:
     """Return some users of a table, prepared alike."""
     chosen = candidates(people, own_examples)[:most]
+    if isinstance(people.inputs, torch.Tensor):
+        raise TypeError("a table is needed")
     table = people.inputs.assign(owner=people.owners, target=people.targets)
-    kind = "classification" if people.n_classes else "regression"
+    kind: Kind = "classification" if people.n_classes else "regression"
     some = table[table["owner"].isin(chosen)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # columns that look like something else
@@ -112,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.json:
-        print(f"{'set':<8}{'hidden':>6} {'rule':<9}{'users':>5}{'everyone s':>12}{'one by one s':>14}{'ratio':>7}  same")
+        print(f"{'set':<8}{'hidden':>6} {'rule':<9}{'users':>5}{'everyone s':>12}{'one by one s':>14}{'ratio':>7}")
     for name in options.sets:
         for hidden in options.hidden:
             for rule in options.rules:

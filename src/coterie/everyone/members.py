@@ -26,8 +26,8 @@ def member_of(
     spec: RunSpec, rule: Any, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
 ) -> Learner:
     """Return the learner of a run that may be taken together with others; see `setup.learner_of`."""
-    able = isinstance(engine, Stackable) and engine.capabilities.not_stacked is None
-    if not isinstance(rule, AdaptiveAveraging) or not able:
+    able = isinstance(rule, AdaptiveAveraging) and engine.capabilities.not_stacked is None
+    if not able or not isinstance(engine, Stackable):
         return setup.learner_of(spec, rule, engine, costs, guarded=guarded, forward_options=forward_options)
     folds, parts = rule.parts(spec)
     looks = Looks(spec, AnsweredPoints(spec, engine, parts), folds, nested=rule.plan.nested)

@@ -1,4 +1,4 @@
-"""The passes of everybody's steps: own gradients at everybody's points, and sums over everybody's shared batches."""
+"""The passes of everybody's steps: own gradients at everybody's points, and sums over batches that all share."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from coterie.users.trees import Tree, mapped, split
 class SharedPasses:
     """Gradients at the points of many users, on batches that are drawn once for all.
 
-    Runs are prepared, of one model, loss, batch size and seed; their examples are in memory. Every user's batch as a
+    Runs are prepared, of one model, loss, batch size and seed; their examples are in memory. A user's batch as a
     peer is the same for all others, so that one pass over all batches serves all points.
     """
 

@@ -63,6 +63,7 @@ class RowOptimizer:
         """Leave the gradient where the whole takes it from."""
         gradients = [p.grad for p in self.parameters.named.values() if p.grad is not None]
         self.whole.direction[self.row] = Parameters.flatten(gradients)
+        self.own._opt_called = True  # type: ignore[attr-defined]  # a scheduler wants to know
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that an optimizer of its own would have."""

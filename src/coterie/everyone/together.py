@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -25,6 +26,8 @@ from coterie.training.loop import TrainingLoop
 from coterie.training.run import Run, Stopped
 from coterie.training.setup import RunOptions
 from coterie.training.train import SetUpRun, set_up
+
+T = TypeVar("T")
 
 
 def train_together(
@@ -96,7 +99,7 @@ def _programs(runs: Sequence[SetUpRun], members: Sequence[int]) -> list[Program]
         return []
     engine = runs[members[0]].loop.learner.engine
     if not isinstance(engine, InProcess):
-        raise AssertionError("everybody is in this process")
+        raise TypeError("everybody is in this process")
     passes = SharedPasses(engine.copies(), [run.spec for run in runs])
     loops = {place: runs[place].loop for place in members}
     trunks = {p: loop.learner for p, loop in loops.items() if isinstance(loop.learner, TrunkMember)}
@@ -141,12 +144,12 @@ class TogetherLoop:
         """Take one step in every run."""
         for program in self.programs:
             program.answer()
-        taken = self._each(lambda loop: loop.advance(1))
+        taken: dict[int, tuple[float, Mapping[str, str]]] = self._each(lambda loop: loop.advance(1))
         for program in self.programs:
             program.step()
         self._each(lambda loop: loop.taken(*taken[id(loop)]))
 
-    def _each(self, do: Callable[[TrainingLoop], object], *, ends: bool = False) -> Mapping[int, object]:
+    def _each(self, do: Callable[[TrainingLoop], T], *, ends: bool = False) -> dict[int, T]:
         """Do something with every run that goes on; one that fails ends, and the others go on."""
         found = {}
         for place, loop in list(self.going.items()):

@@ -155,7 +155,8 @@ class Stack:
         """Return what the only optimizer remembers of the rows, as one tensor each; it may be changed."""
         ((optimizer, _),) = self._steps
         (rows,) = _parameters(optimizer)
-        return optimizer.state[rows]
+        remembered: dict[str, Any] = optimizer.state[rows]
+        return remembered
 
     def set_rates(self, optimizer: Optimizer) -> None:
         """Take over the step sizes of another optimizer of the same groups."""

@@ -116,7 +116,7 @@ class TrainingLoop:
             self.evaluate(self.first)
 
     def taken(self, own_loss: float, left_out: Mapping[str, str]) -> bool:
-        """Evaluate, save and tell the hooks after a step, as far as that is due; say whether a hook ends the run."""
+        """Evaluate, save and tell the hooks after a step, as is due; say whether a hook ends the run."""
         step = self.learner.step
         point = self.evaluate() if step % self.spec.every == 0 or step == self.spec.steps else None
         self.whole = True

@@ -1,0 +1,164 @@
+"""Everybody's runs as one program: resumed, interrupted, restarted by a guard and left by one that fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.everyone import everyone
+from tests.support.small_runs import network, same, state_of
+from torch.nn.functional import cross_entropy
+
+import coterie
+from coterie.errors import UserCodeError
+from coterie.everyone.alignment import align
+from coterie.recording import checkpoint
+from coterie.training.run import Stopped
+from coterie.users.examples import InMemory
+
+RULES: dict[str, Any] = {
+    "adaptive": None,
+    "wga": coterie.WeightedAveraging(0.5),
+    "bc": coterie.BiasCorrection(0.5, 0.1),
+}
+SETTINGS: dict[str, Any] = {"lr": 0.05, "measure": False, "trackers": (), "steps": 12}
+
+
+def train(rule: Any, users: list[coterie.User] | None = None, **changed: Any) -> coterie.Runs:
+    return coterie.train_everyone(network(), cross_entropy, users or everyone(), rule, **{**SETTINGS, **changed})
+
+
+def assert_close(runs: coterie.Runs, users: list[coterie.User], rule: Any, **changed: Any) -> None:
+    """Everybody's run is the one that `train` gives, to rounding, with the same costs and the same record."""
+    settings = {key: value for key, value in {**SETTINGS, **changed}.items() if key != "out"}
+    for me in users:
+        peers = [user for user in users if user is not me]
+        one, mine = coterie.train(network(), cross_entropy, me, peers, rule, **settings), runs.runs[me.name]
+        torch.testing.assert_close(list(mine.model.parameters()), list(one.model.parameters()))
+        assert mine.record.end.costs == one.record.end.costs
+        assert [point.step for point in mine.record.points] == [point.step for point in one.record.points]
+        for a, b in zip(mine.record.points, one.record.points, strict=True):
+            assert a.to_plain() == pytest.approx(b.to_plain(), rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_program_gives_the_runs_of_train(rule: str) -> None:
+    users = everyone(4)
+    users[3] = coterie.User("few", *users[3].examples.take(torch.arange(5)))  # other folds, and nothing held out
+    runs = train(RULES[rule], users)
+    how = {run.record.configuration.runs for run in runs.runs.values()}
+    assert any(told.startswith("one program") for told in how)
+    assert_close(runs, users, RULES[rule])
+
+
+def test_schedules_clipping_and_a_guard_that_restarts() -> None:
+    users = everyone(3, examples=60)
+    for user in users[1:]:  # contrary to the first, who restarts from the model trained alone
+        inputs, targets = user.examples.take(torch.arange(len(user)))
+        user.examples = InMemory(inputs, (targets + 1) % 3)
+    options: dict[str, Any] = {
+        "scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.995),
+        "clip_norm": 0.5,
+        "guard": "held-out",
+        "steps": 60,
+        "lr": 0.2,
+        "evaluate_every": 10,
+    }
+    rule = coterie.WeightedAveraging(1.0)
+    runs = train(rule, users, **options)
+    restarts = [run.record.points[-1].guard.restarts for run in runs.runs.values() if run.record.points[-1].guard]
+    assert max(restarts) > 0
+    assert_close(runs, users, rule, **options)
+
+
+@pytest.mark.parametrize("rule", ["adaptive", "bc"])
+def test_resumed_it_has_the_same_bits(rule: str, tmp_path: Path) -> None:
+    whole = train(RULES[rule], out=tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    for folder in (tmp_path / "part").iterdir():
+        for path in checkpoint.saved(folder / "checkpoints")[-1:] if folder.is_dir() else ():
+            path.unlink()
+    ahead = tmp_path / "part" / "user_1" / "checkpoints"
+    ahead.mkdir(exist_ok=True)
+    for path in checkpoint.saved(tmp_path / "whole" / "user_1" / "checkpoints"):
+        shutil.copy(path, ahead)  # killed while checkpoints were written: one is ahead of the others
+    again = train(RULES[rule], out=tmp_path / "part", resume=True)
+    for name, run in whole.runs.items():
+        assert same(state_of(run.model), state_of(again.models[name]))
+        assert run.record.end.costs == again.runs[name].record.end.costs
+        assert again.runs[name].record.configuration.runs == "one program of 4"
+
+
+def test_ctrl_c_ends_all_after_the_step_they_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def pressing(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        calls.append(1)
+        if len(calls) == 15:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 0.0
+
+    users = everyone()
+    stopped = train(RULES["wga"], users, out=tmp_path, metrics={"m": pressing}, evaluate_every=2)
+    assert stopped.stopped is Stopped.CTRL_C
+    assert stopped.pooled is None
+    assert {run.step for run in stopped.runs.values()} == {next(iter(stopped.runs.values())).step}
+    assert next(iter(stopped.runs.values())).step < 12
+    again = train(RULES["wga"], users, out=tmp_path, metrics={"m": pressing}, evaluate_every=2, resume=True)
+    whole = train(RULES["wga"], users, evaluate_every=2)
+    for name, run in whole.runs.items():
+        assert same(state_of(run.model), state_of(again.models[name]))
+    assert again.pooled is not None
+
+
+def test_one_whose_gradient_is_not_finite_ends_and_the_others_go_on() -> None:
+    for rule in ("adaptive", "wga"):
+        users = everyone()
+        inputs, targets = users[2].examples.take(torch.arange(12))
+        users[2] = coterie.User("user 2", inputs * torch.nan, targets)
+        runs = train(RULES[rule], users)
+        assert runs.runs["user 2"].stopped is Stopped.NOT_FINITE
+        others = [run for name, run in runs.runs.items() if name != "user 2"]
+        assert all(run.stopped is None and run.step == 12 for run in others)
+
+
+def test_code_of_ones_own_that_raises_ends_its_run_and_the_error_has_all() -> None:
+    calls = []
+
+    def failing(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        calls.append(1)
+        if len(calls) == 7:
+            raise ZeroDivisionError
+        return 0.0
+
+    with pytest.raises(UserCodeError, match="all runs are in this error") as caught:
+        train(RULES["wga"], metrics={"m": failing})
+    runs = caught.value.run
+    assert isinstance(runs, coterie.Runs)
+    assert len(runs.runs) == 4
+    assert sum(run.stopped is Stopped.USER_CODE for run in runs.runs.values()) == 1
+
+
+def test_rules_that_need_every_gradient_are_followed_one_by_one() -> None:
+    median = coterie.WeightedAveraging(0.5, aggregator=coterie.aggregators.CoordinateMedian())
+    users = everyone(3)
+    runs = train(median, users)
+    assert {run.record.configuration.runs for run in runs.runs.values()} == {
+        "by itself: every peer's gradient is needed"
+    }
+    assert_close(runs, users, median)
+
+
+def test_alignment_takes_the_step_that_most_have(tmp_path: Path) -> None:
+    for name, steps in {"a": (4, 8), "b": (4, 8), "c": (8, 12), "failed": (3,)}.items():
+        for step in steps:
+            checkpoint.save(tmp_path / name / "checkpoints", step, {"x": torch.zeros(1)})
+    folders = [tmp_path / name for name in ("a", "b", "c", "failed")]
+    align(folders)
+    newest = [checkpoint.step_of(checkpoint.saved(folder / "checkpoints")[-1]) for folder in folders]
+    assert newest == [8, 8, 8, 3]
