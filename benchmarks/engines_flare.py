@@ -118,31 +118,44 @@ class User0:
             for name, side in sides.items():
                 times[name] += timed(side, steps)
         found = {name: 1e3 * statistics.median(each) for name, each in times.items()}
-        fresh = Path(collab.workspace.get_root_dir()).parent / "times.new"
-        fresh.write_text(json.dumps(found), encoding="utf-8")
-        fresh.rename(fresh.with_name(RESULT))
+        write_result(found)
+
+
+def write_result(found: Any) -> None:
+    """Write what user 0 found, whole or not at all."""
+    fresh = Path(collab.workspace.get_root_dir()).parent / "times.new"
+    fresh.write_text(json.dumps(found), encoding="utf-8")
+    fresh.rename(fresh.with_name(RESULT))
 
 
 def flare(d: int, seconds: float) -> dict[str, float]:
     """Return the median milliseconds of each side."""
+    found: dict[str, float] = deployed(
+        "engines_flare", {"d": d, "seconds": seconds}, {"d": d}, limit=120 + 20 * seconds
+    )
+    return found
+
+
+def deployed(module: str, lead: dict[str, Any], site: dict[str, Any], *, limit: float, size: int = 1) -> Any:
+    """Run a module's `User0` and `Site`, made with these arguments, as a job; return what user 0 wrote."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         ports = _free_ports()
         consortium = Consortium("benchmark", "localhost", NAMES, *ports)
-        provision(consortium, folder, size=d)
-        _allow(folder / "server" / "local" / "resources.json")
+        provision(consortium, folder, size=size)
+        _allow(folder / "server" / "local" / "resources.json", module)
         commands = [server_command(folder / "server")]
         for name in NAMES:
-            kit = Kit("benchmark", name, "user0", "localhost", ports[0], "y", (), "linear", d, 1, 1)
-            site = site_workspace(folder / "sites" / name, kit)
-            _allow(site / "local" / "resources.json")
-            commands.append(site_command(site, kit))
-        job = _job(folder, d, seconds)
+            kit = Kit("benchmark", name, "user0", "localhost", ports[0], "y", (), "linear", size, 1, 1)
+            place_of = site_workspace(folder / "sites" / name, kit)
+            _allow(place_of / "local" / "resources.json", module)
+            commands.append(site_command(place_of, kit))
+        job = _job(folder, module, lead, site)
         here = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         env = surroundings() | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
         processes = [psutil.Popen(command, env=env, stdout=subprocess.DEVNULL) for command in commands]
         try:
-            return _result(folder, job, limit=120 + 20 * seconds)
+            return _result(folder, job, limit)
         finally:
             family = [child for process in processes for child in process.children(recursive=True)]
             for process in (*processes, *family):
@@ -150,27 +163,24 @@ def flare(d: int, seconds: float) -> dict[str, float]:
             psutil.wait_procs([*processes, *family], timeout=10)
 
 
-def _job(folder: Path, d: int, seconds: float) -> Path:
+def _job(folder: Path, module: str, lead: dict[str, Any], site: dict[str, Any]) -> Path:
     job = write_job(folder / "job")
-    for side, ours, kind, args in (
-        ("server", LEAD_CLASS, User0, {"d": d, "seconds": seconds}),
-        ("client", SITE_CLASS, Site, {"d": d}),
-    ):
+    for side, ours, kind, args in (("server", LEAD_CLASS, "User0", lead), ("client", SITE_CLASS, "Site", site)):
         path = job / "app" / "config" / f"config_fed_{side}.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         assert config["components"][0]["path"] == ours
-        config["components"][0] |= {"path": f"engines_flare.{kind.__name__}", "args": args}
+        config["components"][0] |= {"path": f"{module}.{kind}", "args": args}
         path.write_text(json.dumps(config), encoding="utf-8")
     return job
 
 
-def _allow(path: Path) -> None:
+def _allow(path: Path, module: str) -> None:
     resources = json.loads(path.read_text(encoding="utf-8"))
-    resources["class_allow_list"] += ["engines_flare.User0", "engines_flare.Site"]
+    resources["class_allow_list"] += [f"{module}.User0", f"{module}.Site"]
     path.write_text(json.dumps(resources), encoding="utf-8")
 
 
-def _result(folder: Path, job: Path, limit: float) -> dict[str, float]:
+def _result(folder: Path, job: Path, limit: float) -> Any:
     until = time.monotonic() + limit
     session = new_secure_session(LEAD, str(folder / "lead"), timeout=60)
     try:
@@ -183,8 +193,7 @@ def _result(folder: Path, job: Path, limit: float) -> dict[str, float]:
             time.sleep(0.5)
     finally:
         session.close()
-    found: dict[str, float] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    return found
+    return json.loads((folder / RESULT).read_text(encoding="utf-8"))
 
 
 def _free_ports() -> list[int]:

@@ -1,0 +1,126 @@
+"""Fewer exchanges: what they cost in accuracy on real users, and what they save in time where messages are slow.
+
+    python benchmarks/exchanges.py [--data DIR] [--sets digits,mnist] [--users 8] [--jobs 16]
+    python benchmarks/exchanges.py --latency          # over NVFLARE on this machine; see `exchanges_flare.py`
+    python benchmarks/exchanges.py --short            # a minute: two users of digits, few settings
+
+*Accuracy.* Users of a set are user 0 in turn, with the examples and peers of `coterie bench`, honest. All runs take
+the same number of own gradients, by plain SGD; the best model by validation loss counts, on test examples. The step
+size of each line is that of the least mean validation loss over the users. Differences to an exchange at every step
+are paired by user, ± one standard error; a line is *as good* where it is not below by more than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+import coterie
+from coterie.benchmark.models import MODELS
+from coterie.benchmark.sets import SETS, load
+from coterie.benchmark.tasks import candidates, task_of
+from coterie.users.sampling import seeded
+
+RULES: dict[str, coterie.Rule] = {
+    "averaging": coterie.WeightedAveraging(0.6),
+    "bias correction": coterie.BiasCorrection(0.9, 0.1, correction=0.5),
+}
+KINDS = [(1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (1, 2), (1, 4), (1, 8), (1, 16), (2, 4), (4, 4)]
+RATES = (0.03, 0.1, 0.3, 1.0)
+
+
+def scores(
+    name: str, me: str, settings: argparse.Namespace
+) -> dict[tuple[str, tuple[int, int], float], list[float]]:
+    """Return the validation loss and the test accuracy of one user by rule, kind and step size."""
+    torch.set_num_threads(1)
+    kind = SETS[name]
+    task = task_of(load(kind, settings.data), me, own_examples=kind.own_examples, most_peers=kind.most_peers)
+    with seeded(0, "model", 0):
+        model = MODELS["mlp" if name == "mnist" else "linear"](task.n_inputs, task.n_outputs)
+    found = {}
+    for (rule, each), lr in itertools.product(itertools.product(RULES, settings.kinds), settings.rates):
+        run = coterie.train(
+            model,
+            cross_entropy,
+            task.me,
+            task.peers,
+            RULES[rule],
+            optimizer=torch.optim.SGD,
+            lr=lr,
+            steps=settings.gradients // each[1],
+            evaluate_every=max(1, settings.gradients // each[1] // 15),
+            batch_size=kind.batch_size,
+            exchange_every=each[0],
+            local_steps=each[1],
+            guard="off",
+            progress=False,
+            measure=False,
+        )
+        losses = [point.validation["loss"] for point in run.record.points]
+        found[rule, each, lr] = [float(np.nanmin(losses)), run.test["accuracy"]]
+    return found
+
+
+def table(name: str, by_user: list[dict[tuple[str, tuple[int, int], float], list[float]]], gradients: int) -> None:
+    """Print the lines of a set."""
+    for rule in RULES:
+        best: dict[tuple[int, int], np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
+        rates = {}
+        for _, each in dict.fromkeys((r, k) for r, k, _ in by_user[0] if r == rule):
+            by_rate = {
+                lr: np.array([user[rule, each, lr] for user in by_user])
+                for r, k, lr in by_user[0]
+                if (r, k) == (rule, each)
+            }
+            rates[each] = min(by_rate, key=lambda lr: float(np.nan_to_num(by_rate[lr][:, 0], nan=np.inf).mean()))
+            best[each] = by_rate[rates[each]][:, 1]
+        for each, accuracy in best.items():
+            change = accuracy - best[1, 1]
+            error = change.std(ddof=1) / len(change) ** 0.5
+            good = "as good" if change.mean() >= -error else ""
+            exchanges = gradients // (each[0] * each[1])
+            print(
+                f"| {name}, {rule} | {each[0]} | {each[1]} | {exchanges} | {rates[each]:g} | "
+                f"{accuracy.mean():.3f} | {change.mean():+.4f} ± {error:.4f} | {good} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=None, help="the folder of all data; digits need none")
+    parser.add_argument("--sets", default="digits")
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--gradients", type=int, default=240, help="own gradients of each run")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--latency", action="store_true", help="time to a loss over NVFLARE, instead")
+    settings = parser.parse_args()
+    if settings.latency:
+        from exchanges_flare import latency  # noqa: PLC0415  # NVFLARE need not be installed for the other part
+
+        return latency(short=settings.short)
+    settings.kinds, settings.rates = KINDS, RATES
+    if settings.short:
+        settings.kinds, settings.rates, settings.users = [(1, 1), (8, 1), (1, 8)], (0.1, 0.3), 2
+    print("| set, rule | exchange_every | local_steps | exchanges | step size | accuracy | change | |")
+    print("|---" * 8 + "|")
+    with multiprocessing.get_context("spawn").Pool(settings.jobs) as pool:
+        under_way = {}
+        for name in settings.sets.split(","):
+            names = candidates(load(SETS[name], settings.data), SETS[name].own_examples)[: settings.users]
+            under_way[name] = pool.starmap_async(scores, [(name, me, settings) for me in names], chunksize=1)
+        for name, found in under_way.items():
+            table(name, found.get(), settings.gradients)
+
+
+if __name__ == "__main__":
+    main()
