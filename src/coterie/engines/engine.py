@@ -101,6 +101,7 @@ class Question:
     sketched: int = 0  # beside sums, every peer's sketches at the first so many points
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of each point, where passes move the model's
     work: LocalWork | None = None  # what the peers do from each point; they give a gradient there when None
+    batch_size: int | None = None  # another than the engine's, where there is work or each peer has one point
 
 
 @dataclass(frozen=True, eq=False)

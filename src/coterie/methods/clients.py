@@ -2,18 +2,27 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.capabilities import require
+from coterie.engines.capabilities import AnswersAtOwnPoints, require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError
 from coterie.gradients.gradients import is_finite
 from coterie.recording.costs import Costs
 from coterie.users.sampling import random_key
 from coterie.users.user import User
+
+
+class Pull(NamedTuple):
+    """What draws local steps to a point: λ (x_k − w)."""
+
+    strength: float  # λ
+    centre: Tensor  # w, one for all or a row for each user
 
 
 class Clients:
@@ -42,9 +51,11 @@ class Clients:
 
     present: Tensor | None = None
     """Who takes part in this round, a truth value for each user; None where all do."""
+    here: ClassVar[bool] = True
+    """Whether the users' examples are in this process; see `ClientsElsewhere`."""
 
     def __init__(self, engine: Engine, me: User, peers: Sequence[User], costs: Costs) -> None:
-        self.engine, self.me = require(engine, "own_points", "a method"), me
+        self.asked, self.me = engine, me
         self._users = {user.name: user for user in (me, *peers)}
         self.names = tuple(self._users)
         self.costs = costs
@@ -52,6 +63,11 @@ class Clients:
         self.own_losses: list[float] = []
         counts = torch.tensor([float(len(user)) for user in self._users.values()], dtype=torch.float64)
         self.sizes = counts.to(self.engine.parameters.device, self.engine.parameters.dtype)
+
+    @cached_property
+    def engine(self) -> AnswersAtOwnPoints:
+        """The engine, where users are in this process; what only they can answer is refused elsewhere."""
+        return require(self.asked, "own_points", "this method")
 
     @property
     def seed(self) -> int:
@@ -63,6 +79,11 @@ class Clients:
         """Each user's share of the examples of all who take part, p_k."""
         sizes = self.sizes if self.present is None else self.sizes * self.present
         return sizes / sizes.sum()
+
+    @property
+    def personal(self) -> int:
+        """How many users' personal models a method keeps: all users', or where they are elsewhere user 0's."""
+        return len(self.names) if self.here else 1
 
     @contextmanager
     def sample(self, peers: int, step: int) -> Iterator[None]:
@@ -88,7 +109,7 @@ class Clients:
 
     def moved(self, rows: Tensor, before: Tensor) -> Tensor:
         """Return the new rows of those who take part, and the old ones of the others."""
-        if self.present is None:
+        if self.present is None or len(rows) == 1:  # user 0's alone, who always takes part
             return rows
         return torch.where(self.present.reshape(-1, *[1] * (rows.ndim - 1)), rows, before)
 
@@ -111,6 +132,29 @@ class Clients:
             self.costs.compute(asked)
         self.own_losses.append(float(loss))
         return self._finite(rows)
+
+    def local_steps(
+        self,
+        points: Tensor,
+        step: int,
+        count: int,
+        *,
+        lr: float,
+        add: Tensor | None = None,
+        pull: Pull | None = None,
+    ) -> Tensor:
+        """Let every user take plain steps from its point, x_k ← x_k − η (g_k(x_k) + a_k + λ (x_k − w)).
+
+        `points` and a_k, in `add`, are a row for each user, as may be w; one row of points moves user 0 alone.
+        """
+        for k in range(count):
+            gradients = self.gradients(points, step + k)
+            if add is not None:
+                gradients.add_(add)
+            if pull is not None:
+                gradients.add_(points - pull.centre, alpha=pull.strength)
+            points = torch.sub(points, gradients, alpha=lr)
+        return points
 
     def full_gradients(self, points: Tensor) -> Tensor:
         """Return each user's gradient at its point over all its examples; one row asks user 0 alone."""
@@ -159,9 +203,7 @@ class Clients:
 
     def held_out_losses(self, points: Tensor) -> Tensor:
         """Return user 0's mean validation loss at each of these points."""
-        if self.me.validation is None:
-            raise DataError(f"this method compares models on validation examples, but {self.me.name!r} has none")
-        return self.engine.losses_over(self.me.validation, points)
+        return losses_held_out(self.engine, self.me, points)
 
     def exchange(self, down: int, up: int) -> None:
         """Count the numbers that user 0 sends to every peer that takes part, and that each sends back (`up`)."""
@@ -174,3 +216,10 @@ class Clients:
             self.left_out |= {self.names[1 + int(k)]: "not finite" for k in bad.nonzero().flatten()}
             rows[1:][bad] = 0.0
         return rows
+
+
+def losses_held_out(engine: AnswersAtOwnPoints, me: User, points: Tensor) -> Tensor:
+    """Return user 0's mean validation loss at each of these points."""
+    if me.validation is None:
+        raise DataError(f"this method compares models on validation examples, but {me.name!r} has none")
+    return engine.losses_over(me.validation, points)

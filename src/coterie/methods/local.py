@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from coterie.arguments import COUNT
@@ -49,10 +48,7 @@ def local_steps(
 
     `points` and a_k, in `add`, are a row for each user; one row of points moves user 0 alone.
     """
-    for k in range(count):
-        gradients = users.gradients(points, step + k)
-        points = torch.sub(points, gradients if add is None else gradients.add_(add), alpha=lr)
-    return points
+    return users.local_steps(points, step, count, lr=lr, add=add)
 
 
 def weighed(weights: Tensor) -> dict[str, Any]:

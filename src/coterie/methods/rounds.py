@@ -56,7 +56,7 @@ class Rounds(Learner):
 
     def __init__(self, spec: RunSpec, method: Method, users: Clients) -> None:
         self.method, self.users = method, users
-        super().__init__(spec, Alone(), users.engine, users.costs)
+        super().__init__(spec, Alone(), users.asked, users.costs)
 
     @property
     def followed(self) -> Method:
@@ -87,9 +87,10 @@ class Rounds(Learner):
         return {} if weights is None else dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
 
     def models(self) -> dict[str, nn.Module]:
-        """Return the personal model of each user, as it is now."""
-        models = {name: copied(self.model) for name in self.users.names}
-        rows = self.method.models(self.state).expand(len(models), -1)
+        """Return the personal model of each user, as it is now; where they are elsewhere, user 0's alone."""
+        models = {name: copied(self.model) for name in self.users.names[: self.users.personal]}
+        rows = self.method.models(self.state)
+        rows = rows.expand(len(models), -1) if self.users.here else rows[:1]
         for model, row in zip(models.values(), rows, strict=True):
             Parameters(model).load(row)
         return models

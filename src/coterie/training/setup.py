@@ -28,6 +28,7 @@ from coterie.learners.spec import RunSpec
 from coterie.methods.averaging.fine_tuning import FineTuning
 from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
+from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rounds import Method, Rounds
 from coterie.recording.configuration import Configuration, UserSummary
 from coterie.recording.costs import Costs
@@ -254,7 +255,8 @@ def check_rule(rule: Rule | Chooser | Method | MakesLearner, engine: Engine) -> 
     """Refuse a rule that needs what this engine cannot give; a chooser says so when it chooses."""
     whose = f"`{type(rule).__name__}`"
     if isinstance(rule, Method):
-        require(engine, "own_points", whose)
+        if not engine.capabilities.local_work:  # else what it asks for is seen in its first round
+            require(engine, "own_points", whose)
     elif isinstance(rule, MakesLearner):
         rule.check(engine)
     elif not isinstance(rule, Chooser):
@@ -311,10 +313,17 @@ def learner_of(
 ) -> Learner:
     """Return the learner of a run: of a rule, of a method, which takes rounds, or one of its own kind."""
     if isinstance(rule, Method):
-        return Rounds(spec, rule, Clients(engine, spec.me, spec.peers, costs))
+        return Rounds(spec, rule, _clients(spec, engine, costs))
     if isinstance(rule, MakesLearner):
         return rule.learner(spec, engine, costs, guarded=guarded, forward_options=forward_options)
     return Learner(spec, rule, engine, costs)
+
+
+def _clients(spec: RunSpec, engine: Engine, costs: Costs) -> Clients:
+    """Return the users of a method, wherever they are."""
+    if engine.capabilities.own_points:
+        return Clients(engine, spec.me, spec.peers, costs)
+    return ClientsElsewhere(engine, spec.me, costs, own=replace(spec, peers=()).in_process())
 
 
 def guard_mode(guard: str, spec: RunSpec) -> tuple[bool, str]:

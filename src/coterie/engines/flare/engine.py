@@ -149,13 +149,14 @@ class Flare:
         buffers = model | {name: rows[wanted] for name, rows in question.buffers.items()}
         points = question.points.detach()[wanted]
         work = None if question.work is None else question.work.at([k for k, yes in enumerate(wanted) if yes])
-        request = Request(points, question.step, self.seed, self.batch_size, buffers, self._frozen, work)
+        size = self.batch_size if question.batch_size is None else question.batch_size
+        request = Request(points, question.step, self.seed, size, buffers, self._frozen, work)
         message = pack_request(request)  # a copy: a late site may still be sent to when the points have moved on
-        size = request_bytes(message)
-        self._mine.bytes_sent += size * len(names)
+        sent = request_bytes(message)
+        self._mine.bytes_sent += sent * len(names)
         self._mine.messages += len(names)
         for name in names:
-            self._traffic[name].bytes_received += size
+            self._traffic[name].bytes_received += sent
         return self.sites.ask(names, "gradients", self.timeout, request=message)
 
     def _answers(

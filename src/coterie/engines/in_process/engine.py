@@ -225,6 +225,9 @@ class InProcess:
 
     def local_work(self, question: Question) -> Callable[[], Answers]:
         """Let peers take steps of their own, which are taken at once; see `WorksLocally.local_work`."""
+        if question.batch_size is not None:
+            other = self.with_batch_size(question.batch_size)
+            return other.local_work(replace(question, batch_size=None))
         places = [(point, peer) for point, peer in (~question.weights.isnan()).nonzero().tolist()]
         names, rows = tuple(self.names[peer] for _, peer in places), [point for point, _ in places]
         if len(set(names)) < len(names):

@@ -129,6 +129,8 @@ class TorchDistributed:
 
     def local_work(self, question: Question) -> Callable[[], Answers]:
         """Let peers take steps of their own; see `WorksLocally.local_work`."""
+        buffers = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
+        question = replace(question, buffers=buffers | dict(question.buffers))
         return partial(self._answers, self._begin(Ask.ROWS if question.rows or self.gather else Ask.SUM, question))
 
     def _begin(self, ask: Ask, question: Question) -> "_Exchange":

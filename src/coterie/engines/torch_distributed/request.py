@@ -43,19 +43,19 @@ class PackedRequest:
         added: bool = False,
         tag: int = 0,
     ) -> None:
-        head, weights = torch.zeros(6, dtype=torch.int64), torch.zeros(n_points, n_peers, dtype=torch.float64)
+        head, weights = torch.zeros(7, dtype=torch.int64), torch.zeros(n_points, n_peers, dtype=torch.float64)
         add = x.expand(n_points if added else 0, *x.shape)
         stacked = [tensor.expand(n_points, *tensor.shape) for tensor in (x, *buffers.values())]
         views = laid_out([head, weights, add, *stacked, torch.zeros(tag, dtype=torch.uint8)], device)
         self.bytes, (self._head, self.weights, self._add, self.points, *moved, self.tag) = views
-        self._rates = self._head[4:].view(torch.float64)  # step size and decay of steps that peers take
+        self._rates = self._head[5:].view(torch.float64)  # step size and decay of steps that peers take
         self.body = self.bytes[: len(self.bytes) - tag]
         self.buffers = dict(zip(buffers, moved, strict=True))
 
     def fill(self, ask: Ask, question: Question) -> None:
         """Write a message."""
         work = question.work
-        self.ask(ask, question.step, question.sketched, 0 if work is None else work.count)
+        self.ask(ask, question.step, question.sketched, 0 if work is None else work.count, question.batch_size or 0)
         if work is not None:
             self._rates.copy_(torch.tensor([work.lr, work.decay], dtype=torch.float64))
             if work.add is not None:
@@ -65,9 +65,9 @@ class PackedRequest:
         for name, buffer in self.buffers.items():
             buffer.copy_(question.buffers[name])
 
-    def ask(self, ask: Ask, step: int = 0, sketched: int = 0, local_steps: int = 0) -> None:
-        """Write what is asked, and leave the rest as it was."""
-        self._head[:4].copy_(torch.tensor([ask, step, sketched, local_steps]))
+    def ask(self, ask: Ask, *numbers: int) -> None:
+        """Write what is asked: the step, how many sketches, local steps, the size of a batch; leave all else."""
+        self._head[:5].copy_(torch.tensor([ask, *numbers, *[0] * (4 - len(numbers))]))
 
     def read(self) -> tuple[Ask, int, int]:
         """Return what is asked, the step, and how many points are sketched."""
@@ -75,6 +75,11 @@ class PackedRequest:
         if ask not in list(Ask) or not 0 <= sketched <= len(self.points):
             raise PeerLost(f"a message is not one of user 0: it asks for {ask}, with {sketched} sketches")
         return Ask(ask), step, sketched
+
+    @property
+    def batch_size(self) -> int | None:
+        """The size of a batch, where it is another than the run's."""
+        return int(self._head[4]) or None
 
     def work(self, like: Tensor) -> LocalWork | None:
         """Return the steps that peers are to take, unchecked; None where a gradient is asked for."""

@@ -160,7 +160,8 @@ class _Worker:
             buffers = {name: rows[asked] for name, rows in packed.buffers.items()}
         work = packed.work(self.x)
         work = None if work is None else work.at(asked.nonzero().flatten().tolist())
-        return Request(points, step, self.run["seed"], self.run["batch_size"], buffers, work=work)
+        size = packed.batch_size or self.run["batch_size"]
+        return Request(points, step, self.run["seed"], size, buffers, work=work)
 
     def _sketch(self, step: int, n: int, asked: Tensor, reply: Reply | None) -> None:
         """Send sketches of the gradients at the first so many points; not numbers where there are none."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from coterie.arguments import NOT_NEGATIVE
 from coterie.methods.averaging.fedavg import FedAvg
-from coterie.methods.clients import Clients
+from coterie.methods.clients import Clients, Pull
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,4 @@ class FedProx(FedAvg):
 
     def walk(self, users: Clients, start: Tensor, step: int, lr: float) -> Tensor:
         """Return where the local steps lead."""
-        points = start
-        for k in range(self.local_steps):
-            gradients = users.gradients(points, step + k)
-            points = points.sub(gradients.add_(points - start, alpha=self.penalty), alpha=lr)
-        return points
+        return users.local_steps(start, step, self.local_steps, lr=lr, pull=Pull(self.penalty, start))

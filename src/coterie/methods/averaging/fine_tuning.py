@@ -61,7 +61,7 @@ class FineTuning:
             together = self.together.round(users, state["together"], lr)
             models = self.together.models(together)
             return following | {"step": together["step"], "together": together, "models": models}
-        points, count = state["models"].expand(len(users.names), -1), self.gradients_a_round
+        points, count = state["models"].expand(users.personal, -1), self.gradients_a_round
         points = local_steps(users, points, state["step"], count, lr=lr)
         return following | {"step": state["step"] + count, "models": points}
 

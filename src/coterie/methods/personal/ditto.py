@@ -49,7 +49,7 @@ class Ditto:
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all personal models are x."""
-        return {"step": 0, "together": self.together.init(users, x), "v": x.repeat(len(users.names), 1)}
+        return {"step": 0, "together": self.together.init(users, x), "v": x.repeat(users.personal, 1)}
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""

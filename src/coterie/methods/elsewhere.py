@@ -1,0 +1,138 @@
+"""The users of a federated method whose examples are elsewhere: peers are asked to take steps of their own."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from coterie.engines.capabilities import require
+from coterie.engines.engine import Answers, Engine, LocalWork, Question
+from coterie.engines.in_process.engine import InProcess
+from coterie.engines.peer import MAX_POINTS
+from coterie.methods.clients import Clients, Pull, losses_held_out
+from coterie.recording.costs import Costs
+from coterie.users.user import User
+
+ALL = 2**31
+"""A batch of as many examples has all of them."""
+
+
+class ClientsElsewhere(Clients):
+    """Ask user 0 here and its peers elsewhere; the local steps of a round are one exchange.
+
+    Methods that need no more than `gradients`, `full_gradients` and `local_steps` run on every engine whose peers
+    take steps of their own; what needs their losses is refused. A peer that does not answer takes no step. The
+    personal models of a method are user 0's alone (`personal`): others do not show theirs.
+
+    Args:
+        engine: computes the gradients.
+        me: user 0.
+        costs: counts gradients, examples and numbers sent.
+        own: user 0 alone, in this process.
+
+    Example:
+        >>> from coterie import InProcess
+        >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
+        >>> engine = InProcess(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:])
+        >>> costs = Costs(dict.fromkeys(["me", "a", "b"], 9))
+        >>> clients = ClientsElsewhere(engine, users[0], costs, own=engine)
+        >>> clients.local_steps(torch.zeros(3, 3), step=0, count=5, lr=0.1).shape
+        torch.Size([3, 3])
+    """
+
+    here: ClassVar[bool] = False
+
+    def __init__(self, engine: Engine, me: User, costs: Costs, own: InProcess) -> None:
+        self.asked, self.me, self.costs = engine, me, costs
+        self.peers = require(engine, "local_work", "a method")
+        self.names = (me.name, *engine.names)
+        self.left_out, self.own_losses = {}, []
+        self._users, self.own = {me.name: me}, own
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self.own.seed
+
+    @property
+    def sizes(self) -> Tensor:  # type: ignore[override]  # peers tell theirs when they answer
+        """How many examples each user has; as many as the mean of the others where it is not known."""
+        known = self.asked.capabilities.examples
+        told = [float(known[name] or math.nan) if name in known else math.nan for name in self.names]
+        counts = torch.tensor(told, dtype=torch.float64)
+        counts = counts.nan_to_num(nan=float(counts.nanmean()))
+        return counts.to(self.own.parameters.device, self.own.parameters.dtype)
+
+    def gradients(self, points: Tensor, step: int) -> Tensor:
+        """Return each user's gradient at its point, in one exchange; one row asks user 0 alone."""
+        own = self._own(points[0], step)
+        rows = self._answers(points, step, None) if len(points) > 1 else points[1:]
+        return torch.cat([own[None], rows])
+
+    def full_gradients(self, points: Tensor) -> Tensor:
+        """Return each user's gradient at its point over all its examples; one row asks user 0 alone."""
+        whole = self.blocks(self.me.name, 1)[0]
+        own, loss = self.own.on(self.me.name, points[0], whole, 0)
+        self.costs.compute(self.names[:1], len(whole))
+        self.own_losses.append(float(loss))
+        rows = self._answers(points, 0, None, batch_size=ALL) if len(points) > 1 else points[1:]
+        return torch.cat([own[None], rows])
+
+    def local_steps(
+        self,
+        points: Tensor,
+        step: int,
+        count: int,
+        *,
+        lr: float,
+        add: Tensor | None = None,
+        pull: Pull | None = None,
+    ) -> Tensor:
+        """Let every user take plain steps from its point, the peers' in one exchange; see `Clients.local_steps`."""
+        if pull is not None:
+            drawn = (-pull.strength * pull.centre).expand_as(points)
+            add = drawn if add is None else add + drawn
+        work = LocalWork(count, lr, add, 0.0 if pull is None else pull.strength)
+        peers = self._answers(points, step, work) if len(points) > 1 else points[1:]
+        x = points[0]
+        for k in range(count):
+            x = x - lr * work.direction(self._own(x, step + k), x)
+        return torch.cat([x[None], points[1:] - lr * peers])
+
+    def held_out_losses(self, points: Tensor) -> Tensor:
+        """Return user 0's mean validation loss at each of these points."""
+        return losses_held_out(self.own, self.me, points)
+
+    def _own(self, x: Tensor, step: int) -> Tensor:
+        """Return user 0's gradient, and note its loss."""
+        g = self.asked.gradients(x, step, {})
+        self.costs.compute(self.names[:1])
+        self.own_losses.append(float(g.own_loss))
+        return g.own
+
+    def _answers(self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None = None) -> Tensor:
+        """Return what the peers that take part give at their rows of `points`; zeros where one gives nothing."""
+        found, taking = torch.zeros_like(points[1:]), self._asked()[1:]
+        asked = [self.names.index(name) for name in taking]
+        alike = bool((points[1:] == points[1]).all()) and (work is None or work.add is None)
+        groups = [asked] if alike else [asked[k : k + MAX_POINTS] for k in range(0, len(asked), MAX_POINTS)]
+        for group in filter(None, groups):
+            places = group[:1] if alike else group
+            weights = torch.full((len(places), len(self.names) - 1), math.nan, dtype=torch.float64)
+            for place, user in enumerate(group):
+                weights[0 if alike else place, user - 1] = 1.0 / len(group)
+            part = None if work is None else work.at(places)
+            question = Question(points[places], step, weights, rows=True, work=part, batch_size=batch_size)
+            answers = self.peers.local_work(question)()
+            self.left_out |= answers.left_out
+            for place, user in enumerate(group):
+                found[user - 1] = _row(answers, 0 if alike else place, user - 1, found[user - 1])
+        self.costs.compute(taking, times=1 if work is None else work.count)
+        return found
+
+
+def _row(answers: Answers, place: int, peer: int, otherwise: Tensor) -> Tensor:
+    """Return a peer's answer where it can be used."""
+    row = None if answers.rows is None else answers.rows[place, peer]
+    return otherwise if row is None or not bool(row.isfinite().all()) else row
