@@ -46,6 +46,22 @@ def test_numbers_name_groups_too_whatever_their_type() -> None:
     assert list(CoterieClassifier(2, **QUICK).fit(array, Y).models_) == list(dict.fromkeys(numbers))
 
 
+def test_a_group_is_the_same_in_any_rows() -> None:
+    """Rows of one group only, as text, as numbers, or without the names of columns, go to the same model."""
+    short = X.assign(hospital=X["hospital"].map({"Geneva": "2", "Bern": "Bern", "Basel": "7"}))[["hospital", "age"]]
+    fitted = CoterieClassifier(0, **QUICK).fit(short.to_numpy(dtype=object), Y)
+    found = fitted.predict_proba(short.to_numpy(dtype=object))
+    own = (short["hospital"] == "2").to_numpy()
+    np.testing.assert_array_equal(fitted.predict_proba(short[own].to_numpy(dtype=object)), found[own])
+    by_name = CoterieClassifier("hospital", **QUICK).fit(short, Y)
+    with pytest.warns(UserWarning, match="X does not have valid feature names"):
+        np.testing.assert_allclose(by_name.predict_proba(short.to_numpy(dtype=object)), found, atol=1e-6)
+    numbers = short.assign(hospital=short["hospital"].map({"2": 2, "Bern": 3, "7": 7}))
+    as_numbers = CoterieClassifier("hospital", **QUICK).fit(numbers, Y)
+    texts = numbers.assign(hospital=numbers["hospital"].astype(str))
+    np.testing.assert_array_equal(as_numbers.predict_proba(texts), as_numbers.predict_proba(numbers))
+
+
 def test_only_me_listens_to_others() -> None:
     everybody, mine = (CoterieClassifier("hospital", me=me, **QUICK).fit(X, Y) for me in (None, "Geneva"))
     alone = CoterieClassifier("hospital", rule=coterie.Alone(), **QUICK).fit(X, Y)

@@ -1,5 +1,6 @@
 """From scikit-learn's X to a table: columns by name, and the group of each row."""
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,10 +15,16 @@ Column: TypeAlias = str | int
 """A column of X: its name, or its position, from the end where it is negative."""
 
 
-def table(given: Any, checked: Array) -> pd.DataFrame:
+def table(given: Any, checked: Array, fitted: Mapping[str, bool] | None = None) -> pd.DataFrame:
     """Return X as a table; the columns of an array are called by their positions.
 
-    A column of an array of objects or texts holds numbers where each of its values is one.
+    A column of an array of objects or texts holds numbers where each of its values is one; after `fit`, where it
+    did so then, so that a category or a group called "2" is the same in any rows.
+
+    Args:
+        given: X as it was given.
+        checked: the same as an array.
+        fitted: the columns that `fit` saw, and whether they were numbers; None in `fit`.
 
     Example:
         >>> rows = np.array([["Bern", 1.5], ["Basel", None]], dtype=object)
@@ -26,11 +33,15 @@ def table(given: Any, checked: Array) -> pd.DataFrame:
     """
     if isinstance(given, pd.DataFrame):
         check_names(given.columns)
-        return given.set_axis([str(name) for name in given.columns], axis=1).reset_index(drop=True)
-    names = [str(i) for i in range(checked.shape[1])]
+        return given.set_axis(list(fitted or map(str, given.columns)), axis=1).reset_index(drop=True)
+    names = list(fitted or map(str, range(checked.shape[1])))
     if checked.dtype.kind not in "OSU":
         return pd.DataFrame(checked, columns=names)
-    return pd.DataFrame(dict(zip(names, map(_numbers_if_all_are, checked.T), strict=True)))
+    columns = zip(names, checked.T, strict=True)
+    numbers = fitted or dict.fromkeys(names, True)
+    return pd.DataFrame(
+        {name: _numbers_if_all_are(column) if numbers[name] else column for name, column in columns}
+    )
 
 
 def _numbers_if_all_are(values: Array) -> Array:

@@ -71,6 +71,8 @@ class GroupEstimator(BaseEstimator):
             raise TypeError(f"`fit` takes no `{name}`{remedy}")
         rows, y = self._rows(X, y, ensure_min_samples=2, y_numeric=self._kind == "regression")
         group = unused("group", rows) if self.group is None else name_of("group", self.group, X, rows)
+        self._numeric = {name: pd.api.types.is_numeric_dtype(rows[name]) for name in rows.columns}
+        self._group = None if self.group is None else group
         categorical = [name_of("categorical", column, X, rows) for column in self.categorical or ()]
         if self.group is None:
             self.groups_, rows[group] = np.array([]), "everybody"
@@ -117,17 +119,17 @@ class GroupEstimator(BaseEstimator):
         checks |= {"reset": fitting, "dtype": None, "ensure_all_finite": "allow-nan"}
         checked = validate_data(self, X, y, **checks)
         array, y = checked if fitting else (checked, None)
-        return table(X, array), y
+        return table(X, array, None if fitting else self._numeric), y
 
     def _outputs(self, X: Any) -> Tensor:  # noqa: N803
         """Return for each row the outputs of its group's model, or of the pooled one."""
         check_is_fitted(self)
         rows, _ = self._rows(X)
-        if self.group is None:
+        if self._group is None:
             return self.group_models_.outputs(rows, [None] * len(rows))
-        names = {group: str(group) for group in self.groups_.tolist()}
-        groups = groups_in(rows[name_of("group", self.group, X, rows)])
-        return self.group_models_.outputs(rows, [names.get(group) for group in groups])
+        names = {group: str(group) for group in self.groups_.tolist()}  # 1 and 1.0 are the same group
+        groups = groups_in(rows[self._group])
+        return self.group_models_.outputs(rows, [names.get(group, str(group)) for group in groups])
 
     def _targets(self, y: Array) -> Array:
         return y

@@ -25,8 +25,11 @@ SHOWN = 15
 
 def write_report(
     folder: Path, run: Run, preparation: Preparation, target: str, test_rows: "pd.DataFrame"
-) -> Quality:
-    """Write the page of a run, and the numbers of its test rows to `evaluation.json`; return these."""
+) -> Quality | None:
+    """Write the page of a run, and the numbers of its test rows, if any, to `evaluation.json`; return these."""
+    if not len(test_rows):
+        write_run_page(folder / "index.html", run.record, run.state.get("weight"))
+        return None
     alone = None if serves_alone(run.record.end) or run.alone is None else run.alone
     found = quality(run.model, alone, preparation, target, test_rows)
     files.write_json(folder / FILE, found.to_plain())
