@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check format setup bench clean
+.PHONY: demo test check format setup bench docs clean
 demo: $(READY)
 	$(BIN)/coterie demo
 
@@ -22,6 +22,11 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_cost.py
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m sphinx -W -E -q docs docs/_build
+	@echo "The site: docs/_build/index.html"
 
 setup: $(READY)
 
