@@ -25,8 +25,8 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
-	$(BIN)/python -m sphinx -W -E -q docs docs/_build
-	@echo "The site: docs/_build/index.html"
+	$(BIN)/python -m sphinx -W -E -q docs docs/_build/html
+	@echo "The site: docs/_build/html/index.html"
 
 setup: $(READY)
 

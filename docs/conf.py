@@ -1,5 +1,6 @@
 """How Sphinx makes the site of the Markdown in this folder: `make docs`. Nothing on a page comes from elsewhere."""
 
+import os
 import re
 import sys
 import warnings
@@ -14,6 +15,8 @@ import coterie
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
+# What kernels of notebooks read: figures as SVG, one thread for small models, no line about progress.
+os.environ |= {"IPYTHONDIR": str(FOLDER / "_ipython"), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 project, author, copyright = "coterie", "The coterie developers", "the coterie developers"  # noqa: A001  # Sphinx's name
 version = release = coterie.__version__
@@ -24,7 +27,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "images"]
+exclude_patterns = ["_build", "_ipython"]
 default_role = "code"  # docstrings have code between single backquotes
 suppress_warnings = ["misc.highlighting_failure"]
 
