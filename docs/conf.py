@@ -26,6 +26,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "pictures",
 ]
 exclude_patterns = ["_build", "_ipython"]
 default_role = "code"  # docstrings have code between single backquotes
@@ -61,18 +62,25 @@ def maths(visitor: Any, node: nodes.math | nodes.math_block) -> None:
     """Write a formula as MathML, which browsers draw by themselves."""
     block = isinstance(node, nodes.math_block)
     text = convert(node.astext(), display="block" if block else "inline")
-    text = re.sub(r"<mo[^>]*>(&#x02225;|‖|&#x02016;)</mo>", r'<mo stretchy="false" form="prefix" lspace="0" rspace="0">‖</mo>', text)
+    text = re.sub(
+        r"<mo[^>]*>(&#x02225;|‖|&#x02016;)</mo>",
+        r'<mo stretchy="false" form="prefix" lspace="0" rspace="0">‖</mo>',
+        text,
+    )
     visitor.body.append(f'<div class="math">{text}</div>' if block else text)
     raise nodes.SkipNode
 
 
 def whole_pages(app: Sphinx, docname: str, source: list[str]) -> None:
-    """List in the index every page of this folder that it does not name, and link pages that stand in the root."""
+    """List in the index every page of this folder that it does not name; link pages of the root; tidy examples."""
     if docname == "index":
         pages = sorted(path.stem for path in FOLDER.glob("*.md"))
         unnamed = [page for page in pages if page != "index" and not re.search(rf"^{page}$", source[0], re.M)]
         source[0] = source[0].replace("% every other page", "\n".join(unnamed))
-    source[0] = re.sub(r"\]\(\.\./(SECURITY|CHANGELOG|CONTRIBUTING)\.md", lambda m: f"]({m[1].lower()}.md", source[0])
+    source[0] = source[0].replace("\n\n```\n", "\n```\n")  # doctest wants a blank line after what is printed
+    source[0] = re.sub(
+        r"\]\(\.\./(SECURITY|CHANGELOG|CONTRIBUTING)\.md", lambda m: f"]({m[1].lower()}.md", source[0]
+    )
 
 
 INLINE = ("attribute", "data", "property")
@@ -84,7 +92,13 @@ def before_napoleon(app: Sphinx, what: str, name: str, obj: Any, options: Any, l
     kept: list[str] = []
     section = last = ""
     for line in lines:
-        if line.startswith(" ") and kept and not kept[-1] and not last.startswith(" ") and not section.endswith(":"):
+        if (
+            line.startswith(" ")
+            and kept
+            and not kept[-1]
+            and not last.startswith(" ")
+            and not section.endswith(":")
+        ):
             kept += ["::", ""]
         if line:
             last = line

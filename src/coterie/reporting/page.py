@@ -67,7 +67,7 @@ def _template() -> "Template":
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("coterie.reporting", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"prose": prose, "svg": lambda figure: Markup(_svg(figure))}  # noqa: S704  # our own drawing
+    environment.filters |= {"prose": prose, "svg": lambda figure: Markup(svg(figure))}  # noqa: S704  # our own drawing
     return environment.get_template("page.html")
 
 
@@ -89,7 +89,7 @@ _THEMED = {
 """What colours of a figure are in a page, so that they suit a dark one too."""
 
 
-def _svg(figure: "Figure") -> str:
+def svg(figure: "Figure") -> str:
     """Return a figure as an SVG element as wide as its place; the same figure gives the same text."""
     import matplotlib as mpl
 
