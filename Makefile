@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check format setup bench docs clean
+.PHONY: demo test check format setup bench docs package clean
 demo: $(READY)
 	$(BIN)/coterie demo
 
@@ -27,6 +27,9 @@ docs: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m sphinx -W -E -q docs docs/_build/html
 	@echo "The site: docs/_build/html/index.html"
+
+package: $(READY)
+	$(BIN)/python .ci/package.py
 
 setup: $(READY)
 

@@ -10,6 +10,7 @@ from typing import Any
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 import coterie
 
@@ -126,10 +127,28 @@ def signature(
     return ("" if given == "(*args, **kwargs)" else given), returned
 
 
+ASKED_FOR = {
+    "*.html": re.compile(
+        r"""<(?:script|img|iframe|link rel="(?:stylesheet|icon)")[^>]*(?:src|href)="(?:https?:)?//"""
+    ),
+    "*.css": re.compile(r"""(?:@import|url\()\s*["']?(?:https?:)?//"""),
+}
+"""What a browser would ask another machine for, without being told to."""
+
+
+def nothing_from_elsewhere(app: Sphinx, error: Exception | None) -> None:
+    """Refuse pages and styles that ask another machine for a script, a font or a picture."""
+    for kind, asked_for in ASKED_FOR.items() if error is None else ():
+        for path in Path(app.outdir).rglob(kind):
+            if found := asked_for.search(path.read_text(encoding="utf-8")):
+                raise ExtensionError(f"{path} asks for what is elsewhere: {found[0]}")
+
+
 def setup(app: Sphinx) -> None:
     """Register what is above."""
     warnings.filterwarnings("ignore", module="torch")
     app.add_html_math_renderer("mathml", (maths, None), (maths, None))
+    app.connect("build-finished", nothing_from_elsewhere)
     app.connect("source-read", whole_pages)
     app.connect("autodoc-process-docstring", before_napoleon, priority=400)
     app.connect("autodoc-process-docstring", after_napoleon, priority=600)

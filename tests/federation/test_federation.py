@@ -186,7 +186,7 @@ def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: py
     command = ["federate", "init", str(tmp_path / "trial"), "--data", str(tmp_path / "mine.csv")]
     answer = CliRunner().invoke(app, [*command, "--target", "ill", "--server", "localhost", "--site", "a"])
     assert answer.exit_code == 2
-    assert "pip install coterie[flare]" in answer.output
+    assert 'pip install "coterie[flare]"' in answer.output
 
 
 @pytest.mark.parametrize(

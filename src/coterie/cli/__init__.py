@@ -39,6 +39,8 @@ class Commands(TyperGroup):
                 return super().invoke(ctx)
             except CoterieError as error:
                 message, code = str(error), 2
+            except ModuleNotFoundError as error:
+                message, code = _missing(error), 2
             except OSError as error:
                 message, code = f"{error.strerror or error}: {error.filename or 'the system'}", 2
             except MemoryError:
@@ -54,6 +56,17 @@ class Commands(TyperGroup):
 
 OF_THE_FRAMEWORK = ("click", "typer")
 """Where the errors come from by which commands end, and by which wrong options are told."""
+
+
+EXTRAS = {"nvflare": "flare", "psutil": "flare", "transformers": "hugging-face", "peft": "hugging-face"}
+"""Which extra of coterie brings a package that is not always there."""
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """Say which package is not there, and what brings it."""
+    name = (error.name or str(error)).partition(".")[0]
+    brings = f'"coterie[{EXTRAS[name]}]"' if name in EXTRAS else name
+    return f"the package {name!r} is not installed; `pip install {brings}`"
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

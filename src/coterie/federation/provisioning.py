@@ -1,6 +1,5 @@
 """The consortium's folders: certificates and settings for user 0 and for every site."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import CONTROLLER, LEAD_CLASS
 from coterie.federation.manifest import CERTIFICATES, check_host, check_name
-from coterie.federation.workspace import write_configuration, write_limits
+from coterie.federation.workspace import require_nvflare, write_configuration, write_limits
 
 LEAD = "lead@coterie.org"
 
@@ -63,6 +62,7 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
     Of what NVFLARE makes for a site only the certificates are handed out. The size is how many numbers the model
     has: a message far larger is refused before it is held in memory.
     """
+    require_nvflare()
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "project.yml").exists():
         raise KnobError(f"{folder} already holds a consortium; name another folder")
@@ -84,8 +84,6 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
 
 
 def _nvflare_provision(project: Path, workspace: Path) -> None:
-    if importlib.util.find_spec("nvflare") is None:
-        raise CoterieError("NVFLARE is not installed; `pip install coterie[flare]`")
     command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(project), "-w", str(workspace)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # our own arguments
     if done.returncode:

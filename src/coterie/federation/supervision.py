@@ -17,6 +17,7 @@ from coterie.federation.lead import NEWS, REFUSED, RUN, SUMMARY, lead, rule_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
 from coterie.federation.watching import NewLines
+from coterie.federation.workspace import require_nvflare
 from coterie.recording.progress import Show, numbers_of, progress_bar
 from coterie.recording.record import Record
 
@@ -95,10 +96,9 @@ class _Shown:
 
 @contextmanager
 def _session(kit: Path, wait: float) -> Iterator[Any]:
-    try:
-        from nvflare.fuel.flare_api.flare_api import new_secure_session
-    except ImportError as error:
-        raise CoterieError(f"NVFLARE is not installed ({error}); `pip install coterie[flare]`") from error
+    require_nvflare()
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
     logging.getLogger("nvflare").setLevel(logging.CRITICAL)  # what it has to say is raised as well
     try:
         with redirect_stdout(io.StringIO()):  # it says that it connects

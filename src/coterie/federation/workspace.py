@@ -1,5 +1,6 @@
 """NVFLARE's processes: a site's folder for them, written by the code installed there, and how they are started."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -117,15 +118,20 @@ def surroundings() -> dict[str, str]:
     return os.environ | {"PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "4")}
 
 
+def require_nvflare() -> None:
+    """Refuse to go on where NVFLARE is not installed."""
+    if importlib.util.find_spec("nvflare") is None:
+        raise CoterieError('NVFLARE is not installed; `pip install "coterie[flare]"`')
+
+
 def run_process(command: Sequence[str], place: Path, watch: Callable[[], None]) -> int:
     """Start NVFLARE's process, wait for its end, and end it and its children with this process; return its status.
 
     What it writes is its owner's alone, and what it says goes to `LOG`. `watch` is called now and then.
     """
-    try:
-        import psutil  # NVFLARE needs it too
-    except ImportError as error:
-        raise CoterieError(f"NVFLARE is not installed ({error}); `pip install coterie[flare]`") from error
+    require_nvflare()
+    import psutil  # which NVFLARE brings
+
     (place / "transfer").mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with (place / LOG).open("ab") as log:
