@@ -108,6 +108,7 @@ def server_command(place: Path) -> list[str]:
 
 
 def _command(module: str, place: Path, file: str, option: str, organisation: str) -> list[str]:
+    require_nvflare()
     start = [sys.executable, "-u", "-m", f"nvflare.private.fed.app.{module}", "-m", str(place.absolute())]
     options = ["secure_train=true", option, f"org={organisation.replace('-', '_')}", "config_folder=config"]
     return [*start, "-s", file, "--set", *filter(None, options)]
@@ -129,7 +130,6 @@ def run_process(command: Sequence[str], place: Path, watch: Callable[[], None]) 
 
     What it writes is its owner's alone, and what it says goes to `LOG`. `watch` is called now and then.
     """
-    require_nvflare()
     import psutil  # which NVFLARE brings
 
     (place / "transfer").mkdir(exist_ok=True)
