@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.attack_runs import under
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -197,10 +198,8 @@ def train(
 ) -> coterie.Run:
     """Train with nothing but the rule, and the guard where it is wanted, against the attackers."""
     torch.manual_seed(0)
-    model = nn.Linear(D, 1)
-    where: coterie.Engine = coterie.InProcess(model, mse_loss, ME, PEERS, batch_size=16)
     return coterie.train(
-        model,
+        nn.Linear(D, 1),
         mse_loss,
         ME,
         PEERS,
@@ -212,7 +211,7 @@ def train(
         evaluate_every=10,
         guard=guard,
         norm_bound=norm_bound,
-        engine=where if attack is None else Attacked(where, ATTACKERS, attack),
+        engine=under(attack, ATTACKERS),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,6 +24,7 @@ from coterie.engines.attacks import (
     inner_product,
     sign_flip,
 )
+from coterie.engines.engine import MakeEngine
 from coterie.users.examples import InMemory
 
 PEERS, WRITERS = 10, (0, 3, 5, 9, 12)
@@ -96,13 +97,7 @@ def accuracy(rule: str, attack: str, k: int, seed: int, *, guarded: bool, steps:
     """Return the accuracy on user 0's test examples where k peers attack; rule "alone" asks nobody."""
     me, peers = users(seed)
     names = [peer.name for peer in peers[:k]]
-    engine: Any = coterie.InProcess
-    if attack in GRADIENTS:
-
-        def engine(*problem: Any, **settings: Any) -> Attacked:
-            return Attacked(coterie.InProcess(*problem, **settings), names, GRADIENTS[attack])
-
-    elif k:
+    if attack not in GRADIENTS and k:
         peers = tuple(_bad(peer, me, attack) if peer.name in names else peer for peer in peers)
     torch.manual_seed(seed)
     run = coterie.train(
@@ -111,12 +106,22 @@ def accuracy(rule: str, attack: str, k: int, seed: int, *, guarded: bool, steps:
         lr=0.03,
         steps=steps,
         seed=seed,
-        engine=engine,
+        engine=under(GRADIENTS.get(attack), names),
         guard="held-out" if guarded and rule != "alone" else "off",
         measure=False,
         progress=False,
     )
     return float(run.test["accuracy"])
+
+
+def under(attack: Attack | None, names: Sequence[str]) -> MakeEngine:
+    """Return what makes an engine in this process in which these peers attack; nobody does where there is none."""
+
+    def engine(*problem: Any, **settings: Any) -> coterie.Engine:
+        inside = coterie.InProcess(*problem, **settings)
+        return inside if attack is None else Attacked(inside, names, attack)
+
+    return engine
 
 
 def _bad(peer: coterie.User, me: coterie.User, attack: str) -> coterie.User:

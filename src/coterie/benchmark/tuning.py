@@ -188,10 +188,11 @@ class Tuning:
         return self._chosen[setting.make][0]
 
     def _wrong_weight(self, rule: Followed, run: Run) -> float | None:
-        names = [peer.name for peer in self.task.peers]
+        names = list(run.record.configuration.peers)  # without those that could not be used
         if isinstance(rule, Method):
             weights = run.state.get("weights")
-            return None if weights is None else float(sum(weights[1 + names.index(n)] for n in self.task.wrong))
+            wrong = [1 + names.index(name) for name in self.task.wrong if name in names]
+            return None if weights is None else float(sum(weights[k] for k in wrong))
         if isinstance(rule, MakesLearner):  # which has no weight but changes it; zero where Alone is served
             return float(sum(run.record.end.account["tau"].get(name, 0.0) for name in self.task.wrong))
         if getattr(rule, "aggregator", None) is not None:  # which has no weights

@@ -69,6 +69,11 @@ def lead_task(
     rows: Any, settings: LeadSettings, preparation: Preparation | None = None, **options: Any
 ) -> TableTask:
     """Return user 0's rows as a task without peers, split into training, validation and test."""
+    if settings.data.target not in rows.columns:
+        raise DataError(
+            f"{settings.data.table} has no column {settings.data.target!r} to predict; it has "
+            f"{', '.join(map(str, rows.columns))}"
+        )
     column = "coterie: user"
     return from_table(
         rows.assign(**{column: settings.me}),

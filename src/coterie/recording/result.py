@@ -129,6 +129,15 @@ class End:
     comparison: Comparison | None = None  # with the model trained alone, where there is one
     verdict: str = ""  # whether the model served is better than one trained alone, in a sentence
 
+    @property
+    def judged_on(self) -> tuple[str, Mapping[str, float]]:
+        """On which set the model served was judged, and its numbers: validation where there is no test set."""
+        return ("test", self.test) if self.test else ("validation", self.validation)
+
+    def gradients_of_others(self, me: str) -> int:
+        """Return how many gradients all users but one have computed."""
+        return sum(cost.gradients for name, cost in self.costs.items() if name != me)
+
     def to_plain(self) -> dict[str, Any]:
         """Return what a line of JSON holds."""
         plain = asdict(self)

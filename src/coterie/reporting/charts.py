@@ -35,6 +35,12 @@ class Interval:
     text: str
     better: bool | None = None  # whether the difference is clear, and good or bad
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Two standard errors to either side; the value itself where the error is not known."""
+        reach = 2 * self.error if math.isfinite(self.error) else 0.0
+        return self.value - reach, self.value + reach
+
 
 def bar_chart(bars: Sequence[Bar], label: str) -> str:
     """Return horizontal bars, the longest as wide as there is room.
@@ -51,7 +57,7 @@ def bar_chart(bars: Sequence[Bar], label: str) -> str:
         f'<span class="number">{escape(bar.text)}</span></div>'
         for bar in bars
     ]
-    return f'<div class="bars" role="list" aria-label="{escape(label)}">{"".join(rows)}</div>'
+    return _listed(rows, label, "bars")
 
 
 def bar_picture(bars: Sequence[Bar], title: str) -> str:
@@ -85,10 +91,7 @@ def interval_chart(intervals: Sequence[Interval], label: str) -> str:
         >>> chart.count("<i "), chart.count("+1 ± 0.5")
         (2, 1)
     """
-    ends = [0.0]
-    for one in intervals:
-        reach = 2 * one.error if math.isfinite(one.error) else 0.0
-        ends += [one.value - reach, one.value + reach]
+    ends = [0.0, *(end for one in intervals for end in one.ends)]
     low, high = min(ends), max(ends)
     pad = 0.06 * (high - low) or 1.0
     low, high = low - pad, high + pad
@@ -99,8 +102,7 @@ def interval_chart(intervals: Sequence[Interval], label: str) -> str:
     zero = place(0.0)
     rows = []
     for one in intervals:
-        reach = 2 * one.error if math.isfinite(one.error) else 0.0
-        left, right = place(one.value - reach), place(one.value + reach)
+        left, right = map(place, one.ends)
         kind = {True: " good", False: " bad", None: ""}[one.better]
         rows.append(
             f'<div class="bar{kind}" role="listitem"><span class="name">{escape(one.name)}</span>'
@@ -108,7 +110,7 @@ def interval_chart(intervals: Sequence[Interval], label: str) -> str:
             f'width:{right - left:.2f}%"></i><i class="dot" style="left:{place(one.value):.2f}%"></i></span>'
             f'<span class="number">{escape(one.text)}</span></div>'
         )
-    return f'<div class="bars intervals" role="list" aria-label="{escape(label)}">{"".join(rows)}</div>'
+    return _listed(rows, label, "bars intervals")
 
 
 def line_chart(
@@ -160,6 +162,10 @@ def line_chart(
         f'<div class="ends"><span>{left:g}</span><span>{escape(xlabel)}</span><span>{right:g}</span></div>'
         f"{_legend(list(lines))}</figure>"
     )
+
+
+def _listed(rows: Sequence[str], label: str, kind: str) -> str:
+    return f'<div class="{kind}" role="list" aria-label="{escape(label)}">{"".join(rows)}</div>'
 
 
 def _legend(names: Sequence[str]) -> str:

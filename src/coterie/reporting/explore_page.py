@@ -35,9 +35,8 @@ def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
 def _row(name: str, record: Record) -> dict[str, Any]:
     """Return what the table says of a run: its test numbers, else those on its validation examples."""
     configuration, end = record.configuration, record.end
-    which, found = ("test", end.test) if end.test else ("validation", end.validation)
+    which, found = end.judged_on
     numbers = ", ".join(f"{measure} {value:.4g}" for measure, value in found.items())
-    theirs = sum(cost.gradients for user, cost in end.costs.items() if user != configuration.me.name)
     return {
         "run": name,
         "rule": configuration.rule,
@@ -45,7 +44,7 @@ def _row(name: str, record: Record) -> dict[str, Any]:
         "numbers": f"{which}: {numbers}" if found else "–",
         "steps": f"{end.step:,}",
         "seconds": f"{end.seconds:.3g}",
-        "peers' gradients": f"{theirs:,}",
+        "peers' gradients": f"{end.gradients_of_others(configuration.me.name):,}",
     }
 
 

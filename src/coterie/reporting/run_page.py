@@ -48,7 +48,7 @@ def _measured(said: Verdict, end: End) -> list[Tile]:
             Tile(f"{name}, against alone", difference(one), f"{one.ours:.4g} served, {one.alone:.4g} alone")
             for name, one in said.measures.items()
         ]
-    which, found = ("test", end.test) if end.test else ("validation", end.validation)
+    which, found = end.judged_on
     return [Tile(f"{which} {name}", f"{value:.4g}", "of the model served") for name, value in found.items()][:2]
 
 
@@ -56,7 +56,7 @@ def _cost(configuration: Configuration, end: End) -> Tile:
     """Return what the run cost: time, gradients, and what travelled."""
     me = configuration.me.name
     own = end.costs[me].gradients if me in end.costs else 0
-    theirs = sum(cost.gradients for name, cost in end.costs.items() if name != me)
+    theirs = end.gradients_of_others(me)
     sent = end.traffic[me].bytes_sent + end.traffic[me].bytes_received if me in end.traffic else 0
     travelled = f", {sent / 1e6:.3g} MB" if sent else ""
     note = f"{end.step:,} steps; {own:,} own gradients, {theirs:,} of peers{travelled}"

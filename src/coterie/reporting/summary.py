@@ -44,7 +44,7 @@ def beside_alone(record: Record) -> list[dict[str, str]]:
             {"": name, "served": f"{one.ours:.4g}", "alone": f"{one.alone:.4g}", "difference": difference(one)}
             for name, one in comparison.measures.items()
         ]
-    which, found = ("test", end.test) if end.test else ("validation", end.validation)
+    which, found = end.judged_on
     return [{"": f"{which} {name}", "served": f"{value:.4g}"} for name, value in found.items()]
 
 
