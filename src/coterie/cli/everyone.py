@@ -16,13 +16,16 @@ ALL = "all"
 """What `--me` says for everybody."""
 
 
-def for_everyone(table: TableOptions, where: EngineOptions) -> bool:
+def for_everyone(table: TableOptions, how: FitOptions, where: EngineOptions) -> bool:
     """Say whether a model for each user is asked for: one who is called "all" is meant where there is one."""
     if table.me != ALL:
         return False
     if where.engine != "in-process":
         raise KnobError("`--me all` is for users in this process; leave `--engine` out, or name one user")
-    return ALL not in users_in(table.data, table.user_column, sep=table.sep, decimal=table.decimal)
+    found = ALL not in users_in(table.data, table.user_column, sep=table.sep, decimal=table.decimal)
+    if found and how.repeats > 1:
+        raise KnobError("`--repeats` is for one user; leave it out, or name one in `--me`")
+    return found
 
 
 def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import warnings
+from typing import Any
 
 import typer
 
@@ -10,10 +12,10 @@ from coterie.cli.everyone import for_everyone, train_all
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table
-from coterie.data import from_table
+from coterie.data import TableTask, from_table
 from coterie.engines.torch_distributed.engine import join
 from coterie.engines.torch_distributed.group import Group
-from coterie.errors import DataError
+from coterie.errors import DataError, KnobError
 from coterie.registry import RunFacts
 from coterie.reporting.summary import beside_alone
 from coterie.reporting.whom import listened_to
@@ -32,6 +34,8 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
     A model for each user, in one command: --me all
 
+    A small table, judged by ten splits of its rows: add --repeats 10
+
     With the theory's knobs: add --rule bc --alpha auto --beta auto
 
     With a rule of your own: coterie --import own.py train --rule own --knob strength=0.3 …
@@ -43,8 +47,9 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     from coterie.tables.fit import fit
 
     torch.set_num_threads(how.threads)
-    if for_everyone(table, where):
+    if for_everyone(table, how, where):
         return train_all(table, rule, how)
+    _check_repeats(rule, how, where)
     settings, group = how.settings(), None
     if where.engine == "torch":
         group = join(where.timeout or 120.0)
@@ -56,6 +61,7 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
         task = from_table(table.data, seed=how.seed, **table.settings())
         peers = {peer.name: len(peer) for peer in task.peers}
     chosen = rule.build(RunFacts(len(task.me), peers, how.steps))
+    settings["again"] = [functools.partial(_split_again, table, rule, how, k) for k in range(1, how.repeats)]
     try:
         run = fit(task, chosen, engine=where.made(group), **settings)
     except KeyboardInterrupt:  # pressed twice
@@ -69,6 +75,22 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     terminal.console().print(f"Model, preparation, record and a page (index.html): {how.out}")
     terminal.console().print(f"To apply it: coterie predict {how.out} FILE")
     _check_finite(run)
+
+
+def _check_repeats(rule: RuleOptions, how: FitOptions, where: EngineOptions) -> None:
+    """Refuse to repeat what has nothing to be compared with, or whose peers are elsewhere."""
+    if how.repeats > 1 and where.engine == "torch":
+        raise KnobError("`--repeats` is for users in this process; leave it out, or `--engine torch`")
+    if how.repeats > 1 and rule.rule == "alone":
+        raise KnobError("`--repeats` compares with training alone, which `--rule alone` is; leave it out")
+
+
+def _split_again(table: TableOptions, rule: RuleOptions, how: FitOptions, k: int) -> tuple[TableTask, Any]:
+    """Return the task with user 0's rows split in another way, and the rule for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is told of a table is told once
+        task = from_table(table.data, seed=how.seed + k, **table.settings())
+    return task, rule.build(RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, how.steps))
 
 
 def _follow(group: Group, table: TableOptions, how: FitOptions) -> None:
@@ -88,8 +110,9 @@ def _tell(run: Run, title: str) -> None:
 
 
 def _check_finite(run: Run) -> None:
-    if wrong := [name for name, value in run.test.items() if not math.isfinite(value)]:
+    loss = run.test["loss"]
+    if not math.isfinite(loss):
         raise DataError(
-            f"the test {wrong[0]} is {run.test[wrong[0]]}, so the model is of no use; start again with a lower "
-            "`--lr`, or look for extreme values in the table"
+            f"the test loss is {loss}, so the model is of no use; start again with a lower `--lr`, or look for "
+            "extreme values in the table"
         )

@@ -72,9 +72,12 @@ class Record:
         self._append(point.to_plain())
 
     def finish(self, end: End) -> None:
-        """Add how the run ended."""
-        self._end = end
-        self._append({"end": end.to_plain()})
+        """Add how the run ended, in the place of what was said of it before."""
+        again, self._end = self.ended, end
+        if again:
+            self._rewrite()
+        else:
+            self._append({"end": end.to_plain()})
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps at which a quantity was recorded ("own_loss", "validation_loss", …), and its values."""

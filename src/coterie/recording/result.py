@@ -98,8 +98,9 @@ class Comparison:
     """
 
     on: str  # the examples, and what they had to do with the choice of the two models, in words
-    examples: int  # how many
+    examples: int  # how many; of splits, how many these are
     measures: Mapping[str, Difference]  # the metrics, the chosen one first, then the loss
+    splits: int = 0  # of how many splits of the examples these are means, with errors that allow for their overlap
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from scipy import special
@@ -40,7 +40,11 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
         why = "no peer was asked" if configuration.alone else "no peer was given weight before the first step"
         return Verdict("alone", f"The model for {name} was trained alone: {why}.")
     if serves_alone(end):
-        return Verdict("alone", f"The model trained alone is served to {name}: {_why_alone(configuration, end)}.")
+        sentence = f"The model trained alone is served to {name}: {_why_alone(configuration, end)}."
+        if end.comparison is None:
+            return Verdict("alone", sentence)
+        over_splits = judged(name, end.comparison)
+        return replace(over_splits, finding="alone", sentence=f"{sentence} {over_splits.sentence}")
     comparison = end.comparison or _from_account(configuration, end.account)
     if comparison is None:
         why = f"the run was stopped by {end.stopped}" if end.stopped else _why_unknown(configuration, end.account)
@@ -83,18 +87,26 @@ def judged(name: str, comparison: Comparison) -> Verdict:
     p = {key: min(1.0, len(measures) * chance(one, n)) for key, one in measures.items()}
     clear = {key: _is_better(one) for key, one in measures.items() if p[key] < LEVEL}
     numbers = ", ".join(f"{key} {difference(one)}" for key, one in measures.items())
-    told = f"{numbers} on {comparison.on} (one standard error, paired)"
+    paired = "corrected for the overlap of the splits" if comparison.splits else "paired"
+    told = f"{numbers} on {comparison.on} (one standard error, {paired})"
+    which = f"{'a' if comparison.splits else 'the'} model for {name}"
     if not clear:
-        could = ", ".join(f"{_least_clear(one, n, len(measures)):.2g} in {key}" for key, one in measures.items())
-        which = f"the model for {name} is better or worse than one trained alone"
-        return Verdict("unclear", f"It is not clear whether {which}: {told}; clear would be {could}.", comparison)
+        least = {key: _least_clear(one, n, len(measures)) for key, one in measures.items() if one.error}
+        could = ", ".join(f"{value:.2g} in {key}" for key, value in least.items())
+        if len(measures) * 2.0 ** (1 - n) >= LEVEL:
+            told += f"; {n} {'splits' if comparison.splits else 'examples'} are too few to be sure"
+        elif could:
+            told += f"; clear would be {could}"
+        sentence = f"It is not clear whether {which} is better or worse than one trained alone: {told}."
+        return Verdict("unclear", sentence, comparison)
+    which = which[0].upper() + which[1:]
     if len(set(clear.values())) > 1:
         good, bad = (next(key for key, better in clear.items() if better is wanted) for wanted in (True, False))
-        sentence = f"The model for {name} is better than one trained alone in {good} and worse in {bad}: {told}."
+        sentence = f"{which} is better than one trained alone in {good} and worse in {bad}: {told}."
         return Verdict("mixed", sentence, comparison, clear)
     finding: Literal["better", "worse"] = "better" if all(clear.values()) else "worse"
     told = f"{told}; {_by_chance(min(p[key] for key in clear))}"
-    return Verdict(finding, f"The model for {name} is {finding} than one trained alone: {told}.", comparison, clear)
+    return Verdict(finding, f"{which} is {finding} than one trained alone: {told}.", comparison, clear)
 
 
 def difference(one: Difference) -> str:

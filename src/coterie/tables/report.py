@@ -1,7 +1,7 @@
 """The page of a table's run: that of any run, and how good the predictions for the test rows are."""
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,13 @@ SHOWN = 15
 
 
 def write_report(
-    folder: Path, run: Run, preparation: Preparation, target: str, test_rows: "pd.DataFrame"
+    folder: Path,
+    run: Run,
+    preparation: Preparation,
+    target: str,
+    test_rows: "pd.DataFrame",
+    *,
+    more: Sequence[Section] = (),
 ) -> Quality | None:
     """Write the page of a run, and the numbers of its test rows, if any, to `evaluation.json`; return these."""
     if not len(test_rows):
@@ -33,7 +39,7 @@ def write_report(
     alone = None if serves_alone(run.record.end) or run.alone is None else run.alone
     found = quality(run.model, alone, preparation, target, test_rows)
     files.write_json(folder / FILE, found.to_plain())
-    sections = [_predictions(found, preparation, target, told=run.test), _effects(found, target)]
+    sections = [_predictions(found, preparation, target, told=run.test), _effects(found, target), *more]
     write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=sections)
     return found
 

@@ -145,6 +145,14 @@ class FitOptions:
             help="What follows the run, of {trackers}; tensorboard if left out; repeat it.",
         ),
     ] = field(default_factory=list)
+    repeats: Annotated[
+        int,
+        Option(
+            min=1,
+            help="Split user 0's rows so many times, train on each, and judge by the mean, with an error that "
+            "allows for the overlap: for small tables, where one split says little. 10 take ten times as long.",
+        ),
+    ] = 1
     steps: Annotated[int, Option(help="Steps to take.")] = 1000
     lr: Annotated[float, Option(help="Adam's step size.")] = 0.01
     batch_size: Annotated[int, Option(help="Rows each user draws for a gradient.")] = 32
@@ -171,7 +179,7 @@ class FitOptions:
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.tables.fit.fit`."""
         settings = {**vars(self), "guard": "auto" if self.guard else "off"}
-        return {name: value for name, value in settings.items() if name != "trackers" or value}
+        return {name: v for name, v in settings.items() if name != "repeats" and (name != "trackers" or v)}
 
 
 @dataclass(frozen=True, kw_only=True)
