@@ -25,12 +25,10 @@ from coterie.engines.peer import Peer
 from coterie.gradients.parameters import Parameters
 
 
-def _flare(
-    model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], *, batch_size: int, seed: int
-) -> Flare:
+def _flare(model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], **how: Any) -> Flare:
     """Return the engine with sites whose models are at other parameters and have other buffers."""
     held = {peer.name: Peer(peer, Passes(_elsewhere(model), loss)) for peer in peers}
-    made: Flare = Flare(model, loss, me, sites=LocalSites(held), names=list(held), batch_size=batch_size, seed=seed)
+    made: Flare = Flare(model, loss, me, sites=LocalSites(held), names=list(held), **how)
     return made
 
 

@@ -1,7 +1,7 @@
 """`coterie federate`: train with sites of other organisations, over NVFLARE."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -44,6 +44,9 @@ def init(
     seed: Annotated[int, Option(help="What splits, initial weights and batches depend on.")] = 0,
     exchange_every: Annotated[int, Option(help="Steps of user 0 for each exchange with the sites.")] = 1,
     local_steps: Annotated[int, Option(help="Plain steps that every user takes for one step of the run.")] = 1,
+    compress: Annotated[
+        Literal["bf16", "fp16"] | None, Option(help="Send in half precision; what is lost is added to the next.")
+    ] = None,
     timeout: Annotated[float, Option(help="Seconds to wait for a site in one step.")] = 10.0,
     misses: Annotated[int, Option(help="Steps without an answer until a site is not waited for.")] = 3,
     probe_every: Annotated[int, Option(help="Steps from one look whether it is back to the next.")] = 10,
@@ -62,7 +65,7 @@ def init(
     if "aggregator" in knobs:
         raise KnobError("`--knob aggregator` cannot be written to the settings; import a rule of your own")
     waits: dict[str, Any] = {"timeout": timeout, "misses": misses, "probe_every": probe_every, "minimum": minimum}
-    waits |= {"exchange_every": exchange_every, "local_steps": local_steps}
+    waits |= {"exchange_every": exchange_every, "local_steps": local_steps, "compress": compress or ""}
     training = Training(rule, knobs=knobs, steps=steps, lr=lr, batch_size=batch_size, seed=seed, **waits)
     own = Data(table=str(data.absolute()), target=target, own_examples=own_examples)
     settings = LeadSettings(me, tuple(site), own, Model(model), training)

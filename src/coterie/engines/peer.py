@@ -23,6 +23,7 @@ from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger, kept_secret
 from coterie.engines.own_draws import OwnDraws, secret_number
+from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
 from coterie.users.examples import InMemory
@@ -151,6 +152,7 @@ class Peer:
         self.support = support or ModelSupport(moves_buffers=True, random=True)
         self._table: tuple[BatchStream, IndexTable] | None = None
         self._secret: bytes | None = None
+        self._rounding: Rounding | None = None
         if caps is not None:
             beside = None if log is None else log.with_name(log.name + ".secret")
             self._secret = secrets.token_bytes() if beside is None else kept_secret(beside)
@@ -222,6 +224,14 @@ class Peer:
         if not self.ledger.give(given, at_most=self.caps.gradients, **line):  # another process was faster
             return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
         return Reply(gradients, seconds=time.perf_counter() - began, examples=self.size)
+
+    def rounded(self, gradients: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return an answer in the precision of the request, where that is half; with what the last one lost."""
+        if dtype not in HALVES.values() or dtype == self.passes.parameters.dtype:
+            return gradients
+        if self._rounding is None or self._rounding.dtype != dtype:
+            self._rounding = Rounding(dtype)
+        return self._rounding(gradients)
 
     def refuse(self, reason: str, caller: str = "user 0", step: object = None) -> Reply:
         """Log a refusal and return it; for a request that cannot even be read, too."""

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from coterie.choosing import Chooser, MakesLearner, chooser_for
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import Sites
+from coterie.engines.rounding import Compress
 from coterie.errors import KnobError
 from coterie.federation.participants import lead_participant
 from coterie.federation.settings import FILE, LeadSettings, lead_settings
@@ -49,7 +50,8 @@ def lead(folder: Path, sites: Sites) -> None:
         held, task = lead_participant(folder, settings)
         rule, knobs = rule_of(settings), settings.training
         patience = {name: getattr(knobs, name) for name in ("timeout", "misses", "probe_every", "minimum")}
-        engine = functools.partial(Flare, sites=sites, names=settings.sites, **patience)
+        compress = cast("Compress | None", knobs.compress or None)
+        engine = functools.partial(Flare, sites=sites, names=settings.sites, compress=compress, **patience)
         asked = ("steps", "lr", "batch_size", "seed", "exchange_every", "local_steps")
         options: dict[str, Any] = {name: getattr(knobs, name) for name in asked}
         options |= {"engine": engine, "resume": True, "progress": False}

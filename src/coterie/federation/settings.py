@@ -18,6 +18,7 @@ from coterie.arguments import (
     instance,
     listed,
     mapped,
+    one_of,
     whole,
 )
 from coterie.engines.peer import Caps
@@ -39,6 +40,7 @@ CHECKS: Mapping[str, Check] = {
     "columns": mapped(_TEXT, 'a table of names: ours = "yours"'),
     "knobs": mapped(ANYTHING, "a table of knobs"),
     "seed": SEED,
+    "compress": one_of("", "bf16", "fp16"),
 }
 """What each setting may be; caps say themselves."""
 SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
@@ -88,10 +90,11 @@ class Training:
     misses: int = 3
     probe_every: int = 10
     minimum: int = 1
+    compress: str = ""  # "bf16" or "fp16": round what is sent
 
     def __post_init__(self) -> None:
         names = ("steps", "lr", "batch_size", "seed", "timeout", "misses", "probe_every", "minimum")
-        checked = (*names, "exchange_every", "local_steps")
+        checked = (*names, "exchange_every", "local_steps", "compress")
         check_fields(self, {name: CHECKS[name] for name in checked})
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from coterie.engines.engine import Question
+from coterie.engines.rounding import relative_error
 from coterie.engines.torch_distributed.group import in_short
 from coterie.engines.torch_distributed.request import Ask, PackedRequest, laid_out
-from coterie.engines.torch_distributed.wire import relative_error
 
 CPU = torch.device("cpu")
 

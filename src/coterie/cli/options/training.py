@@ -193,7 +193,10 @@ class EngineOptions:
     gather: Annotated[bool, Option("--gather", help="torch: add up at user 0, in order, to reproducible bits.")] = (
         False
     )
-    compress: Annotated[Literal["bf16", "fp16"] | None, Option(help="torch: round what is sent.")] = None
+    compress: Annotated[
+        Literal["bf16", "fp16"] | None,
+        Option(help="torch: round what is sent; what is lost is added to the next message."),
+    ] = None
     timeout: Annotated[
         float | None,
         Option(help="torch: seconds after which a silent process is lost.", show_default="120"),

@@ -16,6 +16,7 @@ from coterie.engines.flare.messages import pack_request, read_reply, request_byt
 from coterie.engines.flare.sites import Replies, Sites
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.peer import Request
+from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, is_finite
 from coterie.gradients.trained_part import frozen_digest
@@ -42,6 +43,7 @@ class Flare:
         misses: steps in a row without an answer after which a site is not waited for.
         probe_every: steps from one question whether it is back to the next.
         minimum: how many peers must answer for a step to use their gradients.
+        compress: send points and gradients in "bf16" or "fp16"; what a message loses is added to the next.
     """
 
     def __init__(
@@ -59,12 +61,15 @@ class Flare:
         misses: int = 3,
         probe_every: int = 10,
         minimum: int = 1,
+        compress: Compress | None = None,
     ) -> None:
         for knob, value in {"misses": misses, "probe_every": probe_every, "minimum": minimum}.items():
             if value < 1:
                 raise KnobError(f"`{knob}` must be at least 1, got {value}")
         if not timeout > 0:
             raise KnobError(f"`timeout` must be positive, got {timeout}")
+        if compress not in (None, *HALVES):
+            raise KnobError(f'`compress` must be "bf16", "fp16" or None, got {compress!r}')
         if peers:
             raise KnobError(f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites")
         self.names = tuple(names)
@@ -75,7 +80,8 @@ class Flare:
         self._traffic = {name: Traffic() for name in (me.name, *self.names)}
         self._mine = self._traffic[me.name]
         self._standing = {name: _Standing(probe_every) for name in self.names}
-        self._alone = False
+        self._alone, self.compress = False, compress
+        self._rounding = None if compress is None else Rounding(HALVES[compress])
         self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
         self._frozen = frozen_digest(model)
 
@@ -123,7 +129,11 @@ class Flare:
         for name, wanted in asked.items():
             if name not in left_out:
                 alike.setdefault(tuple(wanted.tolist()), []).append(name)
-        waiting = [(names, self._send(names, question, list(wanted))) for wanted, names in alike.items()]
+        points = question.points.detach()
+        sent = None if self._rounding is None else self._rounding(points)
+        if sent is not None:
+            self._mine.rounding = max(self._mine.rounding, relative_error(points, sent))
+        waiting = [(names, self._send(names, question, list(wanted), sent)) for wanted, names in alike.items()]
         return partial(self._answers, question, asked, waiting, left_out)
 
     def local_work(self, question: Question) -> Callable[[], Answers]:
@@ -133,6 +143,7 @@ class Flare:
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
         knobs = {name: getattr(self, name) for name in ("timeout", "misses", "probe_every", "minimum")}
+        knobs |= {} if self.compress is None else {"compress": self.compress}
         peers = dict.fromkeys(self.names, "at its site")
         return self.own.describe() | {"engine": "NVFLARE", "peers": peers} | knobs
 
@@ -143,20 +154,21 @@ class Flare:
     def close(self) -> None:
         """Do nothing: the sites are let go where the job ends."""
 
-    def _send(self, names: Sequence[str], question: Question, wanted: list[bool]) -> Replies:
-        """Send a question to sites that are asked at the same points."""
+    def _send(self, names: Sequence[str], question: Question, wanted: list[bool], sent: Tensor | None) -> Replies:
+        """Send a question to sites that are asked at the same points; `sent` are these where they are rounded."""
         model = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
         buffers = model | {name: rows[wanted] for name, rows in question.buffers.items()}
         points = question.points.detach()[wanted]
         work = None if question.work is None else question.work.at([k for k, yes in enumerate(wanted) if yes])
-        size = self.batch_size if question.batch_size is None else question.batch_size
-        request = Request(points, question.step, self.seed, size, buffers, self._frozen, work)
-        message = pack_request(request)  # a copy: a late site may still be sent to when the points have moved on
-        sent = request_bytes(message)
-        self._mine.bytes_sent += sent * len(names)
+        batch = self.batch_size if question.batch_size is None else question.batch_size
+        request = Request(points, question.step, self.seed, batch, buffers, self._frozen, work)
+        rounded = None if sent is None else sent[wanted]
+        message = pack_request(request, rounded)  # a copy: a late site may still be sent to when points have moved
+        size = request_bytes(message)
+        self._mine.bytes_sent += size * len(names)
         self._mine.messages += len(names)
         for name in names:
-            self._traffic[name].bytes_received += sent
+            self._traffic[name].bytes_received += size
         return self.sites.ask(names, "gradients", self.timeout, request=message)
 
     def _answers(

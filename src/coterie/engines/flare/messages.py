@@ -19,10 +19,11 @@ MAX_EXTRA_BYTES = 4096
 """How many bytes a message may have beside the gradients."""
 
 
-def pack_request(request: Request) -> dict[str, Any]:
-    """Return a request as a message."""
+def pack_request(request: Request, points: Tensor | None = None) -> dict[str, Any]:
+    """Return a request as a message; with `points` in place of its own, which may be in half precision."""
     buffers = {name: to_array(buffer) for name, buffer in request.buffers.items()}
-    message = vars(request) | {"points": to_array(request.points), "buffers": buffers}
+    sent = to_array(request.points) if points is None else _encoded(points)
+    message = vars(request) | {"points": sent, "buffers": buffers}
     work = message.pop("work")
     if work is not None:
         message["work"] = vars(work) | {"add": None if work.add is None else to_array(work.add)}
@@ -48,8 +49,10 @@ def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
         return {"refused": f"it failed with {type(error).__name__}"}
     if reply.gradients is None:
         return {"refused": reply.refused}
+    asked_as = _decoded(request["points"])
+    gradients = reply.gradients if asked_as is None else peer.rounded(reply.gradients, asked_as.dtype)
     about = {"site": peer.user.name, "step": step, "seconds": reply.seconds, "examples": reply.examples}
-    return {"gradients": to_array(reply.gradients), **about}
+    return {"gradients": _encoded(gradients), **about}
 
 
 def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str | None:
@@ -60,29 +63,30 @@ def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str
     if reply is None:
         return None
     fields = reply if isinstance(reply, dict) else {}
-    gradients, refused = fields.get("gradients"), fields.get("refused")
+    sent, refused = fields.get("gradients"), fields.get("refused")
     if isinstance(refused, str):
         return "refused: " + printable(refused, 100)
-    if not isinstance(gradients, np.ndarray):
+    if not isinstance(sent, np.ndarray):
         return "not a gradient"
+    gradients = _decoded(sent)
     of_step = fields.get("step")
     wrong = {
         "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
         "of another step": not isinstance(of_step, int) or of_step != step,
-        "too large": gradients.nbytes > points.numel() * 8 + MAX_EXTRA_BYTES,
-        "not of floating-point numbers": gradients.dtype not in FLOATS,
-        f"shape {gradients.shape} instead of {tuple(points.shape)}": gradients.shape != tuple(points.shape),
+        "too large": sent.nbytes > points.numel() * 8 + MAX_EXTRA_BYTES,
+        "not of floating-point numbers": gradients is None,
+        f"shape {sent.shape} instead of {tuple(points.shape)}": sent.shape != tuple(points.shape),
     }
     reasons = [reason for reason, is_so in wrong.items() if is_so]
-    return reasons[0] if reasons else torch.from_numpy(np.array(gradients)).to(points)
+    return reasons[0] if reasons or gradients is None else gradients.to(points)
 
 
 def _read_request(peer: Peer, message: Any) -> Request | str:
     """Return the request in a message, for this peer's model, or what is wrong with it."""
     if not isinstance(message, dict):
         return "a request must have fields"
-    points, parameters = message.get("points"), peer.passes.parameters
-    if not _are_numbers(points):
+    points, parameters = _decoded(message.get("points")), peer.passes.parameters
+    if points is None or not bool(points.isfinite().all()):
         return f"a point must be {parameters.size} finite floating-point numbers"
     work = _read_work(message.get("work"), parameters)
     if isinstance(work, str):
@@ -96,7 +100,7 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     ):
         return "buffers must be arrays by name"
     return Request(
-        torch.from_numpy(np.array(points)).to(parameters.device, parameters.dtype),
+        points.to(parameters.device, parameters.dtype),
         **numbers,
         buffers={name: torch.from_numpy(np.array(buffer)) for name, buffer in buffers.items()},
         frozen=None if frozen is None else str(frozen),
@@ -112,11 +116,23 @@ def _read_work(message: Any, parameters: Parameters) -> LocalWork | str | None:
     count, lr, decay, add = (fields.get(name) for name in ("count", "lr", "decay", "add"))
     if type(count) is not int or type(lr) is not float or type(decay) is not float:
         return "steps of its own must have a count, a step size and a decay"
-    if add is not None and not _are_numbers(add):
+    row = None if add is None else _decoded(add)
+    if add is not None and (row is None or not bool(row.isfinite().all())):
         return "what is added must be finite numbers like the points"
-    row = None if add is None else torch.from_numpy(np.array(add)).to(parameters.device, parameters.dtype)
+    row = None if row is None else row.to(parameters.device, parameters.dtype)
     return LocalWork(count, lr, row, decay)
 
 
-def _are_numbers(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and array.dtype in FLOATS and bool(np.isfinite(array).all())
+def _encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return an array to send; of bfloat16, which NumPy does not have, its bits as whole numbers of 16 bits."""
+    plain = tensor.detach().cpu()
+    return np.array(plain.view(torch.int16).numpy()) if plain.dtype == torch.bfloat16 else to_array(plain)
+
+
+def _decoded(array: Any) -> Tensor | None:
+    """Return the numbers of an array; None where it is not one of floating-point numbers."""
+    if not isinstance(array, np.ndarray):
+        return None
+    if array.dtype == np.int16:
+        return torch.from_numpy(np.array(array)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array)) if array.dtype in FLOATS else None

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.rounding import Compress, relative_error
 from coterie.engines.sketch import sketch_size
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.hellos import HELLO, check_hellos, strictest
 from coterie.engines.torch_distributed.reading import Reading
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
-from coterie.engines.torch_distributed.wire import Compress, Notes, Wire, relative_error
+from coterie.engines.torch_distributed.wire import Notes, Wire
 from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, KnobError, PeerLost
 from coterie.gradients.gradients import Gradients
@@ -46,8 +47,8 @@ class TorchDistributed:
         peers: who is expected, by name; whoever comes when empty.
         gather: collect every peer's gradient for an average too and add them up here, in order, to the same bits
             as `InProcess(one_by_one=True)`; the peers' share of the traffic is then no longer shared among them.
-        compress: round x and the gradients to "bf16" or "fp16" on the way; the largest relative error of each user
-            is its `rounding` in the record's traffic.
+        compress: round x and the gradients to "bf16" or "fp16" on the way; what a message loses is added to the
+            next. The largest relative error of each user is its `rounding` in the record's traffic.
         backend: "gloo" or "nccl"; nccl where the model is on a GPU, when None.
         timeout: seconds after which a process that does not answer is taken for lost.
         group: the processes, where they have already been joined.
@@ -144,7 +145,7 @@ class TorchDistributed:
                 wire.send_request().wait()
                 wire.take_points(len(question.points), added=added)
             sketched = question.sketched
-            wire.request.fill(ask, question)
+            wire.request.fill(ask, wire.rounded(question))
             works = [wire.send_request()]
             collecting, answers = wire.collect(ask)
             works.append(collecting)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from coterie.engines.engine import Answers, Question
+from coterie.engines.rounding import Compress
 from coterie.engines.torch_distributed.request import Ask
-from coterie.engines.torch_distributed.wire import Compress, Notes, Outcome, Wire
+from coterie.engines.torch_distributed.wire import Notes, Outcome, Wire
 from coterie.gradients.gradients import Gradients, add_up, complete, is_finite, receive
 
 

@@ -7,23 +7,22 @@ notes. Where sketches are asked for, they are gathered after that.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from coterie.engines.engine import Question
 from coterie.engines.peer import Reply
+from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.engines.torch_distributed.request import Ask, PackedRequest, laid_out
 from coterie.engines.torch_distributed.seal import TAG_BYTES, Seal
 from coterie.errors import KnobError, PeerLost
 from coterie.gradients.gradients import is_finite
 from coterie.gradients.parameters import Parameters
 
-Compress: TypeAlias = Literal["bf16", "fp16"]
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 N_OTHER_NOTES = 3
 _UNSEALED = "a message has no tag of this cluster's secret: it is not user 0's"
 
@@ -63,11 +62,11 @@ class Wire:
         *,
         seal: Seal | None = None,
     ) -> None:
-        if compress is not None and compress not in DTYPES:
+        if compress is not None and compress not in HALVES:
             raise KnobError(f'`compress` must be "bf16", "fp16" or None, got {compress!r}')
         parameters = Parameters(model)
         self.model, self.n_peers, self.size, self.dtype = model, n_peers, parameters.size, parameters.dtype
-        self.sent_as = self.dtype if compress is None else DTYPES[compress]
+        self.sent_as = self.dtype if compress is None else HALVES[compress]
         self.device = torch.device("cpu") if backend == "gloo" else parameters.device
         self.moving = dict(model.named_buffers()) if moves_buffers else {}
         self.seal, self.tag_bytes = seal, 0 if seal is None else TAG_BYTES
@@ -80,6 +79,7 @@ class Wire:
             self.n_peers, n, point, self.moving, self.device, added=added, tag=self.tag_bytes
         )
         self._answers: dict[Ask, Tensor] = {}
+        self._roundings: dict[object, Rounding] = {}
 
     def send_request(self) -> dist.Work:
         """Begin to send user 0's message to everybody."""
@@ -140,11 +140,11 @@ class Wire:
         sent, notes = answer[: self.n_numbers].view(self.n_points, -1), answer[self.n_numbers :].zero_()
         gradients = iter(() if reply is None or reply.gradients is None else reply.gradients)
         outcomes, rounding = [], 0.0
-        for row, weight, is_given in zip(sent, weights, given.tolist(), strict=True):
+        for place, (row, weight, is_given) in enumerate(zip(sent, weights, given.tolist(), strict=True)):
             gradient = next(gradients, None) if is_given else None
             outcome = Outcome.NOTHING if math.isnan(weight) else Outcome.REFUSED
             if gradient is not None:
-                error = self._put(gradient, weight if ask is Ask.SUM else 1.0, row)
+                error = self._put(gradient, weight if ask is Ask.SUM else 1.0, row, (ask, place))
                 outcome = Outcome(int(is_finite(row)))
                 rounding = max(rounding, error) if outcome is Outcome.GRADIENT else rounding
             if outcome is not Outcome.GRADIENT:
@@ -162,13 +162,23 @@ class Wire:
         known = {float(outcome): outcome for outcome in Outcome}
         return [Notes(tuple(known.get(o, Outcome.NOTHING) for o in note[:n]), *note[n:]) for note in notes.tolist()]
 
-    def _put(self, gradient: Tensor, weight: float, sent: Tensor) -> float:
+    def rounded(self, question: Question) -> Question:
+        """Return a question with its points as they are sent, with what the last message of this form lost."""
+        return replace(question, points=self._rounded(question.points, Ask.POINTS))
+
+    def _rounded(self, exact: Tensor, which: object) -> Tensor:
+        """Return what is sent of a vector in the place of one message; the same where nothing is rounded."""
+        if self.sent_as == self.dtype:
+            return exact
+        return self._roundings.setdefault(which, Rounding(self.sent_as))(exact)
+
+    def _put(self, gradient: Tensor, weight: float, sent: Tensor, which: object) -> float:
         """Write a weighted gradient into a message, and return the relative error of that."""
         if (gradient.dtype, gradient.device) == (sent.dtype, sent.device):
             torch.mul(gradient, weight, out=sent)
             return 0.0
         exact = gradient * weight
-        return relative_error(exact, sent.copy_(exact))
+        return relative_error(exact, sent.copy_(self._rounded(exact, which)))
 
     def share_constants(self, *, mine: bool) -> None:
         """Give the peers user 0's frozen parameters and buffers, once, so that all have the same model.
@@ -190,13 +200,6 @@ class Wire:
             raise PeerLost(_UNSEALED)
         for view, tensor in zip(views, constants, strict=True):
             tensor.copy_(view)
-
-
-def relative_error(exact: Tensor, sent: Tensor) -> float:
-    """Return ‖sent − exact‖ / ‖exact‖; 0 without a comparison where nothing was rounded."""
-    if sent.dtype == exact.dtype:
-        return 0.0
-    return float((sent.to(exact) - exact).norm() / exact.norm().clamp(min=torch.finfo(exact.dtype).tiny))
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.peer import MAX_POINTS, Caps, Reply, Request
+from coterie.engines.rounding import HALVES
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
 from coterie.engines.torch_distributed.sums import SumsOnly
-from coterie.engines.torch_distributed.wire import DTYPES, Wire
+from coterie.engines.torch_distributed.wire import Wire
 from coterie.errors import CoterieError, PeerLost, printable
 from coterie.gradients.parameters import Parameters
 from coterie.users.user import Loss, User
@@ -95,7 +96,7 @@ class _Worker:
         self.group, self.position = group, group.rank - 1
         self.sums_only = SumsOnly() if sums_only is True else sums_only or None
         run = self.run = group.read_note("run", "user 0", **_RUN)
-        if run["backend"] not in _BACKENDS or run["compress"] not in (None, *DTYPES) or run["batch_size"] < 1:
+        if run["backend"] not in _BACKENDS or run["compress"] not in (None, *HALVES) or run["batch_size"] < 1:
             raise PeerLost(f"user 0 asks for a run that there is none of: {printable(run)}")
         self.peer = self._introduced(model, loss, user).peer(user.name, caps, log)
         seal = None if group.secret is None else Seal(group.secret, run["nonce"])
