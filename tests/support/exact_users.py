@@ -27,6 +27,9 @@ class ExactUsers(Clients):
     def gradients(self, points: Tensor, step: int) -> Tensor:
         return torch.einsum("kij,kj->ki", self.problem.curvatures, points - self.problem.optima)
 
+    def full_gradients(self, points: Tensor) -> Tensor:
+        return self.gradients(points, 0)
+
     def losses(self, points: Tensor, step: int) -> Tensor:
         apart = points - self.problem.optima
         return torch.einsum("ki,kij,kj->k", apart, self.problem.curvatures, apart) / 2 + self.least

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.support.exact_users import EXACT
 from tests.support.least_squares import EQUAL, LOCAL_STEPS, PROBLEM, SHARES, START, N, balance, pull, weights_of
 from torch import Tensor
 
@@ -19,9 +20,9 @@ def fedavg_point(shares: Tensor, local_steps: int, lr: float) -> Tensor:
 @pytest.mark.parametrize("local_steps", LOCAL_STEPS)
 @pytest.mark.parametrize("shares", ["examples", "equal"])
 def test_fedavg_ends_at_its_biased_point(local_steps: int, shares: str) -> None:
-    run = PROBLEM.train(FedAvg(local_steps, shares), rounds=400, lr=0.1)  # type: ignore[arg-type]
+    models = EXACT.play(FedAvg(local_steps, shares), rounds=400, lr=0.1)  # type: ignore[arg-type]
     expected = fedavg_point(SHARES if shares == "examples" else EQUAL, local_steps, 0.1)
-    assert torch.allclose(weights_of(run), expected, atol=1e-9)
+    assert torch.allclose(models[0], expected, atol=1e-9)
     minimiser = PROBLEM.minimiser(SHARES if shares == "examples" else EQUAL)
     assert torch.allclose(expected, minimiser, atol=1e-9) == (local_steps == 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.exact_users import EXACT
 from tests.support.least_squares import LOCAL_STEPS, PROBLEM, START, LeastSquares, N, weights_of
 
 from coterie.methods import Scaffold, Selfish
@@ -15,9 +16,9 @@ from coterie.methods import Scaffold, Selfish
 def test_selfish_ends_at_the_minimiser_of_the_internal_users(
     local_steps: int, alpha: float | None, internal: tuple[str, ...]
 ) -> None:
-    run = PROBLEM.train(Selfish(local_steps, internal, alpha), rounds=400 // local_steps + 70, lr=0.1)
+    models = EXACT.play(Selfish(local_steps, internal, alpha), rounds=400 // local_steps + 70, lr=0.1)
     inside = torch.tensor([1.0, 0.0, float(bool(internal)), 0.0], dtype=torch.float64)
-    assert torch.allclose(weights_of(run), PROBLEM.minimiser(inside), atol=1e-6)
+    assert torch.allclose(models[0], PROBLEM.minimiser(inside), atol=1e-6)
 
 
 def test_selfish_against_a_plain_loop() -> None:
