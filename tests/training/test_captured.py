@@ -273,6 +273,24 @@ def test_what_cannot_be_captured_is_told_once_and_trained_all_the_same(
     assert run.record.configuration.capture.startswith("off: ")
 
 
+def test_a_capture_that_fails_on_the_way_is_told_by_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a graph is captured after a few steps: the rest goes on one by one, to the same bits."""
+
+    def fails(captured: Captured, n: int) -> bool:
+        if captured.tables[0].at < 20:
+            return take(captured, n)
+        captured.failed = "operation not permitted when stream is capturing"
+        return False
+
+    take = Captured._take
+    one_by_one = train(RULES["average"], users(), capture=False, evaluate_every=10)
+    monkeypatch.setattr(Captured, "_take", fails)
+    run = train(RULES["average"], users(), capture=True, evaluate_every=10)
+    assert run.record.end.not_captured == "operation not permitted when stream is capturing"
+    assert not one_by_one.record.end.not_captured
+    assert_same(one_by_one, run, "cpu")
+
+
 ROWS: dict[str, Rule] = {
     "similarity": coterie.rules.similarity.CosineSimilarity(0.5),
     "gate": coterie.rules.similarity.SimilarityGate(0.5),

@@ -127,6 +127,7 @@ class End:
     costs: Mapping[str, Cost] = field(default_factory=dict)  # by user, what it computed and exchanged, in numbers
     traffic: Mapping[str, Traffic] = field(default_factory=dict)  # by user, in bytes and seconds, if it travelled
     account: Mapping[str, Any] = field(default_factory=dict)  # what adaptive averaging found out on the way
+    not_captured: str = ""  # why steps were taken one by one in the end, though the configuration says captured
     comparison: Comparison | None = None  # with the model trained alone, where there is one
     verdict: str = ""  # whether the model served is better than one trained alone, in a sentence
 
@@ -155,4 +156,4 @@ class End:
         return cls(**{**plain, **parts})
 
 
-_LEFT_OUT_IF_EMPTY = frozenset({"validation", "account", "comparison", "verdict"})
+_LEFT_OUT_IF_EMPTY = frozenset({"validation", "account", "not_captured", "comparison", "verdict"})

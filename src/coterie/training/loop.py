@@ -242,6 +242,7 @@ class TrainingLoop:
             costs=learner.costs.by_user(),
             traffic=traffic,
             account=learner.account(traffic),
+            not_captured=(self.captured and self.captured.failed) or "",
         )
         alone = learner.trained_alone() if self.guard is None else self.guard.alone()
         end = with_verdict(end, self.record.configuration, spec, model, None if broken else alone)

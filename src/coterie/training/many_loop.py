@@ -104,7 +104,10 @@ class ManyLoop:
             return None
         for each, loop in zip(self.ready, self.loops, strict=True):
             loop.record.configuration = replace(each.configuration, capture="a CUDA graph")
-        return Captured(StackBlock(self.program, undone=False))
+        captured = Captured(StackBlock(self.program, undone=False))
+        for loop in self.loops:
+            loop.captured = captured  # whose end it tells
+        return captured
 
     def _evaluate(self) -> dict[int, Point]:
         """Record a point of every run that goes on."""
