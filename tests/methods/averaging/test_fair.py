@@ -13,6 +13,7 @@ from tests.support.least_squares import PROBLEM, SHARES, START, D, N, same_model
 from torch import Tensor
 
 from coterie.methods import AFL, QFFL, FedAvg
+from coterie.methods.averaging.fair import _on_simplex
 
 
 def losses_at(x: Any) -> Any:
@@ -58,6 +59,12 @@ def test_afl_projects_on_the_simplex_as_a_solver_does() -> None:
     run = PROBLEM.train(AFL(weight_lr=0.7), rounds=1, lr=0.1)
     assert run.state["weights"].numpy() == pytest.approx(nearest, abs=1e-6)
     assert run.record.end.tau["user 1"] == pytest.approx(nearest[1] / nearest[1:].sum(), abs=1e-6)
+
+
+@pytest.mark.parametrize("losses", [[3e9, 2e9, 1.0], [1e30, 1e30, 0.0]])
+def test_losses_of_a_run_that_diverges_give_all_weight_to_the_largest(losses: list[float]) -> None:
+    largest = torch.tensor(losses) == max(losses)
+    torch.testing.assert_close(_on_simplex(torch.tensor(losses)), largest / largest.sum())
 
 
 def test_afl_with_weights_at_rest_is_fedavg() -> None:

@@ -110,6 +110,7 @@ class QFFL(LocalSteps):
 
 def _on_simplex(values: Tensor) -> Tensor:
     """Return the nearest point whose entries are not negative and sum to 1: max(0, v_k − t), t set by the sum."""
+    values = values - values.max()  # the same point; 1 is lost beside huge numbers
     falling = values.sort(descending=True).values
     excess = (falling.cumsum(0) - 1) / torch.arange(1, len(values) + 1, device=values.device)
     return (values - excess[falling > excess][-1]).clamp(min=0)
