@@ -35,6 +35,22 @@ def test_a_table_by_the_readmes_commands(tmp_path: Path, monkeypatch: pytest.Mon
     assert "Geneva" in Path("run/index.html").read_text(encoding="utf-8")
 
 
+def test_a_table_by_the_commands_of_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = visits(120).drop(columns="days").assign(patient=lambda f: [f"P{i}" for i in f.index])
+    table.assign(discharged=table["ill"].map({"ill": "late", "well": "early"})).to_csv("visits.csv", index=False)
+    table[:7].drop(columns="ill").to_csv("new_visits.csv", index=False)
+    (session,) = blocks(ROOT / "docs" / "tables.md", "console")
+    for line in session.splitlines():
+        result = CliRunner().invoke(app, shlex.split(line.removeprefix("$ coterie ")))
+        assert result.exit_code == 0, result.output
+        assert "looks like" not in result.stderr
+        assert "alone tells" not in result.stderr
+    predictions = pd.read_csv("predictions.csv")
+    assert list(predictions) == ["patient", "prediction", "probability_ill", "probability_well"]
+    assert predictions["patient"].tolist() == [f"P{i}" for i in range(7)]
+
+
 @pytest.mark.parametrize(
     ("page", "line"),
     [
