@@ -110,6 +110,14 @@ def test_lines_that_are_not_whole_wait(tmp_path: Path) -> None:
     assert lines() == ["two", "three"]
 
 
+def test_what_comes_from_elsewhere_does_not_steer_the_terminal(tmp_path: Path, said: list[str]) -> None:
+    ledger = Ledger(tmp_path / "requests.jsonl")
+    watch = SiteWatch(tmp_path, tmp_path, Caps(), 0, Screen(said.append, terminal=False))
+    ledger.note(caller="user 0", step="1", failed="ValueError: \033[2J\rall is well")
+    watch()
+    assert words(said)[1] == "refused at step 1: ValueError: ?[2J?all is well"
+
+
 def test_on_a_terminal_one_line_changes(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(print, terminal=True)
     screen.now("step 1")

@@ -78,6 +78,7 @@ from coterie.methods import (
         (lambda: FedRep(head_steps=0), "`head_steps`"),
         (lambda: FedPer(head="classifier"), "`head`.*write"),
         (lambda: PROBLEM.train(FedPer(head=["nowhere"]), rounds=1, lr=0.1), "'nowhere'.*it has weight"),
+        (lambda: PROBLEM.train(FedPer(), rounds=1, lr=0.1), "nothing would be shared"),
         (lambda: PROBLEM.train(FedBN(), rounds=1, lr=0.1), "BatchNorm.*FedAvg"),
         (lambda: Sampled(FedAvg(), peers=0), "`peers`"),
     ],

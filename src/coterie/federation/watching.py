@@ -51,6 +51,7 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Show a line that stays."""
+        text = _printable(text)
         if self._terminal:
             print("\r\033[K", end="", flush=True)
         self._show_line(f"{time.strftime('%H:%M:%S')} {text}")
@@ -59,6 +60,7 @@ class Screen:
 
     def now(self, text: str) -> None:
         """Show how things stand."""
+        text = _printable(text)
         if text == self._shown:
             return
         if self._terminal:
@@ -116,3 +118,8 @@ class ServerWatch:
                     total = re.search(r"Total clients: (\d+)", line)
                     self.screen.line(words.format(found[1]))
                     self.screen.now(f"sites connected: {total[1]}" if total else "")
+
+
+def _printable(text: str) -> str:
+    """Return a text without what would move the cursor or change colours: parts of it come from elsewhere."""
+    return "".join(character if character.isprintable() else "?" for character in text)

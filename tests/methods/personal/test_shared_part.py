@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,16 @@ def test_fedrep_against_a_plain_loop() -> None:
     for ours, theirs in zip(run.models.values(), models, strict=True):
         assert torch.allclose(numbers(ours), numbers(theirs), atol=1e-12)
     assert run.record.end.costs["user 0"].gradients == 3 * 6
+
+
+@pytest.mark.parametrize("method", [FedPer(2), FedRep(1, 2)], ids=repr)
+def test_a_resumed_run_has_the_same_bits(method: Method, tmp_path: Path) -> None:
+    model = network(nn.Linear(D, 2), nn.Linear(2, 1))
+    played(model, method, 2, 0.1, batch_size=4, out=tmp_path / "a")
+    resumed = played(model, method, 4, 0.1, batch_size=4, evaluate_every=2, out=tmp_path / "a", resume=True)
+    whole = played(model, method, 4, 0.1, batch_size=4, evaluate_every=2, out=tmp_path / "b")
+    for ours, theirs in zip(resumed.models.values(), whole.models.values(), strict=True):
+        assert torch.equal(numbers(ours), numbers(theirs))
 
 
 def test_fedbn_is_fedper_with_the_normalisation_for_its_head() -> None:

@@ -171,6 +171,8 @@ def _head(parameters: Parameters, head: Sequence[str] | None) -> list[str]:
     """Return the names of the parameters in the head."""
     names = list(parameters.named)
     if head is None:
+        if len(names) == 1:
+            raise KnobError("the model has one parameter, so nothing would be shared; set `head`, or train alone")
         last = parameters.owners[names[-1]]
         of_last = [name for name in names if parameters.owners[name] is last]
         return names[-1:] if of_last == names else of_last
