@@ -98,7 +98,7 @@ def turn(library: str, regime: str, into: Path) -> None:
     """Be one library for one turn, by the `play` of its module, and write what came of it."""
     torch.set_num_threads(1)
     rounds = WARM_UP + ROUNDS[library][regime]
-    watch: Watch = importlib.import_module(f"peers_{library}").play(regime, rounds)
+    watch: Watch = importlib.import_module(f"libraries_{library}").play(regime, rounds)
     np.savez(into, parameters=watch.parameters, milliseconds=watch.milliseconds())
 
 
