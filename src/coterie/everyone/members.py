@@ -10,7 +10,7 @@ from coterie.choosing import AdaptiveAveraging
 from coterie.choosing.looks import Looks
 from coterie.choosing.trunk_and_branch import TrunkAndBranch
 from coterie.engines.capabilities import Stackable
-from coterie.engines.engine import Capabilities, Engine
+from coterie.engines.engine import Engine
 from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.gradients.gradients import Gradients, is_finite
 from coterie.learners.learner import Learner
@@ -91,18 +91,13 @@ class AnsweredEngine:
     """An engine whose next answer was computed together with those of others; else it asks the real one."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self.capabilities = engine, engine.capabilities  # those of users in this process stay
         self.answer: tuple[int, Gradients] | None = None  # to the next question
 
     @property
     def names(self) -> tuple[str, ...]:
         """The peers that can be asked."""
         return self.engine.names
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What else can be had."""
-        return self.engine.capabilities
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients; those that are not finite are looked for one by one."""

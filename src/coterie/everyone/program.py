@@ -13,9 +13,11 @@ from coterie.everyone.rows import RowOptimizer, join
 from coterie.gradients.gradients import Gradients
 from coterie.learners.learner import Learner
 from coterie.learners.points import Own, Sums
+from coterie.learners.program import HeldOut
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
 from coterie.training.loop import TrainingLoop
+from coterie.users.trees import Tree
 
 
 class Program(Protocol):
@@ -156,6 +158,32 @@ class LearnersTogether:
 def _columns(users: int, place: int) -> Tensor:
     """Return where a member's peers are among all users."""
     return torch.tensor([other for other in range(users) if other != place])
+
+
+class EvaluatedTogether:
+    """The validation sets of all members: models and guards' shadows pass over them together."""
+
+    def __init__(self, passes: SharedPasses, loops: Mapping[int, TrainingLoop]) -> None:
+        self._loops = loops
+        self._rows = [(place, learner) for place, loop in loops.items() for learner in _learners(loop)]
+        self._loss, x = passes.copies.passes.per_example, self._points()
+        self._held_out = HeldOut(passes.copies, [loops[place].spec.me for place, _ in self._rows], x)
+
+    def _points(self) -> Tensor:
+        return torch.stack([learner.x for _, learner in self._rows])
+
+    def outputs(self) -> dict[int, tuple[Tree, Tree]]:
+        """Return outputs and targets of every member's model, by place, and leave losses with its guard."""
+        found = {}
+        outputs = self._held_out.outputs(self._points())
+        for row, (place, learner) in enumerate(self._rows):
+            if row in outputs:
+                loop = self._loops[place]
+                if loop.guard is not None and self._loss is not None:
+                    loop.guard.known[learner.model] = self._loss.by_example(*outputs[row]).double()
+                if learner is loop.learner:
+                    found[place] = outputs[row]
+        return found
 
 
 def _learners(loop: TrainingLoop) -> list[Learner]:

@@ -12,10 +12,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError, UserCodeError
+from coterie.evaluation.evaluate import scores
 from coterie.everyone.alignment import align
 from coterie.everyone.members import TrunkMember, member_of
 from coterie.everyone.passes import SharedPasses
-from coterie.everyone.program import LearnersTogether, Program, TrunksTogether
+from coterie.everyone.program import EvaluatedTogether, LearnersTogether, Program, TrunksTogether
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import why_not_stacked
@@ -48,8 +49,7 @@ def train_together(
             own = replace(options, out=folder, progress=False, engine=engine)
             runs.append(set_up(spec, own, held, stack, learner_of=member_of))
         members = _members(runs)
-        programs = _programs(runs, members)
-        loop = TogetherLoop(runs, members, programs)
+        loop = TogetherLoop(runs, members)
         interrupted = stack.enter_context(interruptible())
         bar = progress_bar(options.progress, f"{len(runs)} users", specs[0].steps)
         loop.train(interrupted, stack.enter_context(bar), began)
@@ -93,24 +93,27 @@ def _kind(loop: TrainingLoop) -> tuple[object, ...]:
     return type(loop.learner), loop.guard is None, type(loop.spec.made_optimizer)
 
 
-def _programs(runs: Sequence[SetUpRun], members: Sequence[int]) -> list[Program]:
-    """Return the program of the runs that are taken together."""
-    if not members:
-        return []
+def _program(runs: Sequence[SetUpRun], members: Sequence[int]) -> tuple[Program, EvaluatedTogether]:
+    """Return the program of the runs that are taken together, and their evaluations."""
     engine = runs[members[0]].loop.learner.engine
     if not isinstance(engine, InProcess):
         raise TypeError("everybody is in this process")
     passes = SharedPasses(engine.copies(), [run.spec for run in runs])
     loops = {place: runs[place].loop for place in members}
     trunks = {p: loop.learner for p, loop in loops.items() if isinstance(loop.learner, TrunkMember)}
-    return [TrunksTogether(passes, trunks) if trunks else LearnersTogether(passes, loops)]
+    program: Program = TrunksTogether(passes, trunks) if trunks else LearnersTogether(passes, loops)
+    return program, EvaluatedTogether(passes, loops)
 
 
 class TogetherLoop:
     """The loop of everybody's runs."""
 
-    def __init__(self, runs: Sequence[SetUpRun], members: Sequence[int], programs: Sequence[Program]) -> None:
-        self.runs, self.programs = runs, programs
+    def __init__(self, runs: Sequence[SetUpRun], members: Sequence[int]) -> None:
+        self.runs = runs
+        self.program: Program | None = None
+        self.evaluated: EvaluatedTogether | None = None
+        if members:
+            self.program, self.evaluated = _program(runs, members)
         self.going = {place: runs[place].loop for place in members}
         self.ended: dict[int, Run] = {}
         self.errors: list[UserCodeError] = []
@@ -122,8 +125,8 @@ class TogetherLoop:
         for place in list(self.going):
             run = self.runs[place]
             replace(run, configuration=replace(run.configuration, runs=self._together)).open()
-        for program in self.programs:
-            program.begin()
+        if self.program is not None:
+            self.program.begin()
         self._each(TrainingLoop.first_point)
         while self.going and not self.stopped:
             step = next(iter(self.going.values())).learner.step
@@ -142,12 +145,21 @@ class TogetherLoop:
 
     def _step(self) -> None:
         """Take one step in every run."""
-        for program in self.programs:
-            program.answer()
+        if self.program is None:
+            return
+        self.program.answer()
         taken: dict[int, tuple[float, Mapping[str, str]]] = self._each(lambda loop: loop.advance(1))
-        for program in self.programs:
-            program.step()
-        self._each(lambda loop: loop.taken(*taken[id(loop)]))
+        self.program.step()
+        due = any(loop.due for loop in self.going.values())
+        outputs = self.evaluated.outputs() if due and self.evaluated is not None else {}
+        held_out = {id(loop): outputs.get(place) for place, loop in self.going.items()}
+
+        def go_on(loop: TrainingLoop) -> None:
+            there = held_out[id(loop)]
+            validation = None if there is None else scores(*there, loop.spec.loss, loop.spec.metrics)
+            loop.taken(*taken[id(loop)], validation)
+
+        self._each(go_on)
 
     def _each(self, do: Callable[[TrainingLoop], T], *, ends: bool = False) -> dict[int, T]:
         """Do something with every run that goes on; one that fails ends, and the others go on."""
@@ -171,8 +183,8 @@ class TogetherLoop:
         loop = self.going.pop(place)
         if isinstance(run, Run):
             self.ended[place] = run
-        for program in self.programs:
-            program.leave(loop)
+        if self.program is not None:
+            self.program.leave(loop)
 
     def _by_itself(self, place: int, run: SetUpRun, interrupted: Callable[[], bool]) -> None:
         """Take the steps of a run that cannot be taken together with others."""

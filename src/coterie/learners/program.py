@@ -40,7 +40,7 @@ class Program:
             if asked:
                 peers[run] = {pool.stream(u, spec.batch_size, spec.seed): tau[u.name] for u in asked}
         self._own, self._peers = (passes(copies, pool, needs, stack.x) for needs in (own, peers))
-        self._held_out = _validation(copies, [spec.me for spec in specs], stack.x)
+        self._held_out = HeldOut(copies, [spec.me for spec in specs], stack.x)
         self._heard = torch.cat([each.runs for each in self._peers]) if peers else None
         heard = [] if self._heard is None else self._heard.tolist()
         rules = {run: specs[run].rule for run in heard}
@@ -124,9 +124,20 @@ class Program:
 
     def held_out(self) -> dict[int, tuple[Tree, Tree]]:
         """Return the outputs and targets on the validation set of each run that has one in memory, on the host."""
+        return self._held_out.outputs(self.stack.x)
+
+
+class HeldOut:
+    """The validation sets of many runs, whose models pass over them together; of `users`, one for each row of x."""
+
+    def __init__(self, copies: Copies, users: Sequence[User], x: Tensor) -> None:
+        self.copies, self._passes = copies, _validation(copies, users, x)
+
+    def outputs(self, x: Tensor) -> dict[int, tuple[Tree, Tree]]:
+        """Return the outputs and targets of each row of x whose validation set is in memory, on the host."""
         by_run = {}
-        for each in self._held_out:
-            passed = each.outputs(self.copies, self.stack.x)
+        for each in self._passes:
+            passed = each.outputs(self.copies, x)
             outputs, targets = (mapped(Tensor.cpu, tree) for tree in passed)
             sizes = [sum(stream.size for stream in group) for group in each.table.groups]
             for place, run in enumerate(each.runs.tolist()):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scipy import special
-from torch import nn
+from torch import Tensor, nn
 
 from coterie.evaluation.evaluate import example_losses
 from coterie.gradients.trained_part import copied, load_trained_state
@@ -39,13 +39,18 @@ class Guard:
         self.shadow, self.loss, self.held_out, self.every = shadow, loss, held_out, every
         self.level = BY_CHANCE / comparisons  # the chances of all comparisons add up to no more
         self.restarts = 0
+        self.known: dict[nn.Module, Tensor] = {}  # held-out losses that were computed together with others
 
     def compare(self, ours: nn.Module, alone: nn.Module) -> tuple[float, float, float]:
         """Return held-out loss of ours less that of alone, its standard error, paired by example, and alone's."""
-        theirs = example_losses(alone, self.loss, self.held_out)
-        change = example_losses(ours, self.loss, self.held_out) - theirs
+        theirs = self._losses(alone)
+        change = self._losses(ours) - theirs
         error = float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else math.inf
         return float(change.mean()), error, float(theirs.mean())
+
+    def _losses(self, model: nn.Module) -> Tensor:
+        known = self.known.pop(model, None)
+        return example_losses(model, self.loss, self.held_out) if known is None else known
 
     def check(self, learner: Learner) -> GuardCheck:
         """Compare the collaborative learner with the shadow, and restart it where it is significantly worse."""

@@ -115,10 +115,17 @@ class TrainingLoop:
         if not self.record.points:
             self.evaluate(self.first)
 
-    def taken(self, own_loss: float, left_out: Mapping[str, str]) -> bool:
+    @property
+    def due(self) -> bool:
+        """Whether an evaluation is due after the step that was taken."""
+        return self.learner.step % self.spec.every == 0 or self.learner.step == self.spec.steps
+
+    def taken(
+        self, own_loss: float, left_out: Mapping[str, str], validation: Mapping[str, float] | None = None
+    ) -> bool:
         """Evaluate, save and tell the hooks after a step, as is due; say whether a hook ends the run."""
         step = self.learner.step
-        point = self.evaluate() if step % self.spec.every == 0 or step == self.spec.steps else None
+        point = self.evaluate(validation) if self.due else None
         self.whole = True
         if step % self.save_every == 0:
             self.save()
