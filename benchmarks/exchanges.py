@@ -27,9 +27,10 @@ from coterie.benchmark.sets import SETS, load
 from coterie.benchmark.tasks import candidates, task_of
 from coterie.users.sampling import seeded
 
-RULES: dict[str, coterie.Rule] = {
+RULES: dict[str, coterie.Rule | coterie.AdaptiveAveraging] = {
     "averaging": coterie.WeightedAveraging(0.6),
     "bias correction": coterie.BiasCorrection(0.9, 0.1, correction=0.5),
+    "adaptive": coterie.AdaptiveAveraging(),  # stale peers only
 }
 KINDS = [(1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (1, 2), (1, 4), (1, 8), (1, 16), (2, 4), (4, 4)]
 RATES = (0.03, 0.1, 0.3, 1.0)
@@ -46,6 +47,8 @@ def scores(
         model = MODELS["mlp" if name == "mnist" else "linear"](task.n_inputs, task.n_outputs)
     found = {}
     for (rule, each), lr in itertools.product(itertools.product(RULES, settings.kinds), settings.rates):
+        if rule == "adaptive" and each[1] > 1:
+            continue
         run = coterie.train(
             model,
             cross_entropy,

@@ -109,7 +109,7 @@ def users() -> tuple[User, list[User]]:
     return me, [*alike(2, 50), user("other", 50, -TRUTH)]
 
 
-def trained(rule: Rule, **settings: Any) -> coterie.Run:
+def trained(rule: Any, **settings: Any) -> coterie.Run:
     torch.manual_seed(0)
     how = {"optimizer": torch.optim.SGD, "lr": 0.02, "steps": 12, "batch_size": 8, "measure": False, **settings}
     return coterie.train(nn.Linear(6, 1), mse_loss, *users(), rule, **how)
@@ -168,19 +168,21 @@ def test_fewer_exchanges_cost_fewer_numbers() -> None:
     }
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Any] = {
     "averaging": AVERAGING,
     "correction": CORRECTION,
     "rows": WeightedAveraging(0.5, aggregator=coterie.aggregators.CoordinateMedian()),
     "stream": StreamAveraging(12),
     "alone": Alone(),
+    "adaptive": coterie.AdaptiveAveraging(budget=3),
 }
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path, rule: Rule) -> None:
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, rule: Any) -> None:
     """It is broken off between two exchanges."""
-    how: dict[str, Any] = {"exchange_every": 4, "local_steps": 2, "evaluate_every": 6}
+    how: dict[str, Any] = {"exchange_every": 4, "evaluate_every": 6}
+    how |= {} if isinstance(rule, coterie.AdaptiveAveraging) else {"local_steps": 2}
     whole = trained(rule, **how)
 
     def stop(step: Any) -> bool:
@@ -192,6 +194,19 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, rule: Rule) -> None:
     assert same(state_of(resumed.model), state_of(whole.model))
     with pytest.raises(CheckpointError, match="`exchange_every` was 4 and is now 3"):
         trained(rule, out=tmp_path / "run", resume=True, **how | {"exchange_every": 3})
+
+
+def test_adaptive_averaging_asks_less_often_and_still_finds_whom_to_follow() -> None:
+    """In 240 steps with K = 8: at every eighth, where peers are judged, and after the fork."""
+    often, seldom = (
+        trained(coterie.AdaptiveAveraging(budget=3), steps=240, exchange_every=every, lr=0.05).record.end
+        for every in (1, 8)
+    )
+    assert seldom.account["tau"].get("other", 0.0) < 0.1
+    asked = seldom.costs["alike 0"].gradients / often.costs["alike 0"].gradients
+    assert 1 / 8 <= asked < 1 / 4
+    assert seldom.costs["me"].gradients == often.costs["me"].gradients
+    assert seldom.account["cost"]["runs"] < 1
 
 
 def test_a_guard_that_restarts_forgets_what_the_peers_said() -> None:
@@ -217,11 +232,11 @@ def test_a_guard_that_restarts_forgets_what_the_peers_said() -> None:
 
 def test_who_decides_on_exchanges_itself_refuses_to_have_fewer() -> None:
     for rule, message in (
-        (None, "adaptive averaging asks its peers at every step"),
+        (None, "adaptive averaging judges its peers by gradients"),
         (FedAvg(2), "rounds of its own"),
     ):
         with pytest.raises(KnobError, match=message):
-            trained(rule, exchange_every=2)  # type: ignore[arg-type]
+            trained(rule, local_steps=2)
     groups = nn.Linear(6, 1)
     optimizer = torch.optim.SGD([{"params": [groups.weight], "lr": 0.1}, {"params": [groups.bias], "lr": 0.2}])
     with pytest.raises(KnobError, match="plain steps of one size"):

@@ -178,6 +178,8 @@ class AdaptiveAveraging:
         """Return the steps of such a learner as a block, or why they cannot be taken so."""
         if not isinstance(learner, TrunkAndBranch):
             raise TypeError(f"a learner of `AdaptiveAveraging` is needed, got {type(learner).__name__}")
+        if learner.exchange_every > 1:
+            return "not all steps are alike with `exchange_every`"
         if not isinstance(learner.points, PointsTogether):
             return "gradients at several points are computed one after the other"
         return why_not_capturable(learner.optimizer) or StackBlock(RepeatedSteps(learner, learner.points))

@@ -8,11 +8,14 @@
              longer than they sent while they were judged is not heard
     alone    all steps: F + 1 copies ask no peer
 
+With `exchange_every=K` the peers are asked at every K-th step, and where they are judged; in the steps between,
+what they last said is followed.
+
 What is served is the mean of one path's points at its looks, by how often each look is the best under resampling.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -74,6 +77,7 @@ class TrunkAndBranch(Learner):
         self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
         self.longest = self.x.new_zeros(len(self.peers.x))  # how long what peers send to the trunks may be
         self._kept: tuple[Tensor, list[Array], Tensor] | None = None
+        self._asks = True  # in the last step; else it used what the peers said before
 
     @property
     def followed(self) -> Any:
@@ -89,10 +93,11 @@ class TrunkAndBranch(Learner):
     def _trunk_step(self) -> NextStep:
         step, points = self.step, self._points(1)
         if step % self._between_grams:
-            asking = self.points.ask(points, step, self.trunk_weights)
+            asking = self._sums(points, self.trunk_weights)
             own = self.points.own(self._points(0), step, range(self.n_folds + 1))
             asked = asking()
             return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_trunk, own, asked))
+        self._asks = True
         judging = self.points.judge(points, step, self.trunk_weights, self._judging())
         own = self.points.own(self._points(0), step, range(self.n_folds + 1))
         judged = judging()
@@ -102,6 +107,13 @@ class TrunkAndBranch(Learner):
         near = judged.without(far, f"more than {FAR:g} times as long as the median of all", self.engine.names)
         take = partial(self._take_gram, own, near, longest, far.any(0).cpu().numpy())
         return NextStep(own.gradients[0], own.loss, near.left_out, take)
+
+    def _sums(self, points: Tensor, weights: Tensor) -> Callable[[], Sums]:
+        """Ask for the peers' sums; between exchanges return the last."""
+        self._asks = self.heard is None or not self._holds()
+        if self.heard is None or self._asks:
+            return self.points.ask(points, self.step, weights)
+        return partial(Sums, self.heard["sums"], self.heard["answered"])
 
     def _take_gram(self, own: Own, judged: Judged, longest: Tensor, far: NDArray[np.bool_]) -> None:
         """Step by the weights that were asked for, and fit those of the next steps."""
@@ -125,6 +137,7 @@ class TrunkAndBranch(Learner):
 
     def _take_trunk(self, own: Own, asked: Sums) -> None:
         """Let the trunks follow the peers, and Alone's copies their own gradients."""
+        self._keep(asked)
         self.follow(own, asked)
         if self.buffers[1].shape[1]:  # a trunk's running statistics are those of the examples that judge it
             self.buffers[1] = self.points.own(self._points(1), self.step, [*self._judging(), 0]).buffers
@@ -143,13 +156,14 @@ class TrunkAndBranch(Learner):
         own_points, parts = points[:copies], [*range(copies), *range(copies)]
         if self.buffers[1].shape[1]:  # pooled needs no own gradient, but running statistics
             own_points, parts = points, [*parts, 0]
-        asking = self.points.ask(points, step, self.second_half()[0])
+        asking = self._sums(points, self.second_half()[0])
         own = self.points.own(torch.cat([self._points(0), own_points]), step, parts)
         asked = asking()
         return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_branch, own, asked))
 
     def _take_branch(self, own: Own, asked: Sums) -> None:
         """Let the branch's copies follow the own gradients more and more, and pooled the peers."""
+        self._keep(asked)
         self.mix(own, asked, self.alpha_at(self.step))
         if self.buffers[1].shape[1]:
             self.buffers[1] = own.buffers[self.n_folds + 1 :]
@@ -167,6 +181,11 @@ class TrunkAndBranch(Learner):
         answered = asked.answered[copies:].clamp(min=1e-12)
         torch.div(asked.sums[copies:], _over(answered, heard[copies:]), out=pooled)
         self.alone.direction.copy_(own.gradients[:copies])
+
+    def _keep(self, asked: Sums) -> None:
+        """Keep what the peers said for the steps up to the next exchange, where there are any."""
+        if self.exchange_every > 1 and self._asks:
+            self.heard = {"sums": asked.sums.clone(), "answered": asked.answered.clone()}
 
     def _finish(self, own: Own) -> None:
         """Take the step of all copies."""
@@ -215,7 +234,7 @@ class TrunkAndBranch(Learner):
         if judged.any():  # else nobody was followed, and Alone is served
             self.by_size = self.by_size * judged / self.by_size[judged].sum()
             self.looks.paths |= {"branch": Path(), "pooled": Path()}
-        self.peers = self.peers.forked(origins)
+        self.peers, self.heard = self.peers.forked(origins), None
         self.buffers[1] = torch.stack([self.buffers[1][rows].mean(0) for rows in origins])
 
     def _look(self) -> None:
@@ -318,6 +337,8 @@ class TrunkAndBranch(Learner):
         else:
             own, weights = 2 * (self.n_folds + 1), self.second_half()[1]
         self.costs.compute([self.costs.me], times=own * n)
+        if not self._asks:
+            return
         self.gradients_asked += len(weights) * n
         for row in weights:
             asked = [name for name, weight in zip(self.engine.names, row, strict=True) if weight]
@@ -341,6 +362,7 @@ class TrunkAndBranch(Learner):
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "asked": [self.grams, self.gradients_asked],
+            "heard": self.heard,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -362,6 +384,7 @@ class TrunkAndBranch(Learner):
         for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
         self.grams, self.gradients_asked = state["asked"]
+        self.heard = state.get("heard")
         self.unheard.copy_(state["unheard"])
         self.longest.copy_(state["longest"])
 

@@ -78,8 +78,11 @@ def _why_by_itself(loop: TrainingLoop) -> str | None:
         return f"`{type(rule).__name__}` is not a rule that runs can follow together"
     if getattr(rule, "aggregator", None) is not None or learner.rule.needs_rows:
         return "every peer's gradient is needed"
-    if loop.captured is not None:
-        return "its steps are captured"
+    fewer = max(learner.exchange_every, learner.local_steps) > 1
+    if loop.captured is not None or fewer:
+        return (
+            "it has exchanges of its own (`exchange_every`, `local_steps`)" if fewer else "its steps are captured"
+        )
     if isinstance(learner.scheduler, ReduceLROnPlateau):
         return "`ReduceLROnPlateau` follows the validation loss of one run"
     groups = optimizer.param_groups

@@ -145,10 +145,10 @@ def _check_exchanges(spec: RunSpec) -> None:
         raise KnobError(
             "a method has rounds of its own: leave `exchange_every` and `local_steps` out, and give its own knobs"
         )
-    if spec.rule is None or isinstance(spec.rule, MakesLearner):
+    if spec.local_steps > 1 and (spec.rule is None or isinstance(spec.rule, MakesLearner)):
         raise KnobError(
-            "adaptive averaging asks its peers at every step: leave `exchange_every` and `local_steps` out, or "
-            "give a rule with its weights set, such as `WeightedAveraging`"
+            "adaptive averaging judges its peers by gradients, not by local steps: leave `local_steps` out for "
+            "`exchange_every`, or give a rule with its weights set, such as `WeightedAveraging`"
         )
 
 
