@@ -2,7 +2,7 @@
 
     python benchmarks/exchanges.py [--data DIR] [--sets digits,mnist] [--users 8] [--jobs 16]
     python benchmarks/exchanges.py --latency          # over NVFLARE on this machine; see `exchanges_flare.py`
-    python benchmarks/exchanges.py --short            # a minute: two users of digits, few settings
+    python benchmarks/exchanges.py --short            # half a minute: two users of digits, few settings
 
 *Accuracy.* Users of a set are user 0 in turn, with the examples and peers of `coterie bench`, honest. All runs take
 the same number of own gradients, by plain SGD; the best model by validation loss counts, on test examples. The step
@@ -46,7 +46,7 @@ def scores(
     with seeded(0, "model", 0):
         model = MODELS["mlp" if name == "mnist" else "linear"](task.n_inputs, task.n_outputs)
     found = {}
-    for (rule, each), lr in itertools.product(itertools.product(RULES, settings.kinds), settings.rates):
+    for (rule, each), lr in itertools.product(itertools.product(settings.rules, settings.kinds), settings.rates):
         if rule == "adaptive" and each[1] > 1:
             continue
         run = coterie.train(
@@ -73,7 +73,7 @@ def scores(
 
 def table(name: str, by_user: list[dict[tuple[str, tuple[int, int], float], list[float]]], gradients: int) -> None:
     """Print the lines of a set."""
-    for rule in RULES:
+    for rule in dict.fromkeys(rule for rule, _, _ in by_user[0]):
         best: dict[tuple[int, int], np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
         rates = {}
         for _, each in dict.fromkeys((r, k) for r, k, _ in by_user[0] if r == rule):
@@ -103,6 +103,13 @@ def main() -> None:
     parser.add_argument("--sets", default="digits")
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--gradients", type=int, default=240, help="own gradients of each run")
+    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument(
+        "--kinds", default=",".join(f"{k}x{s}" for k, s in KINDS), help="exchange_every x local_steps"
+    )
+    parser.add_argument(
+        "--rates", default=",".join(f"{rate:g}" for rate in RATES), help="step sizes to choose among"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--latency", action="store_true", help="time to a loss over NVFLARE, instead")
@@ -111,9 +118,11 @@ def main() -> None:
         from exchanges_flare import latency  # noqa: PLC0415  # NVFLARE need not be installed for the other part
 
         return latency(short=settings.short)
-    settings.kinds, settings.rates = KINDS, RATES
     if settings.short:
-        settings.kinds, settings.rates, settings.users = [(1, 1), (8, 1), (1, 8)], (0.1, 0.3), 2
+        settings.rules, settings.kinds, settings.rates, settings.users = "averaging", "1x1,8x1,1x8", "0.1,0.3", 2
+    settings.rules = settings.rules.split(",")
+    settings.kinds = [tuple(map(int, kind.split("x"))) for kind in settings.kinds.split(",")]
+    settings.rates = [float(rate) for rate in settings.rates.split(",")]
     print("| set, rule | exchange_every | local_steps | exchanges | step size | accuracy | change | |")
     print("|---" * 8 + "|")
     with multiprocessing.get_context("spawn").Pool(settings.jobs) as pool:
