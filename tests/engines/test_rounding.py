@@ -48,7 +48,7 @@ def users() -> list[coterie.User]:
     return made
 
 
-def trained(where: str, compress: str | None) -> coterie.Run:
+def trained(where: str, compress: str | None, steps: int = 100) -> coterie.Run:
     """All examples in every batch, and one answer that fits all: what remains is what rounding leaves."""
     me, *peers = users()
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def trained(where: str, compress: str | None) -> coterie.Run:
         how: dict[str, Any] = {
             "optimizer": torch.optim.SGD,
             "lr": 0.1,
-            "steps": 150,
+            "steps": steps,
             "batch_size": 40,
             "evaluate_every": 150,
         }
@@ -70,12 +70,12 @@ def trained(where: str, compress: str | None) -> coterie.Run:
 
 @pytest.mark.parametrize("where", WHERE)
 def test_half_the_bytes_lead_to_the_same_model(where: str) -> None:
-    exact, rounded = trained(where, None), trained(where, "bf16")
+    exact, rounded = trained(where, None, steps=2), trained(where, "bf16")
     truth = torch.tensor([1.0, -2.0, 0.5, 3.0])
     weight: Any = rounded.model.weight
-    assert float((weight.detach()[0] - truth).abs().max()) < 0.004  # a bfloat16 of 3 is off by .008
+    assert float((weight.detach()[0] - truth).abs().max()) < 0.0015  # .0021 without what was lost
     whole, half = exact.record.end.traffic["a"], rounded.record.end.traffic["a"]
-    assert half.bytes_sent < 0.65 * whole.bytes_sent
+    assert half.bytes_sent / half.messages < 0.65 * whole.bytes_sent / whole.messages
     assert 0 < rounded.record.end.traffic["me"].rounding < 0.01
     assert whole.rounding == 0
 
