@@ -51,6 +51,9 @@ def test_peers_that_are_left_out_are_told(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, train(tmp_path, frame, []))
     assert result.exit_code == 0, result.output
     assert "coterie: the peer 'c' is left out: its rows are of one class only ('yes')" in result.stderr
+    page = (tmp_path / "run" / "index.html").read_text(encoding="utf-8")
+    assert "Who was left out" in page
+    assert "its rows are of one class only" in page
 
 
 def test_debug_shows_where_an_error_comes_from(tmp_path: Path) -> None:

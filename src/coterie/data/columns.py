@@ -102,7 +102,7 @@ def _check_text(values: pd.Series[Any], otherwise: str) -> None:
         warnings.warn(told, stacklevel=4)
     elif commas.sum() > MOST * count or (commas.any() and (commas | numbers).sum() == count):
         problem = f"{about} holds numbers with decimal commas: {_first(values, commas)}"
-        raise DataError(f"{problem}; write them with points, {otherwise}")
+        raise DataError(f"{problem}; say so (`--decimal ,`), write them with points, {otherwise}")
     elif dates.sum() > MOST * count:
         problem = f"{about} holds dates as text: {_first(values, dates)}"
         raise DataError(f"{problem}; turn them into numbers, leave the column out, {otherwise}")

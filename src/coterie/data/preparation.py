@@ -229,7 +229,8 @@ def tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str])
             numbers = pd.to_numeric(rows[column]).to_numpy(dtype=float, na_value=np.nan)
         except (TypeError, ValueError) as error:
             problem = f"column {column!r} should hold numbers: {error}"
-            raise DataError(f"{problem}; or name it in `categorical`") from error
+            remedy = "correct it, say so if decimals follow commas (`--decimal ,`), or name it in `categorical`"
+            raise DataError(f"{problem}; {remedy}") from error
         if np.isinf(numbers).any():
             problem = f"column {column!r} holds an infinite number"
             raise DataError(f"{problem}; leave it empty where the value is unknown")

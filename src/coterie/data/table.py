@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,11 +32,13 @@ class TableTask(Task):
         preparation: turns rows into tensors and outputs into predictions.
         target: the column to predict.
         test_rows: user 0's test rows, with all columns.
+        left_out: peers whose rows cannot be used, and why.
     """
 
     preparation: Preparation
     target: str
     test_rows: pd.DataFrame = field(repr=False, compare=False)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def from_table(
@@ -124,7 +126,7 @@ def from_table(
         warnings.warn(f"the peer {name!r} is left out: {why}", stacklevel=2)
     mine = User(str(me), *training, validation=held_out, test=tested)
     sizes = preparation.n_inputs, preparation.n_outputs
-    return TableTask(mine, tuple(peers), *sizes, preparation, target, parts[2])
+    return TableTask(mine, tuple(peers), *sizes, preparation, target, parts[2], left_out)
 
 
 def _check_classes(targets: pd.Series[Any], kind: Kind) -> None:

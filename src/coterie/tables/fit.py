@@ -16,7 +16,7 @@ from coterie.tables import models
 from coterie.tables.everyone import is_everyone
 from coterie.tables.metrics import metrics_of
 from coterie.tables.model_files import save_model
-from coterie.tables.report import write_report
+from coterie.tables.report import left_out_section, write_report
 from coterie.tables.splits import FOLDER, Split, judge_over_splits
 from coterie.training.run import Run, Stopped
 from coterie.training.train import train
@@ -67,7 +67,8 @@ def fit(
                 if other.stopped is Stopped.CTRL_C:
                     return None
                 splits.append(Split.of(other))
-            more = [judge_over_splits(run, splits)] if splits else []
+            more = [left_out_section(task.left_out)] if task.left_out else []
+            more += [judge_over_splits(run, splits)] if splits else []
             write_report(out, run, task.preparation, task.target, task.test_rows, more=more)
         except FileError as error:
             raise FileError(f"{error}. The model is trained: `--resume` will write it then", run) from error

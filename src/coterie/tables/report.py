@@ -1,7 +1,7 @@
 """The page of a table's run: that of any run, and how good the predictions for the test rows are."""
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ def write_report(
 ) -> Quality | None:
     """Write the page of a run, and the numbers of its test rows, if any, to `evaluation.json`; return these."""
     if not len(test_rows):
-        write_run_page(folder / "index.html", run.record, run.state.get("weight"))
+        write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=more)
         return None
     alone = None if serves_alone(run.record.end) or run.alone is None else run.alone
     found = quality(run.model, alone, preparation, target, test_rows)
@@ -134,3 +134,8 @@ def _effects(found: Quality, target: str) -> Section:
         text.append(f"The {SHOWN} largest of {len(found.effects)}; `evaluation.json` has the other {more}.")
     bars = [Interval(one.column, one.rise, one.error, f"{one.rise:+.3f} ± {one.error:.3f}") for one in shown]
     return Section("What predictions rest on", text, charts=[interval_chart(bars, "rise of the loss by column")])
+
+
+def left_out_section(left_out: Mapping[str, str]) -> Section:
+    """Return which peers could not take part, and why."""
+    return Section("Who was left out", tables=[[{"peer": name, "why": why} for name, why in left_out.items()]])
