@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.errors import UserCodeError
-from coterie.everyone.alignment import align
+from coterie.everyone.folders import align
 from coterie.recording import checkpoint
 from coterie.training.run import Stopped
 from coterie.users.examples import InMemory

@@ -97,6 +97,20 @@ def test_the_first_screen_is_the_record_and_details_fold(
     shown.close()
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_the_page_of_everyone_shows_who_listens_to_whom(browser: Any, tmp_path: Path, place: str) -> None:
+    rule, users = coterie.WeightedAveraging(0.7), users_with_validation()
+    runs = coterie.train_everyone(nn.Linear(20, 1).double(), mse_loss, users, rule, steps=5, measure=False)
+    shown = Shown(browser, runs.report(tmp_path / "all.html"), place)
+    assert shown.width_too_much() == 0
+    assert shown.texts(".lead")[0].startswith(runs.summary().splitlines()[0])
+    cells = [[int(cell) for cell in row.split()[1:]] for row in shown.texts(".heat tr")[1:]]
+    matrix = (100 * runs.weights.to_numpy()).round().astype(int)
+    assert cells == [[share for share in row if share] for row in matrix.tolist()]
+    assert len(shown.texts(".everybody tr")) == len(users)
+    shown.close()
+
+
 def test_sliders_show_what_was_computed(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_page, "POSITIONS", 3)
     problem = Constants(n_peers=9, noise=10, bias_floor=0.4, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5)

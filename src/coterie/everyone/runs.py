@@ -1,6 +1,6 @@
 """What `train_everyone` gives: everybody's run, who listens to whom, and who gains."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from coterie.everyone.gains import Gain, Overall, by_chance, counted, gain_of, overall
+from coterie.learners.spec import RunSpec
 from coterie.reporting.whom import heard
 from coterie.training.run import Run, Stopped
+from coterie.training.setup import RunOptions
+from coterie.users.user import User
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +25,9 @@ class Runs:
     runs: Mapping[str, Run]
     pooled: Run | None = None  # on everybody's examples alike, where these are in memory
     not_trained: Mapping[str, str] = field(default_factory=dict)  # who has no run, and why
+    began_from: Mapping[str, str] = field(default_factory=dict)  # of those who joined later, whose model
+    specs: Sequence[RunSpec] = field(default=(), repr=False)  # what was asked for, of each user
+    options: RunOptions = field(default_factory=RunOptions, repr=False)
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -65,8 +71,34 @@ class Runs:
         lines = [counted(gains), *map(str, self.overall)]
         lines += [line for line in (by_chance(gains),) if line]
         lines += [f"{gain.name}: {gain.verdict.sentence}" for gain in gains]
+        lines += [f"{name} joined later and began from {whose}" for name, whose in self.began_from.items()]
         lines += [f"{name}: {why}" for name, why in self.not_trained.items()]
         return "\n".join(lines)
+
+    def join(self, user: User, *, steps: int | None = None) -> "Runs":
+        """Return the runs with one for a user who comes later; nobody else trains again.
+
+        The newcomer's model begins from the pooled one, or from that of the user whose model suits its training
+        examples best, where that is better by more than a standard error. Then it is trained as everybody was:
+        the others give gradients at its points. Its verdict compares with a model trained alone from there.
+
+        Args:
+            user: the newcomer, with examples like everybody's; its validation and test sets are its own.
+            steps: how many steps to take; as many as everybody took when None.
+
+        Example:
+            >>> import torch, coterie
+            >>> inputs, loss = torch.eye(4).repeat(5, 1), torch.nn.functional.mse_loss
+            >>> users = [User(name, inputs, inputs.sum(1, keepdim=True)) for name in ("Bern", "Basel", "Chur")]
+            >>> rule = coterie.WeightedAveraging(alpha=0.5)
+            >>> runs = coterie.train_everyone(torch.nn.Linear(4, 1), loss, users[:2], rule, lr=0.1, steps=50)
+            >>> runs = runs.join(users[2], steps=5)
+            >>> runs.began_from, sorted(runs.models)
+            ({'Chur': 'the pooled model'}, ['Basel', 'Bern', 'Chur'])
+        """
+        from coterie.everyone.newcomer import joined
+
+        return joined(self, user, steps)
 
     def report(self, path: Path | str) -> Path:
         """Write one HTML page: who gains, who listens to whom, the cost; and return its path."""

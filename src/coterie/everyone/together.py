@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError, UserCodeError
 from coterie.evaluation.evaluate import scores
-from coterie.everyone.alignment import align
+from coterie.everyone.folders import align
 from coterie.everyone.members import TrunkMember, member_of
 from coterie.everyone.passes import SharedPasses
 from coterie.everyone.program import EvaluatedTogether, LearnersTogether, Program, TrunksTogether
@@ -72,23 +72,22 @@ def _members(runs: Sequence[SetUpRun]) -> list[int]:
 def _why_by_itself(loop: TrainingLoop) -> str | None:
     """Say why a run cannot be taken together with others; None where it can."""
     learner, optimizer = loop.learner, loop.spec.made_optimizer
-    rule = learner.followed
-    plain = type(learner) is Learner and isinstance(rule, Alone | FormulaRule)
-    if not isinstance(learner, TrunkMember) and not plain:
-        return f"`{type(rule).__name__}` is not a rule that runs can follow together"
-    if getattr(rule, "aggregator", None) is not None or learner.rule.needs_rows:
-        return "every peer's gradient is needed"
-    fewer = max(learner.exchange_every, learner.local_steps) > 1
-    if loop.captured is not None or fewer:
-        return (
-            "it has exchanges of its own (`exchange_every`, `local_steps`)" if fewer else "its steps are captured"
-        )
-    if isinstance(learner.scheduler, ReduceLROnPlateau):
-        return "`ReduceLROnPlateau` follows the validation loss of one run"
-    groups = optimizer.param_groups
-    if len(groups) > 1 or len(groups[0]["params"]) < len(learner.parameters.named):
-        return "the optimizer has several groups of parameters"
-    return learner.engine.capabilities.not_stacked or why_not_stacked(optimizer)
+    rule, groups = learner.followed, optimizer.param_groups
+    able = isinstance(learner, TrunkMember) or (type(learner) is Learner and isinstance(rule, Alone | FormulaRule))
+    rows = able and (getattr(rule, "aggregator", None) is not None or learner.rule.needs_rows)
+    parts = len(groups) > 1 or len(groups[0]["params"]) < len(learner.parameters.named)
+    exchanges = max(learner.exchange_every, learner.local_steps) > 1
+    follows = isinstance(learner.scheduler, ReduceLROnPlateau)
+    reasons = {
+        f"`{type(rule).__name__}` is not a rule that runs can follow together": not able,
+        "every peer's gradient is needed": rows,
+        "its steps are captured": loop.captured is not None,
+        "it has exchanges of its own (`exchange_every`, `local_steps`)": exchanges,
+        "`ReduceLROnPlateau` follows the validation loss of one run": follows,
+        "the optimizer has several groups of parameters": parts,
+    }
+    told = next((reason for reason, holds in reasons.items() if holds), None)
+    return told or learner.engine.capabilities.not_stacked or why_not_stacked(optimizer)
 
 
 def _kind(loop: TrainingLoop) -> tuple[object, ...]:
@@ -192,8 +191,8 @@ class TogetherLoop:
     def _by_itself(self, place: int, run: SetUpRun, interrupted: Callable[[], bool]) -> None:
         """Take the steps of a run that cannot be taken together with others."""
         began = time.monotonic()
-        why = _why_by_itself(run.loop)
-        told = f"by itself: {why}" if why else ""
+        why = _why_by_itself(run.loop) or "its rule, its peers or its guard are not those of the others"
+        told = f"by itself: {why}"
         try:
             replace(run, configuration=replace(run.configuration, runs=told)).open()
             stopped = run.loop.run(interrupted)

@@ -163,7 +163,7 @@ def _trained(specs: Sequence[RunSpec], options: RunOptions, left_out: Mapping[st
         except GradientError as error:  # the others must not be lost with it
             pooled = error.run
     waiting = {name: "not begun, because of Ctrl-C" for name in names if name not in runs}
-    result = Runs(runs, pooled, {**left_out, **waiting})
+    result = Runs(runs, pooled, {**left_out, **waiting}, specs=specs, options=options)
     if errors:
         raise UserCodeError(f"{errors[0]}; all runs are in this error's `run`", result) from errors[0].__cause__
     return result
