@@ -116,8 +116,9 @@ def after_napoleon(app: Sphinx, what: str, name: str, obj: Any, options: Any, li
 
 
 def without_noise(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out fields of which Python says no more than their number."""
-    return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
+    """Leave out fields of which Python says no more than their number, and what scikit-learn adds to estimators."""
+    noise = str(getattr(obj, "__doc__", "")).startswith("Alias for field number")
+    return True if noise or re.fullmatch(r"set_\w+_request", name) else None
 
 
 def signature(
