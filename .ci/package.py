@@ -54,7 +54,7 @@ def main() -> None:
             run(binaries / "coterie", "demo", "--seeds", "1", "--steps", "20", "--out", "demo", cwd=place).strip()
         )
         assert (place / "demo" / "index.html").exists()
-        (place / "mine.csv").write_text("age,ill\n" + "30,0\n51,1\n" * 20, encoding="utf-8")
+        (place / "mine.csv").write_text("age,ill\n" + "30,0\n51,1\n30,1\n51,0\n" * 10, encoding="utf-8")
         consortium = "federate init trial --data mine.csv --target ill --server localhost --site basel"
         refused = run(binaries / "coterie", *consortium.split(), cwd=place, expected=2).strip()
         assert refused == 'coterie: NVFLARE is not installed; `pip install "coterie[flare]"`', refused

@@ -120,12 +120,14 @@ def difference(one: Difference) -> str:
 
 
 def with_error(value: float, error: float) -> str:
-    """Return a value with its sign and its standard error, to two digits of the error.
+    """Return a value with its sign and its standard error, to two digits of the error; alone where none is known.
 
     Example:
-        >>> with_error(-0.07154, 0.0384), with_error(1234.5, 321.0), with_error(0.0, 0.0)
-        ('-0.072 ± 0.038', '+1234 ± 321', '+0 ± 0')
+        >>> with_error(-0.07154, 0.0384), with_error(1234.5, 321.0), with_error(0.0, 0.0), with_error(0.5, math.nan)
+        ('-0.072 ± 0.038', '+1234 ± 321', '+0 ± 0', '+0.5')
     """
+    if math.isnan(error):
+        return f"{value:+.3g}"
     if not math.isfinite(error) or error <= 0:
         return f"{value:+.3g} ± {error:.2g}"
     decimals = max(0, 1 - math.floor(math.log10(error)))
