@@ -15,6 +15,7 @@ import coterie
 from coterie.data import Preparation, from_table
 from coterie.data.checking import distinct_targets
 from coterie.data.reading import read_rows, some, users_in
+from coterie.data.statistics import Statistics
 from coterie.errors import DataError
 
 COLUMNS: dict[str, Any] = {"user_column": "ward", "target": "ill", "me": "a"}
@@ -263,3 +264,16 @@ def test_a_table_to_predict_from_must_have_the_columns() -> None:
     task = from_table(visits(), **COLUMNS)
     with pytest.raises(DataError, match="no column 'age'"):
         task.preparation.inputs(visits().drop(columns="age"))
+
+
+def test_each_input_comes_from_the_column_that_changes_it() -> None:
+    rows = visits()
+    everybody = Statistics.of(rows[["colour", "age"]], rows["ill"], "classification").preparation([0, 1])
+    alone = from_table(rows, **COLUMNS, features=["age", "row", "colour"]).preparation
+    for preparation in (alone, everybody):
+        sources = preparation.columns_of_inputs
+        assert len(sources) == preparation.n_inputs
+        for column in {*preparation.numeric, *preparation.categorical}:
+            other = rows.assign(**{column: rows[column].to_numpy()[::-1]})
+            changed = (preparation.inputs(rows) != preparation.inputs(other)).any(0).tolist()
+            assert {source for source, has in zip(sources, changed, strict=True) if has} == {column}

@@ -93,6 +93,17 @@ class Preparation:
         """The number of inputs a model gets."""
         return len(self.transformer.get_feature_names_out())
 
+    @property
+    def columns_of_inputs(self) -> list[str]:
+        """The column that each input comes from."""
+        parts, found = self.transformer.named_transformers_, list(self.numeric)
+        if self.numeric:
+            found += [self.numeric[i] for i in parts["numbers"].steps[0][1].indicator_.features_]
+        if self.categorical:
+            values = zip(self.categorical, parts["categories"].categories_, strict=True)
+            found += [column for column, categories in values for _ in categories]
+        return found
+
     def inputs(self, rows: pd.DataFrame) -> Tensor:
         """Return rows as inputs, of shape (rows, n_inputs)."""
         if missing := [column for column in (*self.numeric, *self.categorical) if column not in rows.columns]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from scipy import special
-from torch import nn
+from torch import Tensor, nn
 
 from coterie.data import Preparation
 from coterie.evaluation import classes
@@ -19,6 +19,7 @@ from coterie.recording.result import Comparison
 from coterie.tables import models
 from coterie.tables.metrics import metrics_of
 from coterie.users.examples import InMemory
+from coterie.users.trees import Tree, mapped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -145,23 +146,22 @@ def permutation_effects(
     Each row gets the values of the rows that follow it by 0, 1, 2, … places: of all rows where these are few, which
     is the mean over all permutations, else of some.
     """
-    import pandas as pd
-
     n, loss = len(rows), models.loss_of(preparation)
     count = min(n, max(5, PERMUTED_ROWS // n))
     shifts = np.arange(n) if count == n else np.random.default_rng(0).choice(n, count, replace=False)
     weights = np.ones(n) if preparation.weights is None else rows[preparation.weights].to_numpy(dtype=float)
-    order = np.concatenate([(np.arange(n) + shift) % n for shift in shifts])
-    repeated = pd.concat([rows] * count, ignore_index=True)
+    order = torch.from_numpy(np.concatenate([(np.arange(n) + shift) % n for shift in shifts]))
+    inputs, targets = preparation.examples(rows, target)
 
-    def losses(frame: "pd.DataFrame") -> Numbers:
-        examples = InMemory(*preparation.examples(frame, target))
-        return example_losses(model, loss, examples, chunk=8192).numpy()
+    def losses(inputs: Tensor, targets: Tree) -> Numbers:
+        return example_losses(model, loss, InMemory(inputs, targets), chunk=8192).numpy()
 
-    before, found = losses(rows), []
+    before, found = losses(inputs, targets), []
+    own, others = inputs.repeat(count, 1), inputs[order]
+    repeated = mapped(lambda values: torch.cat([values] * count), targets)
     for column in (*preparation.numeric, *preparation.categorical):
-        exchanged = repeated.assign(**{column: rows[column].to_numpy()[order]})
-        rise = losses(exchanged).reshape(count, n).mean(0) - before
+        exchanged = torch.tensor([source == column for source in preparation.columns_of_inputs])
+        rise = losses(torch.where(exchanged, others, own), repeated).reshape(count, n).mean(0) - before
         mean = float(np.average(rise, weights=weights))
         error = math.sqrt(float((weights**2 * (rise - mean) ** 2).sum())) / float(weights.sum())
         found.append(Effect(column, mean, error))
