@@ -3,11 +3,10 @@
 try:
     import sklearn.utils.validation
 except ImportError as error:
-    raise ImportError("`coterie.sklearn` needs scikit-learn: pip install 'coterie[sklearn]'") from error
+    raise ImportError('scikit-learn is not installed; `pip install "coterie[sklearn]"`') from error
 if not hasattr(sklearn.utils.validation, "validate_data"):
     raise ImportError(
-        f"`coterie.sklearn` needs scikit-learn 1.6 or later, not {sklearn.__version__}: "
-        "pip install -U 'coterie[sklearn]'"
+        f'scikit-learn {sklearn.__version__} is installed, 1.6 or later is needed; `pip install "coterie[sklearn]"`'
     )
 
 from coterie.sklearn.estimators import CoterieClassifier, CoterieRegressor
