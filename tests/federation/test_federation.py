@@ -28,7 +28,7 @@ from coterie.engines.peer import Caps, Peer
 from coterie.errors import CoterieError, DataError, FileError, KnobError
 from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
-from coterie.federation.lead import RUN, SUMMARY, lead, rule_of
+from coterie.federation.lead import RUN, SUMMARY, lead, planned_gradients, rule_of
 from coterie.federation.manifest import Kit
 from coterie.federation.participants import lead_participant, peer_of, site_participant
 from coterie.federation.provisioning import Consortium
@@ -258,6 +258,24 @@ def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path
 
 
 @needs_nvflare
+@needs_nvflare
+def test_user_0_exchanges_less_often_in_half_precision(folder: Path, tmp_path: Path) -> None:
+    """As `coterie.toml` says: 20 steps by 4 exchanges of 3 local steps each, counted before and after."""
+    copied = tmp_path / "trial"
+    shutil.copytree(folder, copied, ignore=shutil.ignore_patterns(RUN))
+    settings = (copied / "coterie.toml").read_text(encoding="utf-8")
+    fewer = 'exchange_every = 5\nlocal_steps = 3\ncompress = "bf16"'
+    settings = re.sub("exchange_every = 1\nlocal_steps = 1", fewer, settings)
+    (copied / "coterie.toml").write_text(settings, encoding="utf-8")
+    assert planned_gradients(lead_settings(copied)) == 12
+    kits = [copied / "sites" / site for site in ("basel", "bern")]
+    lead(copied, LocalSites({kit.name: peer_of(kit) for kit in kits}))
+    record = coterie.Record.load(copied / RUN / "record.jsonl")
+    assert (record.configuration.exchange_every, record.configuration.local_steps) == (5, 3)
+    assert record.end.costs["basel"].gradients == 12
+    assert record.end.traffic["basel"].messages == 4
+
+
 def test_two_processes_do_not_lead_one_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.federation.lead.SECONDS_FOR_THE_LAST_ONE", 0.3)
     copied = tmp_path / "lead"

@@ -152,6 +152,8 @@ def _settings(record: Record) -> Section:
             "model",
             "steps",
             "batch_size",
+            "exchange_every",
+            "local_steps",
             "seed",
             "guard",
             "capture",
