@@ -145,7 +145,7 @@ class Learner:
         """
         if self.heard is not None and self._holds():
             direction, after = self.rule(g, self.heard["state"] | {"step": self.state["step"]})
-            return direction, self.state | {name: after[name] for name in ("step", "weight")}
+            return direction, self.state | {name: after[name] for name in ("step", "weight") if name in after}
         if self.exchange_every > 1:
             self.heard = _heard(g, self.state)
         return self.rule(g, self.state)
