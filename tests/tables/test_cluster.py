@@ -99,8 +99,33 @@ def test_what_does_not_fit_is_said_in_every_process(visits: pd.DataFrame, tmp_pa
     assert all("2 peers of 'Geneva'" in log and "there are 1 processes for them" in log for log in logs)
     lacking = ["worker", "--data", str(tmp_path / "no target.csv"), "--name", "Basel"]
     statuses, logs = together([table, lacking], tmp_path)
-    assert statuses == [1, 1]
+    assert statuses == [1, 0]  # torchrun would end all processes where a peer that is left out ended with an error
     assert all("the rows of 'Basel' have no column 'ill'" in log for log in logs)
+
+
+def test_a_peer_whose_rows_cannot_be_used_is_left_out_and_the_others_train(
+    visits: pd.DataFrame, tmp_path: Path
+) -> None:
+    """Basel has one class only, Bern is well, Chur has no ages."""
+    visits["ill"] = visits["ill"].replace("perhaps", "no")
+    visits.loc[visits["hospital"] == "Basel", "ill"] = "yes"
+    chur = visits[visits["hospital"] == "Bern"].assign(hospital="Chur").drop(columns="age")
+    parts = [visits[visits["hospital"] == name] for name in ("Geneva", "Basel", "Bern")]
+    for rank, part in enumerate([*parts, chur]):
+        part.to_csv(tmp_path / f"part-{rank}.csv", index=False)
+    command = ["train", "--engine", "torch", "--data", str(tmp_path / "part-{rank}.csv"), *COMMON]
+    statuses, logs = together([[*command, "--out", str(tmp_path / "run")]] * 4, tmp_path)
+    assert statuses == [0] * 4, logs
+    assert "rank 1 is left out: its rows are of one class only ('yes')" in logs[0]
+    assert "rank 3 is left out: the table has no column 'age'" in logs[0]
+    assert "is left out" in logs[1]
+    assert "is left out" in logs[3]
+    assert "ill for Geneva, classification, 1 peers" in logs[0]
+    both = visits[visits["hospital"] != "Basel"]
+    both.to_csv(tmp_path / "both.csv", index=False)
+    here = ["train", "--data", str(tmp_path / "both.csv"), *COMMON, "--out", str(tmp_path / "here")]
+    assert CliRunner().invoke(app, here).exit_code == 0
+    same_model(tmp_path / "run", tmp_path / "here")
 
 
 def test_code_that_user_0_names_must_be_allowed(visits: pd.DataFrame, tmp_path: Path) -> None:

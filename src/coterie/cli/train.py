@@ -56,7 +56,9 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
         if group.rank:
             return _follow(group, table, how)
         settings["device"] = cluster.here(how.device)
-        task, peers = cluster.lead(group, str(table.data), model=how.model, seed=how.seed, **table.settings())
+        group, task, peers = cluster.lead(
+            group, str(table.data), model=how.model, seed=how.seed, **table.settings()
+        )
     else:
         task = from_table(table.data, seed=how.seed, **table.settings())
         peers = {peer.name: len(peer) for peer in task.peers}

@@ -119,6 +119,12 @@ def check_users(there: Iterable[str], user_column: str, me: str | None, leave_ou
         raise DataError(f"`leave_out` names {me!r}, who is user 0; name others")
 
 
+def check_classes(targets: pd.Series[Any], kind: Kind) -> None:
+    """Refuse a user's rows that are of one class only."""
+    if kind == "classification" and targets.nunique() == 1:
+        raise DataError(f"its rows are of one class only ({targets.tolist()[0]!r})")
+
+
 def distinct_targets(targets: pd.Series[Any], kind: str) -> list[Any] | None:
     """Return the different targets where they are classes, and None where they are numbers."""
     kind = _kind_of(targets) if kind == "auto" else kind

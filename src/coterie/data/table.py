@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coterie.arguments import COUNT, SEED, optional, real
-from coterie.data.checking import checked_table
+from coterie.data.checking import check_classes, checked_table
 from coterie.data.preparation import Kind, Preparation
 from coterie.data.suspicions import warn_of_suspicious
 from coterie.data.task import Task
@@ -118,7 +118,7 @@ def from_table(
     for name, rows in table.rows.items():
         try:
             if name != str(me):
-                _check_classes(rows[target], table.kind)
+                check_classes(rows[target], table.kind)
                 peers.append(User(name, *preparation.examples(rows, target)))
         except DataError as error:
             left_out[name] = str(error)
@@ -127,11 +127,6 @@ def from_table(
     mine = User(str(me), *training, validation=held_out, test=tested)
     sizes = preparation.n_inputs, preparation.n_outputs
     return TableTask(mine, tuple(peers), *sizes, preparation, target, parts[2], left_out)
-
-
-def _check_classes(targets: pd.Series[Any], kind: Kind) -> None:
-    if kind == "classification" and targets.nunique() == 1:
-        raise DataError(f"its rows are of one class only ({targets.tolist()[0]!r})")
 
 
 def split_rows(

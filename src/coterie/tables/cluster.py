@@ -5,11 +5,14 @@ its training rows) and the model; from each peer its name, its number of rows an
 """
 
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coterie.data import Preparation, TableTask, from_table
-from coterie.data.checking import check_users, distinct_targets
+from coterie.data.checking import check_classes, check_users, distinct_targets
 from coterie.data.reading import read_rows, users_in
 from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
@@ -34,8 +37,10 @@ def lead(
     sep: str = ",",
     decimal: str = ".",
     **settings: Any,
-) -> tuple[TableTask, dict[str, int]]:
-    """Read user 0's rows, agree with the peers, and return user 0's task and how many rows each peer has.
+) -> tuple[Group, TableTask, dict[str, int]]:
+    """Read user 0's rows, agree with the peers, and return who takes part, user 0's task and each peer's rows.
+
+    A peer whose rows cannot be used is left out with a warning.
 
     In the name of the file `{rank}` becomes 0. The settings are passed on to `coterie.data.from_table`.
     """
@@ -43,20 +48,38 @@ def lead(
     if path == data:
         check_users(users_in(path, user_column, sep=sep, decimal=decimal), user_column, me, leave_out)
     group.leave_note("table", {"target": target, "kind": kind})
-    offers = []
-    for rank in group.others:
-        offer = group.read_note(f"part/{rank}", f"rank {rank}", refused=str | None)
-        if offer["refused"]:
-            raise DataError(f"rank {rank} cannot take part: {printable(offer['refused'], 1000)}")
-        offers.append(group.read_note(f"part/{rank}", f"rank {rank}", name=str, rows=int, targets=list | None))
-    if any(offer["targets"] is None for offer in offers) and kind == "auto":
+    kinds: dict[str, Any] = {"name": str, "rows": int, "targets": list | None}
+    refused: dict[int, str] = {}
+    offers = {
+        rank: group.read_note(f"part/{rank}", f"rank {rank}", **kinds)
+        for rank in group.others
+        if _takes_part(group, f"part/{rank}", rank, refused)
+    }
+    if any(offer["targets"] is None for offer in offers.values()) and kind == "auto":
         kind = "regression"
-    elsewhere = [value for offer in offers for value in offer["targets"] or ()]
+    elsewhere = [value for offer in offers.values() for value in offer["targets"] or ()]
     rows = read_rows(path, user_column, me, sep=sep, decimal=decimal)
     settings |= {"user_column": user_column, "target": target, "me": me, "kind": kind, "elsewhere": elsewhere}
     task = from_table(rows, **settings)
     group.leave_note("agreed", {"preparation": task.preparation.to_plain(), "model": model})
-    return task, {offer["name"]: offer["rows"] for offer in offers}
+    peers = {rank: offer for rank, offer in offers.items() if _takes_part(group, f"ready/{rank}", rank, refused)}
+    if not peers:
+        raise DataError("no peer can take part: " + "; ".join(refused.values()))
+    group.leave_note("ranks", [0, *peers])
+    for rank, why in refused.items():
+        warnings.warn(f"rank {rank} is left out: {why}", stacklevel=2)
+    sizes = {offer["name"]: offer["rows"] for offer in peers.values()}
+    return replace(group, size=1 + len(peers)), task, sizes
+
+
+def _takes_part(group: Group, key: str, rank: int, refused: dict[int, str]) -> bool:
+    """Say by its note whether a peer takes part; one that does not is added to those left out, or ends the run."""
+    note = group.read_note(key, f"rank {rank}", refused=str | None, ends=bool)
+    if note["refused"]:
+        refused[rank] = printable(note["refused"], 1000)
+    if note["ends"]:
+        raise DataError(f"rank {rank} cannot take part: {refused[rank]}")
+    return rank not in refused
 
 
 def follow(
@@ -64,31 +87,59 @@ def follow(
 ) -> int:
     """Answer user 0's requests with gradients of this peer's rows, until the run ends; return how many.
 
-    Without a model of its own a peer takes "linear" and "mlp" as user 0 says. The settings go to `serve`.
+    Without a model of its own a peer takes "linear" and "mlp" as user 0 says. A peer whose rows cannot be used is
+    left out with a warning, and gives none. The settings go to `serve`.
     """
     table = group.read_note("table", "user 0", target=str, kind=str)
-    part = f"part/{group.rank}"
     try:
-        name, frame = rows()
-        if table["target"] not in frame.columns:
-            raise DataError(f"the rows of {name!r} have no column {table['target']!r}")
-        targets = distinct_targets(frame[table["target"]], table["kind"])
+        with _or_refused(group, f"part/{group.rank}") as offer:
+            name, frame = rows()
+            _check_target(frame, name, table["target"])
+            targets = distinct_targets(frame[table["target"]], table["kind"])
+            offer |= {"name": name, "rows": len(frame), "targets": targets}
+        with _or_refused(group, f"ready/{group.rank}"):
+            agreed = group.read_note("agreed", "user 0", preparation=dict, model=str)
+            preparation = _preparation(agreed, model)
+            check_classes(frame[table["target"]], preparation.kind)
+            user = User(name, *preparation.examples(frame, table["target"]))
+    except DataError as error:
+        warnings.warn(f"rank {group.rank} is left out: {error}", stacklevel=2)
+        return 0
+    made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
+    ranks = group.read_note("ranks", "user 0", list)
+    group = replace(group, rank=ranks.index(group.rank), size=len(ranks))
+    return serve(made.to(here(device)), models.loss_of(preparation), user, group=group, **settings)
+
+
+@contextmanager
+def _or_refused(group: Group, key: str) -> Iterator[dict[str, Any]]:
+    """Leave a note of what is put into it, or of why this peer cannot take part; bad rows do not end the run."""
+    note: dict[str, Any] = {"refused": None, "ends": False}
+    try:
+        yield note
     except CoterieError as error:
-        group.leave_note(part, {"refused": str(error)})
+        if not isinstance(error, PeerLost):
+            group.leave_note(key, {"refused": str(error), "ends": not isinstance(error, DataError)})
         raise
-    group.leave_note(part, {"refused": None, "name": name, "rows": len(frame), "targets": targets})
-    agreed = group.read_note("agreed", "user 0", preparation=dict, model=str)
+    group.leave_note(key, note)
+
+
+def _check_target(rows: "pd.DataFrame", name: str, target: str) -> None:
+    if target not in rows.columns:
+        raise DataError(f"the rows of {name!r} have no column {target!r}")
+    if rows[target].isna().any():
+        raise DataError(f"column {target!r} of {name!r} is NaN or empty in a row; drop the rows without a target")
+
+
+def _preparation(agreed: Mapping[str, Any], model: str | None) -> Preparation:
     if model is None and ":" in agreed["model"]:
         raise KnobError(f"user 0 uses the model {agreed['model']!r}, which is code: allow it by `--model` here")
     try:
-        preparation = Preparation.from_plain(agreed["preparation"])
+        return Preparation.from_plain(agreed["preparation"])
     except CoterieError:
         raise
     except Exception as error:  # what a stranger's note may make it raise is not known
         raise PeerLost(f"user 0's preparation cannot be read: {printable(error)}") from error
-    user = User(name, *preparation.examples(frame, table["target"]))
-    made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
-    return serve(made.to(here(device)), models.loss_of(preparation), user, group=group, **settings)
 
 
 def here(device: str) -> str:
@@ -112,7 +163,7 @@ def part_of(
         return names[0], read_rows(path, user_column, names[0], **form)
     peers = [name for name in names if name != me]
     if len(peers) != len(group.others):
-        raise DataError(
+        raise KnobError(
             f"the table has {len(peers)} peers of {me!r} ({', '.join(peers)}), but there are {len(group.others)} "
             f"processes for them; start {len(peers) + 1} in all, or leave users out"
         )
