@@ -24,7 +24,7 @@ from coterie.cli import app
 from coterie.data import Preparation
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer import Caps, Peer, Request
 from coterie.errors import CoterieError, DataError, FileError, KnobError
 from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
@@ -34,6 +34,8 @@ from coterie.federation.participants import lead_participant, peer_of, site_part
 from coterie.federation.provisioning import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
 from coterie.federation.workspace import site_workspace
+from coterie.privacy import Privacy
+from coterie.privacy.accountant import Event, epsilon_of
 from coterie.rules.streams import StreamAveraging
 from coterie.users.examples import InMemory
 
@@ -170,6 +172,31 @@ def test_check_says_what_a_site_would_give(folder: Path) -> None:
     assert answer.exit_code == 0, answer.output
     assert re.search(r"basel: 40 examples; gradients of \d+ numbers; \d+ given before", answer.output)
     assert "given at most: 10000 gradients in all, clipped to norm 10, each of 16 examples or more" in answer.output
+
+
+@needs_nvflare
+def test_a_private_site_says_what_it_promises(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    kit = shutil.copytree(folder / "sites" / "basel", tmp_path / "basel")
+    for path in kit.glob("requests.jsonl*"):
+        path.unlink()
+    text = (kit / "coterie.toml").read_text()
+    proposed = re.sub(r"# (\[privacy\]|epsilon|delta|clip|noise)", r"\1", text)
+    (kit / "coterie.toml").write_text(proposed)
+    with pytest.raises(KnobError, match="`norm` must be left out"):
+        peer_of(kit)
+    (kit / "coterie.toml").write_text(proposed.replace("norm = 10.0", "norm = inf"))
+    assert site_settings(kit).privacy == Privacy(epsilon=4.0, delta=1e-5, clip=1.0, noise=1.0)
+    peer = peer_of(kit)
+    asked = Request(torch.zeros(1, peer.passes.parameters.size), 0, 0, 16)
+    assert peer.answer(asked).gradients is not None
+    assert peer.epsilon == epsilon_of({Event(16 / 40, 1.0): 1}, 1e-5)
+    answer = CliRunner().invoke(app, ["federate", "check", str(kit)])
+    assert "promised: ε = 4 at δ = 1e-05 for every example, clipped to norm 1" in answer.output
+    assert f"ε = {peer.epsilon:.3g} spent before" in answer.output
+    (kit / "coterie.toml").write_text(proposed.replace("delta = 1e-5 ", "# "))
+    with pytest.raises(KnobError, match=r"\[privacy\] must have 'delta'"):
+        site_settings(kit)
 
 
 @needs_nvflare

@@ -70,7 +70,7 @@ def worker(secret: bytes | None = None, notes: Mapping[str, bytes] | None = None
         group.store.set(key, data)  # type: ignore[arg-type]  # it takes bytes
     calls = dict.fromkeys(("broadcast", "reduce", "gather", "init_process_group"), mock.DEFAULT)
     with mock.patch.multiple(dist, **calls), mock.patch.object(Wire, "share_constants"):
-        yield _Worker(group, model(), cross_entropy, user(), sums_only=False, caps=Caps(), log=None)
+        yield _Worker(group, model(), cross_entropy, user(), sums_only=False, caps=Caps(), log=None, privacy=None)
 
 
 def _counted(sent: Callable[[], object]) -> str:

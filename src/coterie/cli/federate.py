@@ -157,6 +157,8 @@ def _checked(folder: Path) -> tuple[Any, Any]:
     rows = "a stream of examples" if peer.user.is_stream else f"{len(peer.user)} examples"
     typer.echo(f"{peer.user.name}: {rows}; gradients of {size} numbers; {peer.ledger.given} given before")
     typer.echo(f"given at most: {peer.caps.in_words()}")
+    if settings.privacy is not None:
+        typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
     if size != kit.size:
         raise KnobError(
             f"your model has {size} numbers, user 0's ({kit.model}) {kit.size}; name the same in [model]"

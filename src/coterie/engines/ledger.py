@@ -5,17 +5,24 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import KnobError
+from coterie.errors import FileError, KnobError
+from coterie.privacy.accountant import Event
 from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.files import writing
 
 MAX_LOGGED_CHARACTERS = 200
 """How much of a text that comes from elsewhere, or of an error, a line holds."""
+
+
+MAX_BACK = 60.0
+"""How many seconds a clock may go back, as one that is set right does."""
 
 
 class Ledger:
@@ -38,16 +45,21 @@ class Ledger:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path, self._given = path, 0
+        self._spent, self._latest = Counter[Event](), ""  # private gradients by kind; the time of the last line
         remedy = "it counts what was given: put it back as it was"
         self._lines = None if path is None else ChainedLines(path, remedy, counted=True)
 
     @property
     def given(self) -> int:
         """How many gradients were given, over every run that the file knows of."""
-        if self.path is not None and self.path.exists():
-            with self._alone():
-                pass
+        self._read()
         return self._given
+
+    @property
+    def spent(self) -> Counter[Event]:
+        """How many of those were private, by kind."""
+        self._read()
+        return self._spent.copy()
 
     def give(self, gradients: int = 1, *, at_most: int | None = None, **line: Any) -> bool:
         """Write down that so many gradients are given, and say whether they may be: `at_most` in all."""
@@ -57,6 +69,30 @@ class Ledger:
             self._write({"gradients": gradients, **line})
             self._given += gradients
         return True
+
+    def spend(self, event: Event, gradients: int, why_not: Callable[[], str | None], **line: Any) -> str | None:
+        """Write down to the disk that so many private gradients are given, or return why they may not be.
+
+        `why_not` looks at `given_so_far` and `spent_so_far` while no other process can add to them. A clock that
+        has gone back is a reason too: the file may be an old copy of itself.
+        """
+        with self._alone():
+            if reason := self._clock_gone_back() or why_not():
+                return reason
+            entry = {"gradients": gradients, "rate": event.rate, "noise": event.noise, **line}
+            self._write(entry, sync=True)
+            self._count(entry)
+        return None
+
+    @property
+    def given_so_far(self) -> int:
+        """How many gradients were given, as far as this object has read."""
+        return self._given
+
+    @property
+    def spent_so_far(self) -> Mapping[Event, int]:
+        """How many of those were private, by kind."""
+        return self._spent
 
     def note(self, **line: Any) -> None:
         """Write down something else: a refusal, an error."""
@@ -71,14 +107,40 @@ class Ledger:
             return
         with writing(self.path), open(self.path, "ab", opener=_owner_only) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # closing the file lets it go
-            self._given += sum(int(line.get("gradients", 0)) for line in self._lines.read_on())
+            for number, line in enumerate(self._lines.read_on(), 1):
+                try:
+                    self._count(line)
+                except (KnobError, LookupError, TypeError, ValueError) as error:
+                    what = f"line {number} of those added to {self.path} tells of what cannot be: {error}"
+                    raise FileError(f"{what}; put it back as it was") from error
             yield
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _read(self) -> None:
+        """Count what other processes have given."""
+        if self.path is not None and self.path.exists():
+            with self._alone():
+                pass
+
+    def _count(self, line: Mapping[str, Any]) -> None:
+        gradients = int(line.get("gradients", 0))
+        if gradients < 0:
+            raise ValueError(f"{gradients} gradients")
+        self._given += gradients
+        self._latest = line.get("time", self._latest)
+        if "noise" in line:
+            self._spent[Event(line["rate"], line["noise"])] += gradients
+
+    def _clock_gone_back(self) -> str | None:
+        if not self._latest or time.time() > datetime.fromisoformat(self._latest).timestamp() - MAX_BACK:
+            return None
+        return f"its clock has gone back: its log ends at {self._latest}"
+
+    def _write(self, line: dict[str, Any], *, sync: bool = False) -> None:
         if self._lines is not None:
-            shown = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **line}
+            self._latest = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            shown = {"time": self._latest, **line}
             short = {k: v[:MAX_LOGGED_CHARACTERS] if isinstance(v, str) else v for k, v in shown.items()}
-            self._lines.append(short)  # JSON escapes line ends and control characters
+            self._lines.append(short, sync=sync)  # JSON escapes line ends and control characters
 
 
 def kept_secret(path: Path) -> bytes:

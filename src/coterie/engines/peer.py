@@ -8,11 +8,11 @@ import functools
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -23,9 +23,12 @@ from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger, kept_secret
 from coterie.engines.own_draws import OwnDraws, secret_number
+from coterie.engines.private_gradients import PrivateGradients
 from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
+from coterie.privacy.accountant import MAX_KINDS, Budget, Event, epsilon_of
+from coterie.privacy.privacy import Privacy
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
 from coterie.users.trees import Tree
@@ -42,6 +45,9 @@ MAX_POINTS = 16
 
 MAX_LOCAL_STEPS = 1024
 """How many steps of its own a peer takes for one request."""
+
+GradientAt: TypeAlias = Callable[[Tensor, dict[str, Tensor]], Tensor]
+"""What gives a gradient at a point, with the model's buffers there."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,9 @@ class Peer:
         log: a file to which every request is added; it counts against `caps.gradients`, see `Ledger`. The secret is
             kept beside it, so that a resumed run has the same batches; without a log it lasts as long as the peer.
         support: what is known of the model; a model that is not known may draw random numbers and move buffers.
+        privacy: what is promised about each example. Every gradient is then a sum of clipped gradients over a
+            sample of its own, with noise, both by secret randomness: no run has the same bits again. What it costs
+            is written to the log, which there must be, before anything is computed; what exceeds ε is refused.
 
     Example:
         >>> from torch import nn
@@ -146,16 +155,46 @@ class Peer:
         caps: Caps | None = None,
         log: Path | None = None,
         support: ModelSupport | None = None,
+        *,
+        privacy: Privacy | None = None,
     ) -> None:
         self.user, self.passes = user.to(passes.parameters.device), passes
         self.caps, self.ledger = caps or Caps(), Ledger(log)
+        self._private = None if privacy is None else self._promised(privacy)
         self.support = support or ModelSupport(moves_buffers=True, random=True)
         self._table: tuple[BatchStream, IndexTable] | None = None
         self._secret: bytes | None = None
         self._rounding: Rounding | None = None
-        if caps is not None:
+        if caps is not None or privacy is not None:
             beside = None if log is None else log.with_name(log.name + ".secret")
             self._secret = secrets.token_bytes() if beside is None else kept_secret(beside)
+
+    def _promised(self, privacy: Privacy) -> PrivateGradients:
+        """Return what gives private gradients, where the log and the caps go with it."""
+        if self.ledger.path is None:
+            raise KnobError("`privacy` needs a `log`: what was spent must be known to the next process too")
+        if self.caps.norm is not None:
+            raise KnobError(
+                f"`norm` must be left out (in [caps] `inf`) where there is `privacy`, got {self.caps.norm:g}: each "
+                "example is clipped to `clip`, and a gradient with noise has no norm to keep to"
+            )
+        private = PrivateGradients(self.user, self.passes, privacy, self.caps.gradients)
+        self._budget = Budget(privacy.epsilon, privacy.delta)
+        epsilon_of(self.ledger.spent, privacy.delta)  # a damaged log or a missing package is told at once
+        return private
+
+    @property
+    def epsilon(self) -> float | None:
+        """The ε that was spent, over every run that the log knows of; None where nothing is promised.
+
+        It is infinite where the log tells of gradients without noise.
+        """
+        if self._private is None:
+            return None
+        spent = self.ledger.spent
+        if self.ledger.given_so_far > spent.total():
+            return math.inf
+        return epsilon_of(spent, self._private.privacy.delta)
 
     @functools.cached_property
     def _draws(self) -> OwnDraws | None:
@@ -198,6 +237,8 @@ class Peer:
         began = time.perf_counter()
         if reason := self._misfit(request) or self._exceeded_cap(request):
             return self.refuse(reason, caller, request.step)
+        if self._private is not None:
+            return self._answer_privately(request, self._private, caller)
         counts = self._secret is not None or self.ledger.path is not None
         try:
             answers = self._gradients(request) if request.work is None else self._worked(request, counts=counts)
@@ -224,6 +265,38 @@ class Peer:
         if not self.ledger.give(given, at_most=self.caps.gradients, **line):  # another process was faster
             return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
         return Reply(gradients, seconds=time.perf_counter() - began, examples=self.size)
+
+    def _answer_privately(self, request: Request, private: PrivateGradients, caller: str) -> Reply:
+        """Write down what the answer costs, then make it; whatever happens in between, it is spent.
+
+        Neither a time nor an error's kind leaves: both would tell of the sample.
+        """
+        event = private.event(request.batch_size)
+        why_not = functools.partial(self._over_budget, event, request.gradients)
+        line = {"caller": caller, "step": repr(request.step)}
+        if reason := self.ledger.spend(event, request.gradients, why_not, **line):
+            return self.refuse(reason, caller, request.step)
+        try:
+            answers = self._gradients(request) if request.work is None else self._worked(request, counts=False)
+        except Exception as error:
+            self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
+            return Reply(refused="it failed")
+        return Reply(answers[0], examples=self.size)
+
+    def _over_budget(self, event: Event, count: int) -> str | None:
+        """Return why so many more private gradients are too many, if they are; called under the log's lock."""
+        spent, given = self.ledger.spent_so_far, self.ledger.given_so_far
+        if given > sum(spent.values()):
+            return "it has given gradients without noise before, so that nothing can be promised of its examples"
+        if self.caps.gradients is not None and given + count > self.caps.gradients:
+            return f"it has {self.caps.gradients - given} gradients left to give, and was asked for {count}"
+        if event not in spent and len(spent) >= MAX_KINDS:
+            return f"it has answered for {MAX_KINDS} sizes of batches, and answers for no other"
+        wanted = spent.get(event, 0) + count
+        most = self._budget.most(spent, event, wanted)
+        if most < wanted:
+            return f"{count} more gradients would exceed its ε = {self._budget.epsilon:g}"
+        return None
 
     def rounded(self, gradients: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an answer in the precision of the request, where that is half; with what the last one lost."""
@@ -292,10 +365,9 @@ class Peer:
 
     def _gradients(self, request: Request) -> tuple[Tensor, int]:
         """Return the gradient at each point, and over how many examples each is."""
-        batch = self._batch(request, request.step)
-        places = range(len(request.points))
-        rows = [self._gradient(request, request.points[p], batch, self._buffers(request, p)) for p in places]
-        return torch.stack(rows), len(batch[1])
+        gradient, examples = self._drawn(request, request.step)
+        points = enumerate(request.points)
+        return torch.stack([gradient(point, self._buffers(request, p)) for p, point in points]), examples
 
     def _worked(self, request: Request, *, counts: bool) -> tuple[Tensor, int]:
         """Take steps from each point, and return the sums of what they followed, and examples as above."""
@@ -303,8 +375,8 @@ class Peer:
         for place, point in enumerate(request.points):
             x, total, buffers = point, torch.zeros_like(point), self._buffers(request, place)
             for step in range(request.step, request.step + work.count):
-                batch = self._batch(request, step)
-                gradient, examples = self._gradient(request, x, batch, buffers, step), len(batch[1])
+                gradient_at, examples = self._drawn(request, step)
+                gradient = gradient_at(x, buffers)
                 gradient = clipped(gradient, self.caps.norm)[0] if counts else gradient
                 direction = work.direction(gradient, x, place)
                 x, total = x - work.lr * direction, total + direction
@@ -318,20 +390,21 @@ class Peer:
             buffers[name].copy_(rows[place if len(rows) > 1 else 0])
         return buffers
 
-    def _gradient(
-        self,
-        request: Request,
-        x: Tensor,
-        batch: tuple[Tree, Tree],
-        buffers: dict[str, Tensor],
-        step: int | None = None,
-    ) -> Tensor:
-        """Return the gradient at a point; the step, where it is not the request's, seeds what is random."""
+    def _drawn(self, request: Request, step: int) -> tuple[GradientAt, int]:
+        """Return what gives gradients on a step's batch, and over how many examples; private ones draw anew."""
         seed, name = self._seed(request), self.user.name
-        step = request.step if step is None else step
-        self.passes.tell_of_nothing(name, batch[1])
-        with seeded(seed, name, step, x.device) if self.support.random else nullcontext():
-            return self.passes.single(x, *batch, buffers)[0]
+        if self._private is not None:
+            event = self._private.event(request.batch_size)
+            size = round(event.rate * len(self.user))
+            return functools.partial(self._private.gradient, event=event, seed=seed, step=step), size
+        batch = self._batch(request, step)
+
+        def gradient(x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+            self.passes.tell_of_nothing(name, batch[1])
+            with seeded(seed, name, step, x.device) if self.support.random else nullcontext():
+                return self.passes.single(x, *batch, buffers)[0]
+
+        return gradient, len(batch[1])
 
     def _seed(self, request: Request) -> int:
         """Return what transforms, dropout and streams draw from: with caps it is not for user 0 to choose."""

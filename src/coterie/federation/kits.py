@@ -40,6 +40,9 @@ Your machine draws the batches, by a secret of its own (`requests.jsonl.secret`)
 gradient can still give away what is in the rows, and many gradients give away more. Every request is logged in
 `requests.jsonl`: when, which step, how many rows, the norm.
 
+With a section `[privacy]` you can state what all you give tells about any one row: an ε and a δ, which your machine
+keeps to by noise and by a count of what was spent, in `requests.jsonl` too. `{file}` shows how.
+
 `preparation.json` holds the medians, means, spreads and categories of {lead}'s rows, with which your rows are made
 into numbers. `client.key` is your key: whoever has it is you. Keep it.
 """
@@ -63,6 +66,12 @@ target = {target}
 gradients = {gradients}   # in all, over every run; inf: no limit
 norm = {norm}             # a gradient is clipped to this norm; inf: not clipped
 examples = {examples}     # no gradient of fewer rows than this
+
+# [privacy]             # what you promise about every row; take `norm` above away. `pip install "coterie[privacy]"`
+# epsilon = 4.0         # over all runs; a request beyond it is refused
+# delta = 1e-5          # less than one over the number of your rows
+# clip = 1.0            # each row's gradient is clipped to this norm
+# noise = 1.0           # in multiples of `clip`; left out: the least with which epsilon lasts for `gradients` above
 """
 
 

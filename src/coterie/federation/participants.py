@@ -34,7 +34,8 @@ def peer_of(folder: Path) -> Peer:
     settings = site_settings(folder)
     torch.set_num_threads(settings.threads)
     held = site_participant(folder, settings)
-    return Peer(held.user, Passes(held.model, held.loss), settings.caps, folder / LOG)
+    passes, log = Passes(held.model, held.loss), folder / LOG
+    return Peer(held.user, passes, settings.caps, log, privacy=settings.privacy)
 
 
 def site_participant(folder: Path, settings: SiteSettings) -> Participant:

@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from coterie.arguments import (
 )
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
+from coterie.privacy import Privacy
 from coterie.recording import files
 
 FILE = "coterie.toml"
@@ -30,7 +31,7 @@ _TEXT = instance(str, "a text")
 _TABLE = instance(dict, "a table of settings")
 CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("name", "kit", "me", "table", "loader", "target", "loss", "rule"), _TEXT),
-    **dict.fromkeys(("data", "model", "caps", "training"), _TABLE),
+    **dict.fromkeys(("data", "model", "caps", "privacy", "training"), _TABLE),
     **dict.fromkeys(("threads", "own_examples", "n_inputs", "n_outputs", "steps", "batch_size"), COUNT),
     **dict.fromkeys(("exchange_every", "local_steps"), COUNT),
     **dict.fromkeys(("misses", "probe_every", "minimum"), whole(0)),
@@ -42,7 +43,7 @@ CHECKS: Mapping[str, Check] = {
     "seed": SEED,
     "compress": one_of("", "bf16", "fp16"),
 }
-"""What each setting may be; caps say themselves."""
+"""What each setting may be; caps and privacy say themselves."""
 SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
 """What a site gives at most unless it sets otherwise: two runs of 1000 steps with the default rule."""
 
@@ -106,6 +107,7 @@ class SiteSettings:
     data: Data
     model: Model
     caps: Caps
+    privacy: Privacy | None = None  # what is promised about each row
     threads: int = 1
     kit: str = ""  # the fingerprint of the kit that the site has accepted
 
@@ -123,11 +125,15 @@ class LeadSettings:
 
 
 def site_settings(folder: Path) -> SiteSettings:
-    """Read a site's settings; a cap that is left out is that of `SITE_CAPS`, and `inf` is no limit."""
-    settings = _read(folder / FILE, ("name",), {"threads", "kit", "data", "model", "caps"})
-    caps = vars(SITE_CAPS) | settings.get("caps", {})
+    """Read a site's settings; a cap that is left out is that of `SITE_CAPS`, and `inf` is no limit.
+
+    With privacy the norm is that of each row, so that no cap on it is taken.
+    """
+    settings = _read(folder / FILE, ("name",), {"threads", "kit", "data", "model", "caps", "privacy"})
+    private = {"privacy": Privacy} if "privacy" in settings else {}
+    caps = vars(SITE_CAPS) | ({"norm": None} if private else {}) | settings.get("caps", {})
     caps |= {name: None for name in ("gradients", "norm") if caps[name] == math.inf}
-    parts = _parts(settings | {"caps": caps}, data=Data, model=Model, caps=Caps)
+    parts = _parts(settings | {"caps": caps}, data=Data, model=Model, caps=Caps, **private)
     return SiteSettings(
         **{name: settings[name] for name in ("name", "threads", "kit") if name in settings}, **parts
     )
@@ -165,5 +171,8 @@ def _parts(settings: Mapping[str, Any], **kinds: type[Any]) -> dict[str, Any]:
         part, known = settings.get(name, {}), [f.name for f in fields(kind)]
         if stray := sorted(set(part) - set(known)):
             raise KnobError(f"[{name}] has {stray[0]!r}, which is not a setting; it may have {', '.join(known)}")
+        needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+        if missing := [each for each in needed if each not in part]:
+            raise KnobError(f"[{name}] must have {missing[0]!r}")
         parts[name] = kind(**{k: CHECKS.get(k, ANYTHING)(k, value) for k, value in part.items()})
     return parts

@@ -90,6 +90,8 @@ def follow(
     Without a model of its own a peer takes "linear" and "mlp" as user 0 says. A peer whose rows cannot be used is
     left out with a warning, and gives none. The settings go to `serve`.
     """
+    if settings.get("privacy") is not None:
+        raise KnobError("a worker with a table tells user 0 its classes, which is not private; use `serve`")
     table = group.read_note("table", "user 0", target=str, kind=str)
     try:
         with _or_refused(group, f"part/{group.rank}") as offer:

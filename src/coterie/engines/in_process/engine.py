@@ -24,6 +24,7 @@ from coterie.engines.peer import Caps, Peer, Request
 from coterie.errors import KnobError
 from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite
+from coterie.privacy.privacy import Privacy
 from coterie.recording.traffic import Traffic
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
@@ -179,9 +180,11 @@ class InProcess:
         other.sampler, other._tau = self.sampler.with_batch_size(size), None
         return other
 
-    def peer(self, name: str, caps: Caps | None = None, log: Path | None = None) -> Peer:
+    def peer(
+        self, name: str, caps: Caps | None = None, log: Path | None = None, privacy: Privacy | None = None
+    ) -> Peer:
         """Return one user by itself, with this engine's model; see `Peer`."""
-        return Peer(self.sampler.users[name], self.passes, caps, log, self.support)
+        return Peer(self.sampler.users[name], self.passes, caps, log, self.support, privacy=privacy)
 
     def copies(self) -> Copies:
         """Return the model in many copies at once; only where `capabilities.not_stacked` is None."""

@@ -17,7 +17,7 @@ from coterie.engines.in_process.reused_memory import ReusedMemory
 from coterie.engines.in_process.sampler import Batches, alike
 from coterie.evaluation.losses import PerExample, as_loss, known_per_example
 from coterie.gradients.parameters import Parameters
-from coterie.users.trees import Tree, as_arguments, called, each_row, has_rows, joined, split
+from coterie.users.trees import Tree, as_arguments, called, each_row, has_rows, joined, mapped, split
 from coterie.users.user import Loss
 
 MAX_LOOPED_BEFORE_LAYERS = 2
@@ -130,6 +130,18 @@ class Passes:
         leaves = self._leaves(x)
         loss = self.loss(self._output(leaves, inputs, buffers), targets)
         return self._gradient(loss, leaves), loss.detach()
+
+    def each_example(self, x: Tensor, inputs: Tree, targets: Tree, buffers: Buffers = None) -> Tensor:
+        """Return the gradient of each example as a batch of its own, one a row; by `vmap`, so that none can mix."""
+
+        def loss(values: dict[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:
+            one = (mapped(lambda leaf: leaf.unsqueeze(0), tree) for tree in (inputs, targets))
+            return self.loss(self._called({**values, **(buffers or {})}, next(one)), next(one))
+
+        gradients = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
+        with self.mappable():
+            by_name = gradients(self.parameters.unflatten(x.detach()), inputs, targets)
+        return torch.cat([by_name[name].flatten(1) for name in self.parameters.named], 1)
 
     def average(self, x: Tensor, batches: Sequence[Batches], weights: Weights) -> Tensor:
         """Return the gradient of Σ τ_k loss_k in one pass over all users' batches.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.peer import MAX_POINTS, Caps, Reply, Request
+from coterie.engines.peer import MAX_POINTS, Caps, Peer, Reply, Request
 from coterie.engines.rounding import HALVES
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
@@ -22,11 +22,14 @@ from coterie.engines.torch_distributed.sums import SumsOnly
 from coterie.engines.torch_distributed.wire import Wire
 from coterie.errors import CoterieError, PeerLost, printable
 from coterie.gradients.parameters import Parameters
+from coterie.privacy.privacy import Privacy
 from coterie.users.user import Loss, User
 
 _BACKENDS = ("gloo", "nccl")
 _RUN: dict[str, Any] = {"batch_size": int, "seed": int, "compress": str | None, "backend": str, "nonce": str}
 _RUN |= {"moves_buffers": bool}
+PRIVATE = "private"
+"""What a private peer says in the place of a digest of its examples."""
 
 
 def serve(
@@ -37,6 +40,7 @@ def serve(
     sums_only: bool | SumsOnly = False,
     caps: Caps | None = None,
     log: Path | None = None,
+    privacy: Privacy | None = None,
     timeout: float = 120.0,
     group: Group | None = None,
 ) -> int:
@@ -53,6 +57,7 @@ def serve(
             which has more than half of the weight, or as `SumsOnly` says. What is no such sum is refused.
         caps: what is given at most; a request beyond is refused, and the run goes on without this peer.
         log: a file to which every request is added, one JSON object a line.
+        privacy: what is promised about each example; it needs a log. See `Peer`.
         timeout: seconds after which user 0 is taken for lost when nothing comes.
         group: the processes, where they have already been joined.
     """
@@ -61,7 +66,8 @@ def serve(
         told_to_end = life.enter_context(noting_sigterm())
         life.callback(group.disconnect)
         try:
-            worker = _Worker(group, copy.deepcopy(model), loss, user, sums_only=sums_only, caps=caps, log=log)
+            given: dict[str, Any] = {"caps": caps, "log": log, "privacy": privacy}
+            worker = _Worker(group, copy.deepcopy(model), loss, user, sums_only=sums_only, **given)
             while worker.answer(told_to_end.is_set()):
                 pass
         except _CutOffError as error:
@@ -92,13 +98,14 @@ class _Worker:
         sums_only: bool | SumsOnly,
         caps: Caps | None,
         log: Path | None,
+        privacy: Privacy | None,
     ) -> None:
-        self.group, self.position = group, group.rank - 1
+        self.group, self.position, self.given = group, group.rank - 1, (caps, log, privacy)
         self.sums_only = SumsOnly() if sums_only is True else sums_only or None
         run = self.run = group.read_note("run", "user 0", **_RUN)
         if run["backend"] not in _BACKENDS or run["compress"] not in (None, *HALVES) or run["batch_size"] < 1:
             raise PeerLost(f"user 0 asks for a run that there is none of: {printable(run)}")
-        self.peer = self._introduced(model, loss, user).peer(user.name, caps, log)
+        self.peer = self._introduced(model, loss, user)
         seal = None if group.secret is None else Seal(group.secret, run["nonce"])
         self.wire = Wire(model, group.size - 1, run["compress"], run["moves_buffers"], run["backend"], seal=seal)
         group.connect(run["backend"])
@@ -174,15 +181,17 @@ class _Worker:
             sketches[asked[:n].to(self.x.device)] = made
         self._over(lambda: self.wire.collect_sketches(n, k, sketches)[0].wait())  # noqa: PLW0108  # as above
 
-    def _introduced(self, model: nn.Module, loss: Loss, user: User) -> InProcess:
-        """Introduce this user, and return its engine once the model fits and user 0 has agreed."""
+    def _introduced(self, model: nn.Module, loss: Loss, user: User) -> Peer:
+        """Introduce this user, and return its peer once the model fits and user 0 has agreed."""
         run, key, parameters = self.run, f"hello/{self.group.rank}", Parameters(model)
         examples = "a stream" if user.is_stream else len(user)
-        hello: dict[str, Any] = {"name": user.name, "examples": examples, "data": user.fingerprint()}
+        hello: dict[str, Any] = {"name": user.name, "examples": examples}
+        hello["data"] = user.fingerprint() if self.given[2] is None else PRIVATE  # who guesses could compare
         hello |= {"size": parameters.size, "dtype": str(parameters.dtype)}
         hello["sums_only"] = [self.sums_only.peers, self.sums_only.share] if self.sums_only else None
         try:
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
+            peer = engine.peer(user.name, *self.given)
         except CoterieError as error:
             self.group.leave_note(key, hello | {"refused": str(error)})
             raise
@@ -196,7 +205,7 @@ class _Worker:
             raise PeerLost(f"asked for sketches of {self.sketch} numbers")
         if self.sums_only and self.sketch > max(1, parameters.size // 2):
             raise PeerLost(f"asked for sketches of {self.sketch} numbers, but gives sums only")
-        return engine
+        return peer
 
     def _over(self, message: Any) -> None:
         try:

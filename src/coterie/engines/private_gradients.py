@@ -1,0 +1,106 @@
+"""Private gradients of one user: a secret sample, each example clipped, noise on the sum."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from coterie.engines.in_process.model_support import warnings_as_errors
+from coterie.engines.in_process.passes import Buffers, Passes
+from coterie.errors import DataError, ModelError
+from coterie.privacy.accountant import Event
+from coterie.privacy.clipping import clipped_sum, noisy
+from coterie.privacy.privacy import Privacy
+from coterie.privacy.randomness import poisson_sample
+from coterie.users.examples import InMemory
+from coterie.users.trees import n_rows
+from coterie.users.user import User
+
+COMPARED = 32
+"""On so many examples the gradient of a batch is compared with the mean of each example's."""
+
+TOLERANCE = 1e-3
+"""By how much of its norm it may differ."""
+
+
+class PrivateGradients:
+    """What a user gives of its examples under a `Privacy`, and what it costs.
+
+    Every gradient has a Poisson sample of its own, at the rate that is the batch size over the number of examples.
+    Each example's gradient is that of a batch of this example alone, so that no example can act through another.
+
+    Args:
+        user: whose examples they are; they must be countable.
+        passes: through the model; one whose examples mix is a `ModelError`.
+        privacy: what is promised.
+        gradients: how many are given in all, from which the noise follows where it is not said.
+    """
+
+    def __init__(self, user: User, passes: Passes, privacy: Privacy, gradients: int | None) -> None:
+        if user.is_stream:
+            raise DataError(
+                f"{user.name!r} is a stream, of which it is not known how often an example comes; privacy needs a "
+                "number of examples"
+            )
+        privacy.check(len(user), gradients)
+        self.user, self.passes, self.privacy, self._gradients = user, passes, privacy, gradients
+        check_apart(passes)
+        self._mapped = False
+        self._look(user.take(torch.arange(min(COMPARED, len(user))), seed=0, step=0))
+
+    def event(self, batch_size: int) -> Event:
+        """Return what one gradient of batches of this size costs."""
+        rate = min(1.0, batch_size / len(self.user))
+        return Event(rate, self.privacy.noise_at(rate, self._gradients))
+
+    def gradient(self, x: Tensor, buffers: Buffers = None, *, event: Event, seed: int = 0, step: int = 0) -> Tensor:
+        """Return a gradient at x, like the mean over a batch; the seed is that of random transforms."""
+        chosen = poisson_sample(len(self.user), event.rate)
+        total = torch.zeros_like(x, dtype=torch.float64)
+        for rows in self._rows(x, chosen, buffers, seed, step):
+            total += clipped_sum(rows, self.privacy.clip)
+        given = noisy(total, self.privacy.clip, event.noise) / (event.rate * len(self.user))
+        return given.to(x.dtype)
+
+    def _rows(self, x: Tensor, chosen: Tensor, buffers: Buffers, seed: int, step: int) -> Iterator[Tensor]:
+        """Return the gradients of these examples, one a row, as many at a time as memory allows."""
+        at_once = max(1, self.passes.memory // (4 * len(x) * x.dtype.itemsize)) if self._mapped else 1
+        for some in torch.split(chosen, at_once) if len(chosen) else ():
+            inputs, targets = self.user.take(some, seed=seed, step=step)
+            own = {name: buffer.clone() for name, buffer in (buffers or self.passes.buffers()).items()}
+            if self._mapped:
+                yield self.passes.each_example(x, inputs, targets, own)
+            else:
+                yield self.passes.single(x, inputs, targets, own)[0].unsqueeze(0)
+
+    def _look(self, batch: tuple[object, object]) -> None:
+        """Find out whether examples can be mapped, and refuse a model or loss under which they mix."""
+        x, (inputs, targets) = self.passes.parameters.vector(), batch
+        if isinstance(self.user.examples, InMemory):  # a data set's collation may look at several examples
+            try:
+                with warnings_as_errors():
+                    self.passes.each_example(x, inputs, targets, self.passes.buffers())
+                self._mapped = True
+            except Exception:  # a model may fail under `vmap` in any way; a loop then serves
+                self._mapped = False
+        together, again = (self.passes.single(x, inputs, targets, self.passes.buffers())[0] for _ in range(2))
+        if not torch.equal(together, again):  # it draws random numbers
+            return
+        chosen = torch.arange(n_rows(inputs))
+        apart = torch.cat(list(self._rows(x, chosen, None, 0, 0))).mean(0)
+        if not bool((together - apart).norm() <= TOLERANCE * together.norm() + 1e-6):
+            raise ModelError(
+                "the gradient of a batch is not the mean of its examples' gradients, so that they cannot be "
+                "clipped one by one; use a loss that is a plain mean, and layers that treat each example on its own"
+            )
+
+
+def check_apart(passes: Passes) -> None:
+    """Refuse a model that normalises over the batch: each example's gradient would depend on the others."""
+    for name, module in passes.model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise ModelError(
+                f"the layer {name!r} ({type(module).__name__}) normalises over the batch, so that examples mix and "
+                "cannot be clipped one by one; use GroupNorm or LayerNorm"
+            )

@@ -1,0 +1,138 @@
+"""The accountant: what ε everything that was given adds up to; dp-accounting's privacy loss distributions."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from coterie.arguments import check_fields, real
+from coterie.errors import CoterieError
+
+INTERVAL = 1e-3
+"""How finely privacy losses are told apart; a coarser interval gives a larger ε, never a smaller one."""
+
+LEAST_NOISE, MOST_NOISE = 0.1, 1e6
+"""Less noise than this protects nobody, and more is never needed."""
+
+NO_PROMISE = 1000.0
+"""A mean privacy loss beyond this is taken for infinite: its distribution would not fit into memory."""
+
+MAX_KINDS = 16
+"""How many kinds of events are added up: each costs time at every step, and user 0 chooses the sizes of batches."""
+
+RATE = real("lie in (0, 1]", lambda value: 0 < value <= 1)
+NOISE = real(
+    f"be a number from {LEAST_NOISE:g} to {MOST_NOISE:g}, in multiples of `clip`",
+    lambda value: LEAST_NOISE <= value <= MOST_NOISE,
+)
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """One private gradient: a Poisson sample at a rate, clipped to a norm, with noise in multiples of that norm.
+
+    Example:
+        >>> Event(rate=0.01, noise=1.0)
+        Event(rate=0.01, noise=1.0)
+    """
+
+    rate: float
+    noise: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"rate": RATE, "noise": NOISE})
+
+
+def epsilon_of(events: Mapping[Event, int], delta: float) -> float:
+    """Return the ε that so many of these events amount to, at this δ; an example is there or it is not.
+
+    Example:
+        >>> round(epsilon_of({Event(rate=0.01, noise=1.0): 1000}, delta=1e-5), 2)
+        1.83
+    """
+    return _epsilon(tuple(sorted((event, n) for event, n in events.items() if n)), delta)
+
+
+@lru_cache(maxsize=256)
+def _epsilon(events: tuple[tuple[Event, int], ...], delta: float) -> float:
+    if not events:
+        return 0.0
+    if sum(n * (event.rate / event.noise) ** 2 / 2 for event, n in events) > NO_PROMISE:
+        return math.inf
+    accounting, pld = _dp_accounting()
+    accountant = pld.PLDAccountant(value_discretization_interval=INTERVAL)  # neighbours differ by one example
+    for event, n in events:
+        gaussian = accounting.GaussianDpEvent(event.noise)
+        sampled = accounting.PoissonSampledDpEvent(event.rate, gaussian) if event.rate < 1 else gaussian
+        accountant.compose(sampled, n)
+    return float(accountant.get_epsilon(delta))
+
+
+@lru_cache(maxsize=64)
+def least_noise(rate: float, count: int, epsilon: float, delta: float) -> float:
+    """Return the least noise, to a hundredth of it, with which so many events cost at most ε.
+
+    Example:
+        >>> noise = least_noise(rate=0.1, count=100, epsilon=2.0, delta=1e-5)
+        >>> 1.9 < epsilon_of({Event(0.1, noise): 100}, delta=1e-5) <= 2.0
+        True
+    """
+
+    def fits(noise: float) -> bool:
+        return epsilon_of({Event(rate, noise): count}, delta) <= epsilon
+
+    low, high = LEAST_NOISE, 1.0
+    while not fits(high):
+        low, high = high, 2 * high
+        if high > MOST_NOISE:
+            raise CoterieError(
+                f"no noise lets `epsilon` = {epsilon:g} last for {count} gradients at the rate {rate:g}; give fewer"
+            )
+    while high > 1.01 * low:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+class Budget:
+    """An ε and a δ, and what may still be given of them.
+
+    To ask the accountant at every step would take longer than the step. So it is asked about twice as many events,
+    and again when those are spent; near the end about the exact number.
+
+    Example:
+        >>> budget, event = Budget(epsilon=1.0, delta=1e-5), Event(rate=0.01, noise=1.0)
+        >>> budget.most({}, event, at_least=1), budget.most({}, event, at_least=1000) < 1000
+        (2, True)
+        >>> budget.most({event: 1000}, Event(rate=0.02, noise=1.0), at_least=1)
+        0
+    """
+
+    def __init__(self, epsilon: float, delta: float) -> None:
+        self.epsilon, self.delta = epsilon, delta
+        self._known: dict[Any, tuple[int, int | None]] = {}
+
+    def most(self, spent: Mapping[Event, int], event: Event, at_least: int) -> int:
+        """Return how many of these events the budget allows beside what else was spent, as far as must be known.
+
+        That is `at_least` or more where so many are allowed, and the exact number where they are not.
+        """
+        others = {other: n for other, n in spent.items() if other != event}
+        key = frozenset(others.items()), event
+        safe, unsafe = self._known.get(key, (0, None))
+        while safe < at_least and (unsafe is None or unsafe > safe + 1):
+            tried = 2 * at_least if unsafe is None else (safe + unsafe) // 2
+            fits = epsilon_of({**others, event: tried}, self.delta) <= self.epsilon
+            safe, unsafe = (tried, unsafe) if fits else (safe, tried)
+        self._known[key] = safe, unsafe
+        return safe
+
+
+def _dp_accounting() -> tuple[Any, Any]:
+    try:
+        import dp_accounting
+        from dp_accounting import pld
+    except ImportError as error:
+        raise CoterieError('dp-accounting is not installed; `pip install "coterie[privacy]"`') from error
+    return dp_accounting, pld

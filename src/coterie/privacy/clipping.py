@@ -1,0 +1,39 @@
+"""Sums to which no example adds more than a norm, and the noise on them."""
+
+import torch
+from torch import Tensor
+
+from coterie.privacy.randomness import normals
+
+
+def clip_factors(norms: Tensor, clip: float) -> Tensor:
+    """Return what each example's gradient is multiplied by, so that its norm is at most `clip`.
+
+    One that is not finite counts nothing: a refusal would tell of it.
+
+    Example:
+        >>> clip_factors(torch.tensor([0.5, 4.0, torch.nan]), clip=2.0)
+        tensor([1.0000, 0.5000, 0.0000])
+    """
+    return torch.where(norms.isfinite(), clip / norms.clamp(min=clip), 0.0)
+
+
+def clipped_sum(rows: Tensor, clip: float) -> Tensor:
+    """Return the sum of gradients, one a row, each clipped to a norm; in double precision.
+
+    Example:
+        >>> clipped_sum(torch.tensor([[3.0, 4.0], [0.0, 0.1]]), clip=1.0)
+        tensor([0.6000, 0.9000], dtype=torch.float64)
+    """
+    rows = rows.double()
+    return clip_factors(rows.norm(dim=1), clip) @ rows.nan_to_num(0.0, 0.0, 0.0)
+
+
+def noisy(total: Tensor, clip: float, noise: float) -> Tensor:
+    """Return a sum with normal noise of standard deviation `noise` · `clip` on every number.
+
+    Example:
+        >>> noisy(torch.zeros(2), clip=1.0, noise=1.0).dtype
+        torch.float64
+    """
+    return total.double() + (noise * clip) * normals(len(total)).to(total.device)

@@ -1,0 +1,59 @@
+"""What a peer promises about any one of its examples."""
+
+from dataclasses import dataclass
+
+from coterie.arguments import POSITIVE, check_fields, optional, real
+from coterie.errors import KnobError
+from coterie.privacy.accountant import NOISE, least_noise
+
+DELTA = real("lie in (0, 1)", lambda value: 0 < value < 1)
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """(ε, δ) for every example, over all that is ever given: an example that is there or not changes little.
+
+    Args:
+        epsilon: ε, spent over all runs; a request beyond it is refused.
+        delta: δ, less than one over the number of examples.
+        clip: the norm that each example's gradient is clipped to.
+        noise: the noise on the sum of a batch, its standard deviation in multiples of `clip`. When None the least
+            with which `epsilon` lasts for all the gradients that the peer gives.
+
+    Example:
+        >>> Privacy(epsilon=2.0, delta=1e-5, clip=1.0).in_words()
+        'ε = 2 at δ = 1e-05 for every example, clipped to norm 1'
+    """
+
+    epsilon: float
+    delta: float
+    clip: float
+    noise: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {"epsilon": POSITIVE, "delta": DELTA, "clip": POSITIVE}
+        check_fields(self, {**sizes, "noise": optional(NOISE)})
+
+    def check(self, examples: int, gradients: int | None) -> None:
+        """Refuse what does not fit a peer of so many examples that gives so many gradients in all."""
+        if not self.delta < 1 / examples:
+            raise KnobError(
+                f"`delta` must be less than one over the number of examples, 1/{examples}, got {self.delta:g}; "
+                "else a mechanism that gives a whole example away would pass"
+            )
+        if self.noise is None and not gradients:
+            raise KnobError(
+                "`noise` must be given, or a cap on `gradients`, from which it follows: the least with which "
+                "`epsilon` lasts for so many"
+            )
+
+    def noise_at(self, rate: float, gradients: int | None) -> float:
+        """Return the noise on a gradient of a sample at this rate, where so many are given in all."""
+        if self.noise is not None:
+            return self.noise
+        return least_noise(rate, gradients or 1, self.epsilon, self.delta)
+
+    def in_words(self) -> str:
+        """Return the promise in words."""
+        noise = "" if self.noise is None else f", with noise of {self.noise:g} times that"
+        return f"ε = {self.epsilon:g} at δ = {self.delta:g} for every example, clipped to norm {self.clip:g}{noise}"

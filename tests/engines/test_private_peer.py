@@ -1,0 +1,347 @@
+"""A private peer: what it gives, what it costs, and that nothing beyond its ε is given, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import beta
+from tests.support.processes import ended, forked
+from torch import Tensor, nn
+
+import coterie
+from coterie.engines.engine import LocalWork
+from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.messages import answer_message
+from coterie.engines.flare.sites import LocalSites
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.ledger import Ledger
+from coterie.engines.peer import Caps, Peer, Request
+from coterie.engines.private_gradients import PrivateGradients
+from coterie.errors import DataError, FileError, KnobError, ModelError
+from coterie.privacy import Privacy
+from coterie.privacy.accountant import Budget, Event, epsilon_of
+
+pytest.importorskip("dp_accounting", reason='dp-accounting is not installed: pip install "coterie[privacy]"')
+N, WIDTH, DELTA = 40, 3, 1e-3
+FULL = Event(1.0, 8.0)
+LOSS = nn.functional.mse_loss
+
+
+def user(n: int = N) -> coterie.User:
+    generator = torch.Generator().manual_seed(0)
+    return coterie.User("a", torch.randn(n, WIDTH, generator=generator), torch.randn(n, 1, generator=generator))
+
+
+def peer(log: Path | None, privacy: Privacy | None = None, caps: Caps | None = None) -> Peer:
+    """Return a peer whose ε allows some gradients of all its examples."""
+    torch.manual_seed(0)
+    return Peer(
+        user(), Passes(nn.Linear(WIDTH, 1), LOSS), caps, log, privacy=privacy or Privacy(1.5, DELTA, 1.0, 8.0)
+    )
+
+
+def request(points: int = 1, **changes: Any) -> Request:
+    return Request(
+        torch.zeros(points, WIDTH + 1), step=0, seed=0, batch_size=changes.pop("batch_size", N), **changes
+    )
+
+
+def allowed() -> int:
+    """Return how many gradients of all examples the peers of these tests may give."""
+    return Budget(1.5, DELTA).most({}, FULL, at_least=1000)
+
+
+class Looking(nn.Module):
+    """A model that looks at a number, as `vmap` does not let it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) if float(inputs.sum()) < 1e9 else inputs
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, 1),
+    "layers": lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1)),
+    "fixed statistics": lambda: nn.Sequential(nn.BatchNorm1d(WIDTH).eval(), nn.Linear(WIDTH, 1)),
+    "not mapped": Looking,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_gives_the_clipped_mean_and_the_stated_noise(name: str) -> None:
+    """With all examples in the sample, what is random is the noise alone."""
+    torch.manual_seed(1)
+    model, clip = MODELS[name](), 0.7
+    passes, held, n = Passes(model, LOSS), user(10), 10
+    private = PrivateGradients(held, passes, Privacy(1.0, DELTA, clip, 2.0), None)
+    x = passes.parameters.vector()
+    given = torch.stack([private.gradient(x, event=Event(1.0, 2.0)) for _ in range(100)])
+    total = torch.zeros_like(x)
+    for index in range(n):
+        inputs, targets = held.take(torch.tensor([index]), seed=0, step=0)
+        gradient = torch.autograd.grad(LOSS(model(inputs), targets), list(passes.parameters.named.values()))
+        row = torch.cat([part.flatten() for part in gradient])
+        total += row * min(1.0, clip / float(row.norm()))
+    deviation = 2.0 * clip / n
+    assert float((given.mean(0) - total / n).abs().max()) < 5 * deviation / math.sqrt(100)
+    assert float((given - given.mean(0)).std()) == pytest.approx(deviation, rel=0.2)
+
+
+def test_the_mean_over_samples_is_the_mean_over_examples() -> None:
+    private = PrivateGradients(user(), Passes(nn.Linear(WIDTH, 1), LOSS), Privacy(9.0, DELTA, 100.0, 0.1), None)
+    x = torch.zeros(WIDTH + 1)
+    given = torch.stack([private.gradient(x, event=Event(0.25, 0.1)) for _ in range(200)])
+    exact = Passes(nn.Linear(WIDTH, 1), LOSS).single(x, *user().take(torch.arange(N), seed=0, step=0))[0]
+    error = (given.mean(0) - exact) / (given.std(0) / math.sqrt(200))
+    assert float(error.abs().max()) < 5
+
+
+def test_what_was_spent_is_the_accountants_and_outlives_the_peer(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    first = peer(log)
+    assert first.epsilon == 0
+    assert first.answer(request()).gradients is not None
+    assert first.answer(request(3, batch_size=N // 4)).gradients is not None
+    work = LocalWork(count=2, lr=0.1)
+    assert first.answer(request(2, batch_size=N // 4, work=work)).gradients is not None
+    events = {FULL: 1, Event(0.25, 8.0): 3 + 2 * 2}
+    assert first.ledger.spent == events
+    assert first.epsilon == peer(log).epsilon == epsilon_of(events, DELTA) > 0
+    line = json.loads(log.read_text().splitlines()[1])
+    assert (line["gradients"], line["rate"], line["noise"]) == (3, 0.25, 8.0)
+
+
+def test_a_request_over_the_budget_is_refused_and_costs_nothing(tmp_path: Path) -> None:
+    site, most = peer(tmp_path / "log"), allowed()
+    assert most > 5
+    while site.ledger.given < most:
+        assert site.answer(request()).gradients is not None
+    spent = site.epsilon
+    refused = site.answer(request()).refused
+    assert refused == "1 more gradients would exceed its ε = 1.5"
+    assert spent is not None
+    assert site.epsilon == spent <= 1.5 < epsilon_of({FULL: most + 1}, DELTA)
+
+
+def test_neither_time_nor_sample_nor_error_leaves(tmp_path: Path) -> None:
+    site = peer(tmp_path / "log")
+    reply = site.answer(request())
+    assert (reply.seconds, reply.examples) == (0.0, N)
+    assert not torch.equal(site.answer(request()).gradients, site.answer(request()).gradients)  # type: ignore[arg-type]
+    site._private.gradient = None  # type: ignore[method-assign,union-attr]
+    message = {"points": np.zeros((1, WIDTH + 1)), "step": 0, "seed": 0, "batch_size": N}
+    assert answer_message(site, "server", message) == {"refused": "it failed"}
+    assert site.ledger.given == 4, "what was written down is spent"
+
+
+def test_an_example_whose_gradient_is_not_finite_is_not_told(tmp_path: Path) -> None:
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return (output.exp() * targets).mean()
+
+    privacy = Privacy(1.5, DELTA, 1.0, 8.0)
+    site = Peer(user(), Passes(nn.Linear(WIDTH, 1), loss), None, tmp_path / "log", privacy=privacy)
+    given = site.answer(Request(torch.full((1, WIDTH + 1), 100.0), 0, 0, N)).gradients
+    assert given is not None
+    assert bool(given.isfinite().all())
+
+
+def test_a_log_with_plain_gradients_promises_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    Peer(user(), Passes(nn.Linear(WIDTH, 1), LOSS), None, log).answer(request())
+    site = peer(log)
+    assert site.epsilon == math.inf
+    assert "without noise" in str(site.answer(request()).refused)
+
+
+def test_the_cap_on_gradients_sets_the_noise(tmp_path: Path) -> None:
+    site = peer(tmp_path / "log", Privacy(2.0, DELTA, 1.0), Caps(gradients=6))
+    assert site.answer(request(5)).gradients is not None
+    assert "1 gradients left" in str(site.answer(request(2)).refused)
+    assert site.answer(request()).gradients is not None
+    assert site.epsilon is not None
+    assert 1.9 < site.epsilon <= 2.0
+    assert not site.is_willing()
+
+
+def test_user_0_cannot_tire_the_accountant(tmp_path: Path) -> None:
+    site = peer(tmp_path / "log", Privacy(50.0, DELTA, 1.0, 20.0))
+    refused = [site.answer(request(batch_size=size)).refused for size in range(1, 19)]
+    assert refused[:16] == [None] * 16
+    assert "16 sizes" in str(refused[16])
+
+
+class TestDamage:
+    """A log that is not as it was written, and a clock that goes back: nothing is given."""
+
+    def test_an_edited_or_truncated_log_is_told(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        site = peer(log)
+        for _ in range(3):
+            site.answer(request())
+        whole = log.read_text()
+        lines = whole.splitlines(keepends=True)
+        for damaged in (whole.replace('"gradients": 1', '"gradients": 0', 1), lines[0], "".join(lines[1:]), ""):
+            log.write_text(damaged)
+            with pytest.raises(FileError, match="damaged"):
+                peer(log)
+        log.unlink()
+        with pytest.raises(FileError, match="damaged"):
+            peer(log).answer(request())
+
+    @pytest.mark.parametrize(
+        "line", [{"gradients": -3}, {"gradients": 1, "rate": 2, "noise": 1.0}, {"gradients": 1, "noise": 1.0}]
+    )
+    def test_a_line_that_cannot_be_is_told(self, line: dict[str, Any], tmp_path: Path) -> None:
+        Ledger(tmp_path / "log").note(**line)
+        with pytest.raises(FileError, match="cannot be"):
+            _ = Ledger(tmp_path / "log").given
+
+    def test_a_clock_that_goes_back_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        site = peer(tmp_path / "log")
+        site.answer(request())
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now - 3600)
+        assert "clock" in str(site.answer(request()).refused)
+        monkeypatch.undo()
+        assert site.answer(request()).gradients is not None
+
+
+class TestRefusal:
+    """What cannot be private is refused where the peer is made."""
+
+    def test_without_a_log(self) -> None:
+        with pytest.raises(KnobError, match="`log`"):
+            peer(None)
+
+    def test_a_cap_on_the_norm(self, tmp_path: Path) -> None:
+        with pytest.raises(KnobError, match="`norm`"):
+            peer(tmp_path / "log", caps=Caps(norm=1.0))
+
+    def test_a_delta_of_one_over_n(self, tmp_path: Path) -> None:
+        with pytest.raises(KnobError, match="`delta`"):
+            peer(tmp_path / "log", Privacy(1.0, 1 / N, 1.0, 1.0))
+
+    def test_a_stream(self) -> None:
+        stream = coterie.User.stream("a", lambda size, seed, step: (torch.ones(size, 2), torch.ones(size, 1)))
+        with pytest.raises(DataError, match="stream"):
+            PrivateGradients(stream, Passes(nn.Linear(2, 1), LOSS), Privacy(1.0, DELTA, 1.0, 1.0), None)
+
+    @pytest.mark.parametrize(
+        ("model", "loss", "said"),
+        [
+            (nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)), LOSS, "BatchNorm1d"),
+            (nn.Linear(WIDTH, 1), nn.MSELoss(reduction="sum"), "not the mean"),
+            (nn.Linear(WIDTH, 1), lambda output, y: LOSS(output - output.mean(), y), "not the mean"),
+        ],
+    )
+    def test_examples_that_mix(self, model: nn.Module, loss: Any, said: str) -> None:
+        with pytest.raises(ModelError, match=said):
+            PrivateGradients(user(), Passes(model, loss), Privacy(1.0, DELTA, 1.0, 1.0), None)
+
+
+def test_a_kill_between_log_and_answer_never_loses_budget(tmp_path: Path) -> None:
+    log, most = tmp_path / "log", allowed()  # the accountant's answers are kept, and go to the children
+
+    def killed_after_the_log() -> None:
+        site = peer(log)
+        site._gradients = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+        site.answer(request())
+
+    def answers_until_killed(write: int) -> None:
+        site = peer(log)
+        while site.answer(request()).gradients is not None:
+            os.write(write, b"x")
+
+    assert ended(forked(killed_after_the_log)) == -signal.SIGKILL
+    assert peer(log).ledger.given == 1
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    given, rng = 0, random.Random(0)
+    for _ in range(4):
+        child = forked(lambda: answers_until_killed(write))
+        time.sleep(0.05 * rng.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with suppress(BlockingIOError):
+            given += len(os.read(read, 9999))
+        assert given <= Ledger(log).given - 1 <= most - 1
+    site = peer(log)
+    while site.answer(request()).gradients is not None:
+        given += 1
+    assert Ledger(log).given == most
+    assert given < most
+    assert peer(log).epsilon == epsilon_of({FULL: most}, DELTA)
+
+
+def test_processes_on_one_log_never_overspend(tmp_path: Path) -> None:
+    log, most = tmp_path / "log", allowed()
+
+    def ask() -> None:
+        site = peer(log)
+        given = 0
+        while site.answer(request()).gradients is not None:
+            given += 1
+        (tmp_path / f"gave {given} {os.getpid()}").touch()
+
+    assert [ended(child) for child in [forked(ask) for _ in range(2)]] == [0, 0]
+    assert sum(int(path.name.split()[1]) for path in tmp_path.glob("gave *")) == most == Ledger(log).given
+
+
+def test_it_answers_as_a_site(tmp_path: Path) -> None:
+    model = nn.Linear(WIDTH, 1)
+    sites = LocalSites({"a": peer(tmp_path / "log")})
+    me = coterie.User("me", torch.randn(N, WIDTH), torch.randn(N, 1))
+    engine = Flare(model, LOSS, me, sites=sites, names=["a"], batch_size=N)
+    assert sites.peers["a"].answer(request()).gradients is not None
+    assert engine.gradients(torch.zeros(WIDTH + 1), 0, {"a": 1.0}).peers is not None
+    assert sites.peers["a"].ledger.given == 2
+
+
+def audited(private: PrivateGradients, without: PrivateGradients, event: Event, runs: int) -> float:
+    """Return a lower bound on ε at 99.9 %: how well one who sees a gradient tells whether the canary is in it."""
+    x = torch.zeros(1)
+    with_it, without_it = (
+        np.sort([float(each.gradient(x, event=event)) for _ in range(runs)]) for each in (private, without)
+    )
+    best = 0.0
+    for threshold in np.concatenate([with_it, without_it])[:: max(1, runs // 100)]:
+        hits, misses = int((with_it > threshold).sum()), int((without_it > threshold).sum())
+        least = beta.ppf(5e-4, hits, runs - hits + 1) if hits else 0.0
+        most = beta.ppf(1 - 5e-4, misses + 1, runs - misses) if misses < runs else 1.0
+        if least > DELTA:
+            best = max(best, math.log((least - DELTA) / most))
+    return best
+
+
+def test_an_audit_finds_less_than_the_stated_epsilon_and_more_than_a_tenth() -> None:
+    """The canary is the one example whose gradient is not zero; it is as large as the clip allows."""
+
+    def site(canary: float) -> PrivateGradients:
+        inputs = torch.zeros(20, 1)
+        inputs[0] = canary
+        held = coterie.User("a", inputs, torch.ones(20, 1))
+        model = nn.Linear(1, 1, bias=False)
+        return PrivateGradients(
+            held, Passes(model, lambda o, y: (o * y).mean()), Privacy(9.0, DELTA, 1.0, 1.0), None
+        )
+
+    event, canary, nothing = Event(1.0, 1.0), site(5.0), site(0.0)
+    stated = epsilon_of({event: 1}, DELTA)
+    found = audited(canary, nothing, event, runs=500)
+    assert 0.1 * stated < found < stated
+    assert audited(canary, nothing, Event(1.0, 0.1), runs=500) > stated, "a tenth of the noise is found out"

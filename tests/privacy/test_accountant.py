@@ -1,0 +1,96 @@
+"""The accountant against two others: the exact ε of a Gaussian, and losses added up by a Fourier transform here."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from coterie.errors import CoterieError, KnobError
+from coterie.privacy.accountant import Budget, Event, epsilon_of, least_noise
+
+
+def exact_gaussian(noise: float, count: int, delta: float) -> float:
+    """Return the ε of Gaussian noise without sampling (Balle and Wang 2018): many are one of less noise."""
+    mu = math.sqrt(count) / noise
+
+    def excess(epsilon: float) -> float:
+        gained = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+        return float(gained) - delta
+
+    return float(brentq(excess, 0, 500))
+
+
+def added_up(rate: float, noise: float, count: int, delta: float) -> float:
+    """Return the ε of sampled Gaussians: the privacy loss's distribution on a grid, to the power of `count`."""
+    width, spacing = 2**17, 4e-4
+    grid = (np.arange(width) - width // 2) * spacing
+    x = np.linspace(-12 * noise, 12 * noise + 1, 400_001)
+    without, with_it = norm.pdf(x, 0, noise), (1 - rate) * norm.pdf(x, 0, noise) + rate * norm.pdf(x, 1, noise)
+    largest = 0.0
+    for one, other in ((with_it, without), (without, with_it)):
+        losses = np.log(one / other)
+        places = np.clip(np.rint(losses / spacing) + width // 2, 0, width - 1).astype(int)
+        mass = np.bincount(places, weights=one / one.sum(), minlength=width)
+        total = np.fft.fftshift(np.fft.irfft(np.fft.rfft(np.fft.ifftshift(mass)) ** count, width)).clip(0)
+
+        def excess(epsilon: float, total: np.ndarray = total) -> float:
+            above = grid > epsilon
+            return float(total[above] @ -np.expm1(epsilon - grid[above])) - delta
+
+        largest = max(largest, float(brentq(excess, 0, 20)))
+    return largest
+
+
+@pytest.mark.parametrize(("noise", "count", "delta"), [(1.0, 1, 1e-5), (5.0, 50, 1e-4), (20.0, 100, 1e-6)])
+def test_without_sampling_it_is_the_gaussians_own(noise: float, count: int, delta: float) -> None:
+    ours = epsilon_of({Event(1.0, noise): count}, delta)
+    assert ours == pytest.approx(exact_gaussian(noise, count, delta), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "count", "delta"), [(0.01, 1.0, 1000, 1e-5), (0.1, 2.0, 200, 1e-4), (0.3, 1.0, 1, 1e-3)]
+)
+def test_with_sampling_it_is_what_losses_add_up_to(rate: float, noise: float, count: int, delta: float) -> None:
+    ours = epsilon_of({Event(rate, noise): count}, delta)
+    assert ours == pytest.approx(added_up(rate, noise, count, delta), rel=1e-2)
+
+
+def test_it_is_what_dp_accounting_says_of_the_same_events() -> None:
+    dp = pytest.importorskip("dp_accounting")
+    from dp_accounting.pld import PLDAccountant
+
+    theirs = PLDAccountant()
+    theirs.compose(dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(2.0)), 50)
+    theirs.compose(dp.GaussianDpEvent(9.0), 3)
+    ours = epsilon_of({Event(0.1, 2.0): 50, Event(1.0, 9.0): 3}, 1e-5)
+    assert ours == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-3)  # which tells losses apart more finely
+    assert epsilon_of({}, 1e-5) == 0
+
+
+def test_a_budget_allows_as_many_as_cost_no_more() -> None:
+    budget, event, other = Budget(1.0, 1e-5), Event(1.0, 20.0), Event(1.0, 30.0)
+    most = budget.most({}, event, at_least=1000)
+    assert exact_gaussian(20.0, most, 1e-5) <= 1.0 < exact_gaussian(20.0, most + 2, 1e-5)
+    assert all(budget.most({event: n}, event, n + 1) >= n + 1 for n in range(most))
+    assert budget.most({event: most}, event, most + 1) == most
+    fewer = budget.most({other: most}, event, most)
+    assert 0 < fewer < most, "what else was spent counts too"
+
+
+def test_the_least_noise_is_just_enough() -> None:
+    noise = least_noise(1.0, 10, 2.0, 1e-5)
+    assert 1.96 < exact_gaussian(noise, 10, 1e-5) <= 2.0
+    with pytest.raises(CoterieError, match="no noise lets"):
+        least_noise(1.0, 10**12, 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise"), [(0, 1), (1.1, 1), (math.nan, 1), (0.5, 0), (0.5, math.nan), (0.5, 0.01)]
+)
+def test_no_other_events_are_there(rate: float, noise: float) -> None:
+    with pytest.raises(KnobError, match=r"`rate`|`noise`"):
+        Event(rate, noise)
