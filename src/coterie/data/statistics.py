@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over a column of numbers.
+    """Sums over a column of numbers. Squares are about the mean: about zero they would lose what is far from it.
 
     Example:
         >>> both = Sums.of(np.array([1.0, np.nan])) + Sums.of(np.array([3.0, 5.0]))
@@ -31,17 +31,26 @@ class Sums:
     count: int  # of values that are there
     missing: int
     total: float
-    squares: float
+    squares: float  # Σ (value − mean)²
 
     @classmethod
     def of(cls, values: np.ndarray[Any, np.dtype[np.float64]]) -> Sums:
         """Return the sums of some numbers, NaN where one is missing."""
         there = values[~np.isnan(values)]
-        return cls(len(there), len(values) - len(there), float(there.sum()), float((there**2).sum()))
+        squares = float(((there - there.mean()) ** 2).sum()) if len(there) else 0.0
+        return cls(len(there), len(values) - len(there), float(there.sum()), squares)
 
     def __add__(self, other: Sums) -> Sums:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Sums(*(a + b for a, b in pairs))
+        if not (self.count and other.count):
+            between = 0.0
+        else:
+            between = (self.mean - other.mean) ** 2 * self.count * other.count / (self.count + other.count)
+        return Sums(
+            self.count + other.count,
+            self.missing + other.missing,
+            self.total + other.total,
+            self.squares + other.squares + between,
+        )
 
     @property
     def mean(self) -> float:
@@ -51,7 +60,7 @@ class Sums:
     @property
     def variance(self) -> float:
         """Their variance."""
-        return max(0.0, self.squares / self.count - self.mean**2)
+        return self.squares / self.count
 
 
 @dataclass(frozen=True)
