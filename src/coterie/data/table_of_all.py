@@ -68,8 +68,8 @@ def users_from_table(
 
     Everybody's rows are split as `from_table` splits user 0's, and all are prepared in one way, which is stated to
     all: by sums, sums of squares about the mean and counts of the users' training rows, which is all that they tell
-    each other of them. Missing numbers become the mean of all. A user who has too few rows, or rows of one class, is
-    left out with a warning.
+    each other of them. Missing numbers become the mean of all. A user who has too few rows, or rows of one class,
+    is left out with a warning.
 
     Args:
         data: a DataFrame, or the path of a CSV or Parquet file.
