@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import beta
-from tests.support.processes import ended, forked
+from tests.support.processes import ended, forked, torch_distributed
 from torch import Tensor, nn
 
 import coterie
@@ -29,6 +30,7 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger
 from coterie.engines.peer import Caps, Peer, Request
 from coterie.engines.private_gradients import PrivateGradients
+from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import DataError, FileError, KnobError, ModelError
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Budget, Event, epsilon_of
@@ -345,3 +347,17 @@ def test_an_audit_finds_less_than_the_stated_epsilon_and_more_than_a_tenth() -> 
     found = audited(canary, nothing, event, runs=500)
     assert 0.1 * stated < found < stated
     assert audited(canary, nothing, Event(1.0, 0.1), runs=500) > stated, "a tenth of the noise is found out"
+
+
+def test_it_answers_over_torch_distributed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    serving = functools.partial(serve, privacy=Privacy(9.0, DELTA, 1.0, 8.0), log=log, timeout=30.0)
+    me = coterie.User("me", torch.randn(N, WIDTH), torch.randn(N, 1))
+    with torch_distributed([serving]) as make:
+        engine = make(nn.Linear(WIDTH, 1), LOSS, me, [user()], batch_size=N, seed=0)
+        given = [engine.gradients(torch.zeros(WIDTH + 1), 0, {"a": 1.0}).peers for _ in range(2)]
+        described, traffic = engine.describe(), dict(engine.traffic())
+    assert not torch.equal(given[0], given[1])  # type: ignore[arg-type]
+    assert described["data"].endswith(" private"), "no digest, by which a guess could be checked"
+    assert traffic["a"].seconds_computing == 0
+    assert Ledger(log).spent == {FULL: 2}

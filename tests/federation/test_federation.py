@@ -28,7 +28,7 @@ from coterie.engines.peer import Caps, Peer, Request
 from coterie.errors import CoterieError, DataError, FileError, KnobError
 from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
-from coterie.federation.lead import RUN, SUMMARY, lead, planned_gradients, rule_of
+from coterie.federation.lead import RUN, SUMMARY, check_plan, lead, planned_gradients, rule_of
 from coterie.federation.manifest import Kit
 from coterie.federation.participants import lead_participant, peer_of, site_participant
 from coterie.federation.provisioning import Consortium
@@ -175,7 +175,9 @@ def test_check_says_what_a_site_would_give(folder: Path) -> None:
 
 
 @needs_nvflare
-def test_a_private_site_says_what_it_promises(folder: Path, tmp_path: Path) -> None:
+def test_a_private_site_says_what_it_promises(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("dp_accounting")
     kit = shutil.copytree(folder / "sites" / "basel", tmp_path / "basel")
     for path in kit.glob("requests.jsonl*"):
@@ -194,6 +196,8 @@ def test_a_private_site_says_what_it_promises(folder: Path, tmp_path: Path) -> N
     answer = CliRunner().invoke(app, ["federate", "check", str(kit)])
     assert "promised: ε = 4 at δ = 1e-05 for every example, clipped to norm 1" in answer.output
     assert f"ε = {peer.epsilon:.3g} spent before" in answer.output
+    check_plan(lead_settings(folder), LocalSites({"basel": peer}), tmp_path)
+    assert "a run with it does not have the same bits again" in caplog.text
     (kit / "coterie.toml").write_text(proposed.replace("delta = 1e-5 ", "# "))
     with pytest.raises(KnobError, match=r"\[privacy\] must have 'delta'"):
         site_settings(kit)

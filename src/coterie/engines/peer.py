@@ -27,7 +27,7 @@ from coterie.engines.private_gradients import PrivateGradients
 from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
-from coterie.privacy.accountant import MAX_KINDS, Budget, Event, epsilon_of
+from coterie.privacy.accountant import MAX_KINDS, Budget, Event, dp_accounting_packages, epsilon_of
 from coterie.privacy.privacy import Privacy
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
@@ -180,7 +180,8 @@ class Peer:
             )
         private = PrivateGradients(self.user, self.passes, privacy, self.caps.gradients)
         self._budget = Budget(privacy.epsilon, privacy.delta)
-        epsilon_of(self.ledger.spent, privacy.delta)  # a damaged log or a missing package is told at once
+        dp_accounting_packages()  # one that is missing is told at once,
+        epsilon_of(self.ledger.spent, privacy.delta)  # and so is a damaged log
         return private
 
     @property
@@ -225,7 +226,8 @@ class Peer:
     def terms(self) -> dict[str, Any]:
         """Return what user 0 may know of the caps before it asks: whether and how much there is to give."""
         left = self.left
-        return {"willing": left is None or left > 0, "left": left, "examples": self.caps.examples}
+        terms = {"willing": left is None or left > 0, "left": left, "examples": self.caps.examples}
+        return terms if self._private is None else terms | {"promises": self._private.privacy.in_words()}
 
     def answer(self, request: Request, caller: str = "user 0") -> Reply:
         """Return the gradients at the points on the batch of (seed, user, step), or why there are none.

@@ -14,7 +14,7 @@ from coterie.choosing import Chooser, MakesLearner, chooser_for
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import Sites
 from coterie.engines.rounding import Compress
-from coterie.errors import KnobError
+from coterie.errors import KnobError, printable
 from coterie.federation.participants import lead_participant
 from coterie.federation.settings import FILE, LeadSettings, lead_settings
 from coterie.recording import files
@@ -82,6 +82,10 @@ def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
     for name in settings.sites:
         terms = replies.get(name)
         left, least = (terms.get("left"), terms.get("examples")) if isinstance(terms, dict) else (None, None)
+        promised = terms.get("promises") if isinstance(terms, dict) else None
+        if isinstance(promised, str):
+            said = "%s promises %s; a run with it does not have the same bits again"
+            logging.getLogger(__name__).warning(said, name, printable(promised))
         if isinstance(left, int) and left < wanted:
             problems.append(f"{name} gives {left} more gradients, and this run may ask for {wanted}")
         if isinstance(least, int) and least > size:

@@ -60,7 +60,7 @@ def _epsilon(events: tuple[tuple[Event, int], ...], delta: float) -> float:
         return 0.0
     if sum(n * (event.rate / event.noise) ** 2 / 2 for event, n in events) > NO_PROMISE:
         return math.inf
-    accounting, pld = _dp_accounting()
+    accounting, pld = dp_accounting_packages()
     accountant = pld.PLDAccountant(value_discretization_interval=INTERVAL)  # neighbours differ by one example
     for event, n in events:
         gaussian = accounting.GaussianDpEvent(event.noise)
@@ -129,7 +129,8 @@ class Budget:
         return safe
 
 
-def _dp_accounting() -> tuple[Any, Any]:
+def dp_accounting_packages() -> tuple[Any, Any]:
+    """Return the package and its privacy loss distributions."""
     try:
         import dp_accounting
         from dp_accounting import pld

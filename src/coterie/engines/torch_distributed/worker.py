@@ -140,7 +140,10 @@ class _Worker:
             reply = self.peer.answer(request)
             self.answered += 0 if reply.gradients is None else request.gradients
         ended = time.perf_counter()
-        sent = self.wire.answer(ask, self.position, asked, reply, (ended - began, began - self.since))
+        seconds = (ended - began, began - self.since)
+        if self.given[2] is not None:  # they would tell how large the sample was
+            seconds = (0.0, 0.0)
+        sent = self.wire.answer(ask, self.position, asked, reply, seconds)
         self._over(lambda: self.wire.collect(ask, sent)[0].wait())  # noqa: PLW0108  # to begin may fail too
         if sketched:
             self._sketch(step, sketched, asked, reply)
@@ -193,7 +196,8 @@ class _Worker:
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
             peer = engine.peer(user.name, *self.given)
         except CoterieError as error:
-            self.group.leave_note(key, hello | {"refused": str(error)})
+            said = str(error) if self.given[2] is None else type(error).__name__  # the text may tell of an example
+            self.group.leave_note(key, hello | {"refused": said})
             raise
         self.group.leave_note(key, hello | {"refused": None})
         go = self.group.read_note("go", "user 0", refused=str | None)
