@@ -65,6 +65,10 @@ class PeerLost(CoterieError, ConnectionError):  # noqa: N818  # it says what hap
         self.peers, self.run = tuple(peers), run
 
 
+class MaskError(CoterieError, ArithmeticError):
+    """A masked sum that cannot be had: a part that is not finite or too large, keys or masks that do not fit."""
+
+
 class UserCodeError(CoterieError, RuntimeError):
     """Code of your own raised: a hook, metric, stream, data set, model, loss, optimizer, scheduler or rule.
 

@@ -25,8 +25,8 @@ from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer, Reply, Request
 from coterie.engines.torch_distributed.engine import TorchDistributed, serve
-from coterie.engines.torch_distributed.sums import SumsOnly
 from coterie.gradients.parameters import Parameters
+from coterie.privacy.sums import SumsOnly
 
 STEPS = 60
 shy = functools.partial(serve, sums_only=True, timeout=processes.PATIENCE)

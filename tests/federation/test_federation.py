@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.data import Preparation
+from coterie.engines.flare.responder import Responder
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer, Request
@@ -30,7 +31,7 @@ from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
 from coterie.federation.lead import RUN, SUMMARY, check_plan, lead, planned_gradients, rule_of
 from coterie.federation.manifest import Kit
-from coterie.federation.participants import lead_participant, peer_of, site_participant
+from coterie.federation.participants import lead_participant, peer_of, responder_of, site_participant
 from coterie.federation.provisioning import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
 from coterie.federation.workspace import site_workspace
@@ -164,6 +165,48 @@ def test_user_0_leads_over_any_transport(folder: Path) -> None:
     again = torch.load(out / "model.pt", weights_only=True)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert coterie.Record.load(out / "record.jsonl").end.left_out == {}
+
+
+@needs_nvflare
+def test_user_0_leads_with_sites_that_give_masked_sums_only(folder: Path, tmp_path: Path) -> None:
+    """By settings alone, to the same model as without masks but for rounding."""
+    found = {}
+    for site in ("basel", "bern"):
+        peer_of(folder / "sites" / site)  # it makes the secret by which batches are drawn
+    for masked in (False, True):
+        place = shutil.copytree(folder, tmp_path / str(masked), ignore=shutil.ignore_patterns(RUN, "requests*"))
+        kits = [place / "sites" / site for site in ("basel", "bern")]
+        for kit in kits:
+            for secret in (folder / "sites" / kit.name).glob("requests.jsonl.secret"):  # the same batches
+                shutil.copy(secret, kit)
+            if masked:
+                with (kit / "coterie.toml").open("a") as file:
+                    file.write("[sums]\npeers = 2\nshare = 0.5\n")
+        sites = LocalSites({})
+        sites.responders = {kit.name: responder_of(kit) for kit in kits}
+        if masked:
+            with pytest.raises(KnobError, match=r"basel gives masked sums only"):
+                lead(place, sites)
+            toml = (place / "coterie.toml").read_text()
+            (place / "coterie.toml").write_text(toml.replace("secure_sums = false", "secure_sums = true"))
+        lead(place, sites)
+        record = coterie.Record.load(place / RUN / "record.jsonl")
+        assert (record.end.step, record.end.left_out) == (20, {})
+        found[masked] = torch.load(place / RUN / "model.pt", weights_only=True)
+    assert sites.responders["basel"].identity.fingerprint in (kits[1] / "requests.jsonl").read_text()
+    said = CliRunner().invoke(app, ["federate", "check", str(kits[0])]).output
+    assert sites.responders["basel"].identity.fingerprint in said
+    for name in found[False]:
+        torch.testing.assert_close(found[True][name], found[False][name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["adaptive", "stream"])
+def test_masked_sums_are_refused_for_rules_that_need_rows(rule: str) -> None:
+    training = Training(rule=rule, secure_sums=True)
+    with pytest.raises(KnobError, match="needs each site's gradient, and `secure_sums` gives their sum alone"):
+        rule_of(LeadSettings("me", ("basel", "bern"), Data(), Model(), training))
+    with pytest.raises(KnobError, match="takes neither `compress`"):
+        Training(rule="wga", secure_sums=True, compress="bf16")
 
 
 @needs_nvflare
@@ -359,12 +402,13 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
         Caps(gradients=1),
     )
     site = site_job.Site()
-    site.peer = peer
+    site.responder = Responder(peer)
     request = {"points": np.zeros((1, 3), np.float32), "step": 0, "seed": 0, "batch_size": 2}
     for caller in ("neighbour", "Server", "server.x", ""):
         asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
         monkeypatch.setattr(site_job, "collab", asked)
         assert site.gradients(request) == {"refused": "it answers user 0 only"}
+        assert site.part(request) == site.join({}) == site.offer() == {"refused": "it answers user 0 only"}
         assert site.ready() == {"willing": False}
     monkeypatch.setattr(site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server")))
     assert site.ready() == {"willing": True, "left": 1, "examples": 1}

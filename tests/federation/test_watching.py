@@ -41,6 +41,7 @@ def test_a_site_sees_the_connection_what_it_gave_and_what_it_refused(tmp_path: P
     for step in ("10", "11"):
         ledger.note(caller="user 0", step=step, refused="not finite")
     watch()
+    ledger.note(caller="user 0", sum_with="bern", fingerprint="12ab-34cd")
     watch()
     assert words(said) == [
         "waiting for user 0's server",
@@ -49,6 +50,7 @@ def test_a_site_sees_the_connection_what_it_gave_and_what_it_refused(tmp_path: P
         "step 9: 12 of 100 gradients given",
         "refused at step 10: not finite",
         "step 11: 12 of 100 gradients given, 2 requests refused",
+        "masked sums with bern, whose key is 12ab-34cd",
     ]
 
 

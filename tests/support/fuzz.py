@@ -25,6 +25,9 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.engines.flare.messages import answer_message, read_reply
+from coterie.engines.flare.responder import Responder
+from coterie.engines.flare.secure_sums import SecureSums
+from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.torch_distributed.group import Group
@@ -33,6 +36,7 @@ from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Wire
 from coterie.engines.torch_distributed.worker import _Worker
 from coterie.errors import CoterieError
+from coterie.privacy.sums import SumsOnly
 
 RUN: dict[str, Any] = {
     "batch_size": 4,
@@ -196,6 +200,65 @@ def replies_to_user_0(n: int, seed: int = 0) -> Counter[str]:
     for _ in range(n):
         message = _message(fields, rng)
         found[_counted(lambda message=message: read(message))] += 1  # type: ignore[misc]
+    return found
+
+
+def messages_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
+    """Send wrong agreements and requests to a site that gives masked sums only; it gives parts, or refuses."""
+    rng, found = np.random.default_rng(seed), Counter[str]()
+    sites = {
+        name: Responder(Peer(user(name), Passes(model(), cross_entropy), Caps(norm=1.0)), SumsOnly())
+        for name in "abc"
+    }
+    asked = {"points": _oddities(rng)[0], "step": 3, "seed": 0, "batch_size": 8, "buffers": {}, "frozen": None}
+
+    def send(method: str, message: Any) -> None:
+        reply = getattr(sites["a"], method)(message)
+        if set(reply) == {"refused"}:
+            assert len(reply["refused"]) < 300
+            raise CoterieError(reply["refused"])
+        assert reply["part"].dtype == np.uint32 if method == "part" else set(reply) == {"joined"}
+
+    for k in range(n):
+        offers = {name: site.offer() for name, site in sites.items()}
+        told: dict[str, Any] = {"weights": dict.fromkeys(sites, 1 / 3), "largest": 16.0, "offers": offers}
+        if k % 2:
+            sites["a"].join(told)
+            message = _message(asked | {"round": k}, rng)
+        else:
+            how = rng.integers(3)
+            if how == 0:
+                offers["b"] = _message(offers["b"], rng)
+            message = told | {"offers": _message(offers, rng)} if how == 1 else _message(told, rng)
+        method = "part" if k % 2 else "join"
+        found[_counted(lambda method=method, message=message: send(method, message))] += 1  # type: ignore[misc]
+    return found
+
+
+def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
+    """Answer user 0's questions for masked sums with wrong things; it goes on, alone where there is no sum."""
+    rng, found = np.random.default_rng(seed), Counter[str]()
+
+    class Odd(LocalSites):
+        def ask(self, names: Any, method: str, timeout: float, **arguments: Any) -> LocalReplies:
+            replies = dict(super().ask(names, method, timeout, **arguments).wait())
+            if "a" in replies and rng.random() < 0.5:
+                replies["a"] = _message(replies["a"], rng)
+            return LocalReplies(replies)
+
+    def step(engine: SecureSums, k: int) -> None:
+        g = engine.gradients(torch.zeros(engine.own.parameters.size), k, dict.fromkeys("abcd", 0.25))
+        assert g.peers is not None
+        assert g.peers.isfinite().all()
+        if g.left_out:
+            assert all(reason.isprintable() and len(reason) < 200 for reason in g.left_out.values())
+            raise CoterieError(str(g.left_out))
+
+    for _ in range(n):
+        peers = {name: Peer(user(name), Passes(model(), cross_entropy)) for name in "abcd"}
+        made = SecureSums(model(), cross_entropy, user("me"), sites=Odd(peers), names="abcd", batch_size=8)
+        for at in range(2):
+            found[_counted(lambda made=made, at=at: step(made, at))] += 1  # type: ignore[misc]
     return found
 
 

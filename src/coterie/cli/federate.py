@@ -47,6 +47,9 @@ def init(
     compress: Annotated[
         Literal["bf16", "fp16"] | None, Option(help="Send in half precision; what is lost is added to the next.")
     ] = None,
+    secure_sums: Annotated[
+        bool, Option("--secure-sums", help="See the sum of the sites' gradients only; for wga and bc.")
+    ] = False,
     timeout: Annotated[float, Option(help="Seconds to wait for a site in one step.")] = 10.0,
     misses: Annotated[int, Option(help="Steps without an answer until a site is not waited for.")] = 3,
     probe_every: Annotated[int, Option(help="Steps from one look whether it is back to the next.")] = 10,
@@ -66,6 +69,7 @@ def init(
         raise KnobError("`--knob aggregator` cannot be written to the settings; import a rule of your own")
     waits: dict[str, Any] = {"timeout": timeout, "misses": misses, "probe_every": probe_every, "minimum": minimum}
     waits |= {"exchange_every": exchange_every, "local_steps": local_steps, "compress": compress or ""}
+    waits["secure_sums"] = secure_sums
     training = Training(rule, knobs=knobs, steps=steps, lr=lr, batch_size=batch_size, seed=seed, **waits)
     own = Data(table=str(data.absolute()), target=target, own_examples=own_examples)
     settings = LeadSettings(me, tuple(site), own, Model(model), training)
@@ -146,12 +150,13 @@ def check(folder: SiteFolder = Path()) -> None:
 def _checked(folder: Path) -> tuple[Any, Any]:
     """Say what a site would give, and return the kit and the peer that would give it."""
     from coterie.federation.kits import accepted
-    from coterie.federation.participants import peer_of
+    from coterie.federation.participants import responder_of
     from coterie.federation.settings import site_settings
 
     settings = site_settings(folder)
     kit = accepted(folder, settings.kit)
-    peer = peer_of(folder)
+    responder = responder_of(folder)
+    peer = responder.peer
     size = sum(tensor.numel() for tensor in peer.passes.model.state_dict().values())
     typer.echo(f"the kit is the one accepted, {settings.kit}; it connects to {kit.server}:{kit.port}")
     rows = "a stream of examples" if peer.user.is_stream else f"{len(peer.user)} examples"
@@ -159,6 +164,9 @@ def _checked(folder: Path) -> tuple[Any, Any]:
     typer.echo(f"given at most: {peer.caps.in_words()}")
     if settings.privacy is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
+    if responder.only_sums:
+        typer.echo(f"given only under masks: {responder.sums}")
+        typer.echo(f"its key has the fingerprint {responder.identity.fingerprint}, to tell the other sites")
     if size != kit.size:
         raise KnobError(
             f"your model has {size} numbers, user 0's ({kit.model}) {kit.size}; name the same in [model]"

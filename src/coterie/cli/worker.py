@@ -9,7 +9,7 @@ from typer import Option
 from coterie.data.reading import read_rows
 from coterie.engines.peer import Caps
 from coterie.engines.torch_distributed.engine import join
-from coterie.engines.torch_distributed.sums import SumsOnly
+from coterie.privacy.sums import SumsOnly
 from coterie.tables import cluster
 
 

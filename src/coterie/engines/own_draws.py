@@ -39,5 +39,9 @@ class OwnDraws:
 
 def secret_number(secret: bytes, purpose: str) -> int:
     """Return a number of 63 bits that only who has the secret can know."""
-    digest = hashlib.blake2b(purpose.encode(), key=hashlib.sha256(secret).digest(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(secret_bytes(secret, purpose, 8), "little") >> 1
+
+
+def secret_bytes(secret: bytes, purpose: str, n: int = 32) -> bytes:
+    """Return bytes that only who has the secret can know."""
+    return hashlib.blake2b(purpose.encode(), key=hashlib.sha256(secret).digest(), digest_size=n).digest()

@@ -22,7 +22,7 @@ from coterie.engines.engine import LocalWork
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger, kept_secret
-from coterie.engines.own_draws import OwnDraws, secret_number
+from coterie.engines.own_draws import OwnDraws, secret_bytes, secret_number
 from coterie.engines.private_gradients import PrivateGradients
 from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
@@ -228,6 +228,10 @@ class Peer:
         left = self.left
         terms = {"willing": left is None or left > 0, "left": left, "examples": self.caps.examples}
         return terms if self._private is None else terms | {"promises": self._private.privacy.in_words()}
+
+    def secret_for(self, purpose: str) -> bytes | None:
+        """Return 32 secret bytes for a purpose, the same as long as the secret is kept; None without caps."""
+        return None if self._secret is None else secret_bytes(self._secret, purpose)
 
     def answer(self, request: Request, caller: str = "user 0") -> Reply:
         """Return the gradients at the points on the batch of (seed, user, step), or why there are none.

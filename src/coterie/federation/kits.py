@@ -72,6 +72,11 @@ examples = {examples}     # no gradient of fewer rows than this
 # delta = 1e-5          # less than one over the number of your rows
 # clip = 1.0            # each row's gradient is clipped to this norm
 # noise = 1.0           # in multiples of `clip`; left out: the least with which epsilon lasts for `gradients` above
+
+# [sums]                # give gradients under masks only: user 0 sees their sum with other sites'
+# peers = 3             # of at least so many sites
+# share = 0.5           # of which none has more of the weight
+# keys = {{ }}            # other = "its fingerprint", by `coterie federate check` there, told by telephone
 """
 
 

@@ -11,7 +11,9 @@ from typing import Any, cast
 import torch
 
 from coterie.choosing import Chooser, MakesLearner, chooser_for
+from coterie.engines.engine import MakeEngine
 from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import Sites
 from coterie.engines.rounding import Compress
 from coterie.errors import KnobError, printable
@@ -49,9 +51,7 @@ def lead(folder: Path, sites: Sites) -> None:
             check_plan(settings, sites, out)
         held, task = lead_participant(folder, settings)
         rule, knobs = rule_of(settings), settings.training
-        patience = {name: getattr(knobs, name) for name in ("timeout", "misses", "probe_every", "minimum")}
-        compress = cast("Compress | None", knobs.compress or None)
-        engine = functools.partial(Flare, sites=sites, names=settings.sites, compress=compress, **patience)
+        engine = _engine_of(settings, sites)
         asked = ("steps", "lr", "batch_size", "seed", "exchange_every", "local_steps")
         options: dict[str, Any] = {name: getattr(knobs, name) for name in asked}
         options |= {"engine": engine, "resume": True, "progress": False}
@@ -64,6 +64,17 @@ def lead(folder: Path, sites: Sites) -> None:
             save_model(out, run.model, about.name, about.n_inputs or 0, about.n_outputs or 0)
             said = run.summary()
         files.write(out / SUMMARY, f"{said}\n".encode())
+
+
+def _engine_of(settings: LeadSettings, sites: Sites) -> MakeEngine:
+    """Return what makes the engine: one that sees each site's gradient, or their sum alone."""
+    knobs = settings.training
+    waits = {name: getattr(knobs, name) for name in ("timeout", "misses", "minimum")}
+    if knobs.secure_sums:
+        return functools.partial(SecureSums, sites=sites, names=settings.sites, **waits)
+    compress = cast("Compress | None", knobs.compress or None)
+    waits |= {"compress": compress, "probe_every": knobs.probe_every}
+    return functools.partial(Flare, sites=sites, names=settings.sites, **waits)
 
 
 def planned_gradients(settings: LeadSettings) -> int:
@@ -90,9 +101,15 @@ def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
             problems.append(f"{name} gives {left} more gradients, and this run may ask for {wanted}")
         if isinstance(least, int) and least > size:
             problems.append(f"{name} gives no gradient of fewer than {least} rows, and `batch_size` is {size}")
+        sums_of = terms.get("sums_of") if isinstance(terms, dict) else None
+        if isinstance(sums_of, int) and not settings.training.secure_sums:
+            problems.append(f"{name} gives masked sums only, and `secure_sums` is not set")
+        elif isinstance(sums_of, int) and sums_of > len(settings.sites):
+            problems.append(f"{name} gives sums of {sums_of} sites or more, and there are {len(settings.sites)}")
     if problems:
         remedy = (
-            f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other [caps]"
+            f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other [caps] "
+            "or [sums]"
         )
         said = f"{'; '.join(problems)}. {remedy}"
         (out / REFUSED).write_text(said, encoding="utf-8")
@@ -108,6 +125,11 @@ def rule_of(settings: LeadSettings) -> Rule | MakesLearner:
     rule: Rule | Chooser | MakesLearner = RULES.entry(training.rule).build(given, facts)
     if isinstance(rule, Chooser) or chooser_for(rule):
         raise KnobError(f"`rule` {training.rule!r} chooses by rows of sites, which stay there; set all its knobs")
+    if training.secure_sums and (isinstance(rule, MakesLearner) or rule.needs_rows):
+        raise KnobError(
+            f"`rule` {training.rule!r} needs each site's gradient, and `secure_sums` gives their sum alone; use "
+            '"wga" or "bc" with their knobs set'
+        )
     return rule
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from coterie.data import Preparation, from_table, read_table
 from coterie.data.table import TableTask
+from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.errors import DataError, KnobError
@@ -36,6 +37,11 @@ def peer_of(folder: Path) -> Peer:
     held = site_participant(folder, settings)
     passes, log = Passes(held.model, held.loss), folder / LOG
     return Peer(held.user, passes, settings.caps, log, privacy=settings.privacy)
+
+
+def responder_of(folder: Path) -> Responder:
+    """Return what answers at a site in a job."""
+    return Responder(peer_of(folder), site_settings(folder).sums)
 
 
 def site_participant(folder: Path, settings: SiteSettings) -> Participant:

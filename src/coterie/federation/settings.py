@@ -24,6 +24,7 @@ from coterie.arguments import (
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.privacy import Privacy
+from coterie.privacy.sums import SumsOnly
 from coterie.recording import files
 
 FILE = "coterie.toml"
@@ -31,7 +32,7 @@ _TEXT = instance(str, "a text")
 _TABLE = instance(dict, "a table of settings")
 CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("name", "kit", "me", "table", "loader", "target", "loss", "rule"), _TEXT),
-    **dict.fromkeys(("data", "model", "caps", "privacy", "training"), _TABLE),
+    **dict.fromkeys(("data", "model", "caps", "privacy", "sums", "training"), _TABLE),
     **dict.fromkeys(("threads", "own_examples", "n_inputs", "n_outputs", "steps", "batch_size"), COUNT),
     **dict.fromkeys(("exchange_every", "local_steps"), COUNT),
     **dict.fromkeys(("misses", "probe_every", "minimum"), whole(0)),
@@ -40,6 +41,8 @@ CHECKS: Mapping[str, Check] = {
     "sites": listed(_TEXT, "a list of names"),
     "columns": mapped(_TEXT, 'a table of names: ours = "yours"'),
     "knobs": mapped(ANYTHING, "a table of knobs"),
+    "keys": mapped(_TEXT, 'a table of fingerprints: site = "its fingerprint"'),
+    "secure_sums": instance(bool, "true or false"),
     "seed": SEED,
     "compress": one_of("", "bf16", "fp16"),
 }
@@ -92,11 +95,16 @@ class Training:
     probe_every: int = 10
     minimum: int = 1
     compress: str = ""  # "bf16" or "fp16": round what is sent
+    secure_sums: bool = False  # see the sum of the sites' gradients only, by masks
 
     def __post_init__(self) -> None:
         names = ("steps", "lr", "batch_size", "seed", "timeout", "misses", "probe_every", "minimum")
-        checked = (*names, "exchange_every", "local_steps", "compress")
+        checked = (*names, "exchange_every", "local_steps", "compress", "secure_sums")
         check_fields(self, {name: CHECKS[name] for name in checked})
+        if self.secure_sums and (self.compress or self.local_steps > 1):
+            raise KnobError(
+                "`secure_sums` takes neither `compress` nor `local_steps`: a masked sum is of gradients, and exact"
+            )
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,7 @@ class SiteSettings:
     model: Model
     caps: Caps
     privacy: Privacy | None = None  # what is promised about each row
+    sums: SumsOnly | None = None  # give masked sums only, and which
     threads: int = 1
     kit: str = ""  # the fingerprint of the kit that the site has accepted
 
@@ -129,11 +138,12 @@ def site_settings(folder: Path) -> SiteSettings:
 
     With privacy the norm is that of each row, so that no cap on it is taken.
     """
-    settings = _read(folder / FILE, ("name",), {"threads", "kit", "data", "model", "caps", "privacy"})
+    settings = _read(folder / FILE, ("name",), {"threads", "kit", "data", "model", "caps", "privacy", "sums"})
     private = {"privacy": Privacy} if "privacy" in settings else {}
+    masked = {"sums": SumsOnly} if "sums" in settings else {}
     caps = vars(SITE_CAPS) | ({"norm": None} if private else {}) | settings.get("caps", {})
     caps |= {name: None for name in ("gradients", "norm") if caps[name] == math.inf}
-    parts = _parts(settings | {"caps": caps}, data=Data, model=Model, caps=Caps, **private)
+    parts = _parts(settings | {"caps": caps}, data=Data, model=Model, caps=Caps, **private, **masked)
     return SiteSettings(
         **{name: settings[name] for name in ("name", "threads", "kit") if name in settings}, **parts
     )

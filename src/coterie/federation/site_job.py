@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from nvflare.collab import collab
 
-from coterie.engines.flare.messages import answer_message
-from coterie.engines.peer import Peer
-from coterie.federation.participants import peer_of
+from coterie.engines.flare.responder import Responder
+from coterie.federation.participants import responder_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,32 +22,53 @@ class Site:
     """Answer user 0's requests, one at a time."""
 
     def __init__(self) -> None:
-        self.peer: Peer | None = None
+        self.responder: Responder | None = None
         self.lock = threading.Lock()
 
     @init
     def start(self) -> None:
         """Read the site's settings and its data; where that fails the site refuses, and the others go on."""
         try:
-            self.peer = peer_of(Path(collab.workspace.get_root_dir()).parent)
+            self.responder = responder_of(Path(collab.workspace.get_root_dir()).parent)
         except Exception:  # a loader of the site's own may raise anything
             logger.exception("this site gives no gradients, since its data or model cannot be read")
 
     @publish
     def ready(self) -> dict[str, Any]:
         """Say whether there is a gradient to give, and what is given at most."""
-        return self.peer.terms() if _by_user_0() and self.peer is not None else {"willing": False}
+        return self.responder.ready() if _by_user_0() and self.responder is not None else {"willing": False}
 
     @publish
     def gradients(self, request: Any) -> dict[str, Any]:
-        """Return the gradients asked for, or why there are none; see `Peer.answer`."""
+        """Return the gradients asked for, or why there are none."""
+        return self._answer("gradients", request=request)
+
+    @publish
+    def offer(self) -> dict[str, Any]:
+        """Return a key for masked sums."""
+        return self._answer("offer")
+
+    @publish
+    def join(self, agreement: Any) -> dict[str, Any]:
+        """Take part in masked sums, or say why not."""
+        return self._answer("join", agreement=agreement)
+
+    @publish
+    def part(self, request: Any) -> dict[str, Any]:
+        """Return the masked part of a sum, or why there is none."""
+        return self._answer("part", request=request)
+
+    def _answer(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Answer user 0; see `Responder`."""
         if not _by_user_0():  # another site would learn about these rows, and use up the caps
             logger.warning("refused %.100r, who is not user 0", str(collab.caller))
             return {"refused": "it answers user 0 only"}
-        if self.peer is None:
+        if self.responder is None:
             return {"refused": "its data or model cannot be read"}
+        arguments |= {} if method == "offer" else {"caller": str(collab.caller)}
         with self.lock:  # a request that came late may still be in work
-            return answer_message(self.peer, str(collab.caller), request)
+            answer: dict[str, Any] = getattr(self.responder, method)(**arguments)
+        return answer
 
 
 def _by_user_0() -> bool:

@@ -92,6 +92,9 @@ class SiteWatch:
             self.given += int(line.get("gradients", 0))
             if reason := line.get("refused") or line.get("failed"):
                 self._refuse(str(reason), str(line.get("step")))
+            if site := line.get("sum_with"):
+                self.screen.line(f"masked sums with {site}, whose key is {line.get('fingerprint')}")
+        lines = [line for line in lines if "sum_with" not in line]
         if lines:
             most = "" if self.caps.gradients is None else f" of {self.caps.gradients}"
             refused = f", {sum(self._refused.values())} requests refused" if self._refused else ""

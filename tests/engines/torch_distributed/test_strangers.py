@@ -27,8 +27,8 @@ from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import VARIABLE, Seal
-from coterie.engines.torch_distributed.sums import SumsOnly
 from coterie.errors import KnobError, PeerLost
+from coterie.privacy.sums import SumsOnly
 
 PEERS = ("a", "b", "c")
 

@@ -13,6 +13,7 @@ from coterie.engines.engine import LocalWork
 from coterie.engines.peer import Peer, Request, to_array
 from coterie.errors import printable
 from coterie.gradients.parameters import Parameters
+from coterie.privacy.masks import N_CHECKS, Words
 
 FLOATS = (np.float16, np.float32, np.float64)
 MAX_EXTRA_BYTES = 4096
@@ -69,16 +70,37 @@ def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str
     if not isinstance(sent, np.ndarray):
         return "not a gradient"
     gradients = _decoded(sent)
-    of_step = fields.get("step")
     wrong = {
         "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
-        "of another step": not isinstance(of_step, int) or of_step != step,
+        "of another step": _is_other(fields.get("step"), step),
         "too large": sent.nbytes > points.numel() * 8 + MAX_EXTRA_BYTES,
         "not of floating-point numbers": gradients is None,
         f"shape {sent.shape} instead of {tuple(points.shape)}": sent.shape != tuple(points.shape),
     }
     reasons = [reason for reason, is_so in wrong.items() if is_so]
     return reasons[0] if reasons or gradients is None else gradients.to(points)
+
+
+def read_part(name: str, reply: Any, step: int, round_: int, size: int) -> Words | str:
+    """Return a site's masked part of a sum of `size` numbers, or why there is none."""
+    fields = reply if isinstance(reply, dict) else {}
+    part, refused = fields.get("part"), fields.get("refused")
+    if isinstance(refused, str):
+        return "refused: " + printable(refused, 150)
+    wrong = {
+        "no answer": reply is None,
+        "not a masked part": not isinstance(part, np.ndarray) or part.dtype != np.uint32,
+        "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
+        "of another step": _is_other(fields.get("step"), step) or _is_other(fields.get("round"), round_),
+    }
+    reasons = [reason for reason, is_so in wrong.items() if is_so]
+    if reasons or not isinstance(part, np.ndarray):
+        return reasons[0]
+    return part if part.shape == (size + N_CHECKS,) else f"shape {part.shape} instead of {(size + N_CHECKS,)}"
+
+
+def _is_other(number: Any, expected: int) -> bool:
+    return not isinstance(number, int) or number != expected
 
 
 def _read_request(peer: Peer, message: Any) -> Request | str:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from coterie.engines.flare.messages import answer_message
+from coterie.engines.flare.responder import Responder
 from coterie.engines.peer import Peer
+from coterie.privacy.sums import SumsOnly
 
 
 class Replies(Protocol):
@@ -24,8 +25,8 @@ class Sites(Protocol):
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
         """Send a message to sites and return at once; a site has so many seconds to answer.
 
-        `method` is "gradients", with the argument `request` of plain data and arrays; or "ready", which asks for
-        `Peer.terms`: whether there is a gradient to give.
+        `method` and its arguments, of plain data and arrays, are those of a `Responder`: "ready", "gradients", and
+        for masked sums "offer", "join" and "part".
         """
 
 
@@ -47,12 +48,10 @@ class LocalReplies:
 class LocalSites:
     """Sites in this process: a consortium with no network between. Nobody answers for a name without a peer."""
 
-    def __init__(self, peers: Mapping[str, Peer]) -> None:
-        self.peers = peers
+    def __init__(self, peers: Mapping[str, Peer], sums: SumsOnly | None = None) -> None:
+        self.responders = {name: Responder(peer, sums) for name, peer in peers.items()}
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
         """Ask the sites that are here; see `Sites.ask`."""
-        here = {name: self.peers[name] for name in names if name in self.peers}
-        if method == "ready":
-            return LocalReplies({name: peer.terms() for name, peer in here.items()})
-        return LocalReplies({name: answer_message(peer, "user 0", **arguments) for name, peer in here.items()})
+        here = {name: self.responders[name] for name in names if name in self.responders}
+        return LocalReplies({name: getattr(one, method)(**arguments) for name, one in here.items()})

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coterie.engines.torch_distributed.sums import SumsOnly
 from coterie.engines.torch_distributed.wire import Wire
 from coterie.errors import DataError, KnobError, ModelError, printable
+from coterie.privacy.sums import SumsOnly
 from coterie.users.user import check_names
 
 HELLO: dict[str, Any] = {"name": str, "examples": int | str, "data": str, "size": int, "dtype": str}

@@ -18,11 +18,11 @@ from coterie.engines.sketch import SKETCH, Sketch, sketch_key
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
-from coterie.engines.torch_distributed.sums import SumsOnly
 from coterie.engines.torch_distributed.wire import Wire
 from coterie.errors import CoterieError, PeerLost, printable
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.privacy import Privacy
+from coterie.privacy.sums import SumsOnly
 from coterie.users.user import Loss, User
 
 _BACKENDS = ("gloo", "nccl")

@@ -1,6 +1,7 @@
 """What a peer that gives sums only takes for a sum: several peers, none of whom outweighs the others."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class SumsOnly:
     Args:
         peers: how many must take part at least; one of far less weight than another does not count.
         share: how much of all weight one peer may have at most.
+        keys: the fingerprint of each other peer's key, where sums are masked; any key will do when empty.
 
     Example:
         >>> SumsOnly().allowed(torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.2, 0.3]]))
@@ -29,6 +31,7 @@ class SumsOnly:
 
     peers: int = 3
     share: float = 0.5
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.peers, int) or self.peers < 1:
@@ -43,6 +46,9 @@ class SumsOnly:
         sound = asked.isfinite().all(1) & (asked >= 0).all(1) & (total > 0) & total.isfinite()
         counted = ((asked > 0) & (asked >= COUNTED * largest[:, None])).sum(1)
         return sound & (largest <= self.share * total * (1 + ROUNDING)) & (counted >= self.peers)
+
+    def __str__(self) -> str:
+        return f"sums of at least {self.peers} peers only, none of which has more than {self.share:g} of the weight"
 
     def nearest(self, weights: Tensor) -> Tensor:
         """Return rows of weights that are sums to take part in, close to these and of the same totals.

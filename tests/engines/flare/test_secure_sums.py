@@ -1,0 +1,326 @@
+"""Masked sums over sites in this process: they are right, or there is none; and what a curious lead gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support import fuzz
+from torch import Tensor, nn
+
+import coterie
+from coterie.engines.flare.responder import Responder
+from coterie.engines.flare.secure_sums import MASKED, SecureSums
+from coterie.engines.flare.sites import LocalReplies, LocalSites
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Caps, Peer
+from coterie.errors import CoterieError, KnobError, MaskError
+from coterie.privacy.keys import Identity
+from coterie.privacy.masks import Agreement, Masks, digest_of, total
+from coterie.privacy.sums import SumsOnly
+from coterie.rules.streams import StreamAveraging
+
+LOSS = nn.functional.cross_entropy
+X = torch.linspace(-1, 1, 12, dtype=torch.float64)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(3, 3, dtype=torch.float64)
+
+
+def users(n: int) -> list[coterie.User]:
+    random = torch.Generator().manual_seed(n)
+    inputs = [torch.randn(12, 3, generator=random, dtype=torch.float64) + k / n for k in range(n + 1)]
+    return [coterie.User(f"peer {k}" if k else "me", each, torch.arange(12) % 3) for k, each in enumerate(inputs)]
+
+
+def peer_of(user: coterie.User, caps: Caps | None = None) -> Peer:
+    return Peer(user, Passes(model(), LOSS), caps)
+
+
+class Sites(LocalSites):
+    """Sites for which user 0's words, and whose answers, can be changed by (site, method) on the way."""
+
+    def __init__(self, peers: Sequence[coterie.User], sums: SumsOnly | None = None) -> None:
+        super().__init__({user.name: peer_of(user) for user in peers}, sums or SumsOnly())
+        self.told: Callable[[str, str, Any], Any] = lambda name, method, arguments: arguments
+        self.answered: Callable[[str, str, Any], Any] = lambda name, method, answer: answer
+        self.asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        self.asked.append((method, tuple(names)))
+        answers: dict[str, Any] = {}
+        for name in names:
+            found: Mapping[str, Any] = (
+                super().ask([name], method, timeout, **self.told(name, method, arguments)).wait()
+            )
+            answer = self.answered(name, method, found.get(name))
+            if answer is not None:
+                answers[name] = answer
+        return LocalReplies(answers)
+
+
+def engine(people: Sequence[coterie.User], sites: Any, **knobs: Any) -> SecureSums:
+    names = [user.name for user in people[1:]]
+    return SecureSums(model(), LOSS, people[0], sites=sites, names=names, batch_size=4, seed=5, **knobs)
+
+
+def plain_rows(people: Sequence[coterie.User], x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    inside = coterie.InProcess(model(), LOSS, people[0], people[1:], batch_size=4, seed=5)
+    tau = dict.fromkeys([user.name for user in people[1:]], 1 / (len(people) - 1))
+    found = inside.gradients(x, step, tau, rows=True)
+    assert found.rows is not None
+    return found.own, found.rows
+
+
+@pytest.mark.parametrize(("n", "steps"), [(3, 30), (10, 8)])
+def test_a_masked_sum_is_the_plain_one(n: int, steps: int) -> None:
+    people = users(n)
+    made, x = engine(people, Sites(people[1:])), X.clone()
+    inside = coterie.InProcess(model(), LOSS, people[0], people[1:], batch_size=4, seed=5)
+    tau = {user.name: float(k) for k, user in enumerate(people) if k}
+    tau = {name: k / sum(tau.values()) for name, k in tau.items()}
+    for step in range(steps):
+        found, plain = made.gradients(x, step, tau), inside.gradients(x, step, tau)
+        assert found.peers is not None
+        assert plain.peers is not None
+        assert found.answered == 1
+        assert torch.equal(found.own, plain.own)
+        assert float((found.peers - plain.peers).norm() / plain.peers.norm()) < 1e-4
+        x = x - 0.1 * found.peers
+    assert made.traffic()["peer 1"].bytes_sent == steps * 4 * (12 + 4)
+
+
+def test_a_run_with_masked_sums_is_the_run_without() -> None:
+    people, rule = users(3), coterie.BiasCorrection(0.7, 0.1)
+    options: dict[str, Any] = {"lr": 0.1, "steps": 15, "batch_size": 4, "seed": 5, "progress": False}
+
+    def masked(*args: Any, **knobs: Any) -> SecureSums:
+        return SecureSums(*args, sites=Sites(people[1:]), names=[user.name for user in people[1:]], **knobs)
+
+    run = coterie.train(model(), LOSS, people[0], [], rule, engine=masked, **options)
+    plain = coterie.train(model(), LOSS, people[0], people[1:], rule, **options)
+    for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    for needs_rows in (coterie.AdaptiveAveraging(), StreamAveraging(15)):
+        with pytest.raises(KnobError, match="weighted sum alone"):
+            coterie.train(model(), LOSS, people[0], [], needs_rows, engine=masked, **options)
+
+
+def tau_of(n: int) -> dict[str, float]:
+    return {f"peer {k}": 1 / n for k in range(1, n + 1)}
+
+
+def test_one_that_is_lost_costs_a_step_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    people = users(4)
+    sites = Sites(people[1:])
+    made = engine(people, sites)
+    assert made.gradients(X, 0, tau_of(4)).left_out == {}
+    sites.answered = lambda name, method, answer: None if name == "peer 2" else answer
+    alone = made.gradients(X, 1, tau_of(4))
+    assert alone.left_out == {name: "no answer" if name == "peer 2" else MASKED for name in tau_of(4)}
+    assert alone.answered == 0
+    assert alone.peers is not None
+    assert torch.equal(alone.peers, alone.own)
+    sites.answered = lambda name, method, answer: answer  # it is back, too late for this job
+    g = made.gradients(X, 2, tau_of(4))
+    own, rows = plain_rows(people, X, 2)
+    assert g.peers is not None
+    assert (g.left_out, g.answered) == ({"peer 2": "no answer"}, 0.75)
+    torch.testing.assert_close(g.peers, (rows[0] + rows[2] + rows[3] + own) / 4, rtol=0, atol=1e-6)
+    assert [names for method, names in sites.asked if method == "offer"] == [
+        tuple(tau_of(4)),
+        ("peer 1", "peer 3", "peer 4"),
+    ]
+    sites.answered = lambda name, method, answer: None if name == "peer 3" else answer
+    for step in (3, 4):
+        g = made.gradients(X, step, tau_of(4))
+        assert g.answered == 0
+    assert g.left_out["peer 1"].startswith("refused: it gives sums of at least 3 peers")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 17.0])
+def test_what_cannot_be_added_costs_steps_and_is_never_in_a_sum(bad: float) -> None:
+    people = users(4)
+    sites = Sites(people[1:])
+    made = engine(people, sites, misses=2)
+    good = sites.responders["peer 1"].peer._gradients
+    spoiled = lambda request: (torch.full((1, 12), bad, dtype=torch.float64), 4)  # noqa: E731
+    said = []
+    for step, is_bad in enumerate([False, True, False, True, True, False]):
+        sites.responders["peer 1"].peer._gradients = spoiled if is_bad else good  # type: ignore[method-assign]
+        g = made.gradients(X, step, tau_of(4))
+        assert g.peers is not None
+        own, rows = plain_rows(people, X, step)
+        kept = [k for k, name in enumerate(tau_of(4)) if name not in g.left_out]
+        expected = own * (1 - len(kept) / 4) + rows[kept].sum(0) / 4
+        torch.testing.assert_close(g.peers, expected, rtol=0, atol=1e-6)
+        said.append(g.left_out.get("peer 1", "")[:8])
+    assert said == ["", "refused:", "", "refused:", "refused:", "refused:"]  # lost after two in a row
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"points": X.numpy()[None] + 1e-9},
+        {"step": 1},
+        {"seed": 6},
+        {"batch_size": 5},
+        {"round": 9},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_lead_who_asks_sites_different_things_gets_noise(change: dict[str, Any]) -> None:
+    people = users(3)
+    sites, parts = Sites(people[1:]), []
+
+    def told(name: str, method: str, arguments: Any) -> Any:
+        return {"request": arguments["request"] | change} if (name, method) == ("peer 2", "part") else arguments
+
+    def answered(name: str, method: str, answer: Any) -> Any:
+        if method == "part":
+            parts.append(answer["part"])
+            answer |= {"step": 0, "round": 1}  # so that user 0 would not see it by that
+        return answer
+
+    sites.told, sites.answered = told, answered
+    made = engine(people, sites)
+    g = made.gradients(X, 0, tau_of(3))
+    assert g.answered == 0
+    assert set(g.left_out.values()) == {"the masks do not cancel: the sites were not asked the same"}
+    assert len({*(parts[0] + parts[1] + parts[2])[-4:].tolist(), 0}) == 5
+
+
+class CuriousLead:
+    """A lead with a program of its own, who asks sites what it likes."""
+
+    def __init__(self, n: int = 4, sums: SumsOnly | None = None) -> None:
+        self.sites = {user.name: Responder(peer_of(user), sums) for user in users(n)[1:]}
+
+    def agreement(self, weights: Mapping[str, float] | None = None, **changed: Any) -> dict[str, Any]:
+        weights = weights or tau_of(len(self.sites))
+        return {
+            "weights": weights,
+            "largest": 16.0,
+            "offers": {name: self.sites[name].offer() for name in weights},
+        } | changed
+
+    def joined(self, **weights: float) -> list[str]:
+        """Return what sites say to an agreement with these weights: "" where they join."""
+        told = self.agreement({name.replace("_", " "): weight for name, weight in weights.items()})
+        return [str(self.sites[name].join(told).get("refused", "")) for name in told["weights"]]
+
+
+def request(**changed: Any) -> dict[str, Any]:
+    asked = {"points": X.numpy()[None], "step": 0, "seed": 5, "batch_size": 4, "buffers": {}, "frozen": None}
+    return asked | {"round": 1} | changed
+
+
+def test_a_site_says_which_sums_it_takes_part_in() -> None:
+    lead = CuriousLead()
+    for weights in ({"peer_1": 0.5, "peer_2": 0.5}, {"peer_1": 0.6, "peer_2": 0.2, "peer_3": 0.2}):
+        assert all(said.startswith("it gives sums of at least 3") for said in lead.joined(**weights))
+    tau = {"peer_1": 0.4, "peer_2": 0.3, "peer_3": 0.3}
+    assert lead.joined(**tau) == ["", "", ""]
+    stays = "in a job the sites of a sum and their weights stay: sites may be lost, not join"
+    for other in (tau | {"peer_4": 0.3}, tau | {"peer_3": 0.2}):
+        assert lead.joined(**other)[:3] == [stays] * 3
+    assert lead.joined(**tau) == ["", "", ""]
+
+
+def test_no_mask_is_used_twice_and_no_key_is_joined_twice() -> None:
+    lead = CuriousLead()
+    site, told = lead.sites["peer 1"], lead.agreement()
+    assert site.part(request()) == {"refused": "it has joined no sum"}
+    assert "joined" in site.join(told)
+    assert "part" in site.part(request())
+    for again in (request(), request(step=1), request(round=0), request(round=True), request(round=2.0)):
+        assert site.part(again) == {"refused": "the number of a round must be larger than the last"}
+    assert site.join(told) == {"refused": "it has not offered this key"}
+    assert site.part(request(round=2)) == {"refused": "it has joined no sum"}
+
+
+def test_with_sums_only_no_gradient_is_given_on_its_own() -> None:
+    lead = CuriousLead(sums=SumsOnly())
+    assert lead.sites["peer 1"].ready()["sums_of"] == 3
+    assert set(lead.sites["peer 1"].gradients(request())) == {"refused"}
+    assert "gradients" in CuriousLead().sites["peer 1"].gradients(request())
+
+
+def test_a_lead_in_the_middle_is_found_by_fingerprints_alone() -> None:
+    """It gives each site keys of its own making in the place of the others': what comparing them is for."""
+
+    def seen(sums: SumsOnly) -> Any:
+        victim = Responder(peer_of(users(3)[1]), sums)
+        mine = {name: Identity(name).offer() for name in ("peer 2", "peer 3")}
+        offers = {"peer 1": victim.offer()} | {name: offer.message() for name, (_, offer) in mine.items()}
+        told = {"weights": tau_of(3), "largest": 16.0, "offers": offers}
+        return victim.join(told), victim, mine, told
+
+    others = {f"peer {k}": Identity(f"peer {k}").fingerprint for k in (2, 3)}
+    assert "which is not the one known here" in seen(SumsOnly(keys=others))[0]["refused"]
+    assert "which is not the one known here" in seen(SumsOnly(keys={"peer 2": others["peer 2"]}))[0]["refused"]
+    said, victim, mine, told = seen(SumsOnly())
+    assert "joined" in said, "this is what is not prevented where nobody compares"
+    agreed, asked = Agreement.read(told), request()
+    parts = [Masks(n, key, agreed).masked(np.zeros((1, 12)), digest_of(asked)) for n, (key, _) in mine.items()]
+    found = 3 * total([victim.part(asked)["part"], *parts], agreed)
+    row = plain_rows(users(3), X, 0)[1][0]
+    np.testing.assert_allclose(found, row, atol=1e-6)
+
+
+def test_a_site_is_known_by_the_same_key_in_every_job(tmp_path: Any) -> None:
+    def site() -> Responder:
+        return Responder(Peer(users(3)[1], Passes(model(), LOSS), Caps(examples=4), tmp_path / "requests.jsonl"))
+
+    first, second = site(), site()
+    assert first.identity.fingerprint == second.identity.fingerprint
+    assert first.offer()["key"] != second.offer()["key"]
+    lead = CuriousLead(3)
+    lead.sites["peer 1"] = first
+    assert "joined" in first.join(lead.agreement())
+    log = (tmp_path / "requests.jsonl").read_text()
+    assert all(each.identity.fingerprint in log for each in lead.sites.values()), "for people to compare"
+
+
+def test_weights_stay_as_they_are() -> None:
+    people = users(4)
+    made = engine(people, Sites(people[1:]))
+    made.gradients(X, 0, tau_of(4))
+    with pytest.raises(KnobError, match="`tau` must stay"):
+        made.gradients(X, 1, tau_of(3))
+
+
+@pytest.mark.parametrize("knobs", [{"timeout": 0.0}, {"misses": 0}, {"minimum": 0}, {"largest": math.inf}])
+def test_knobs_are_checked(knobs: dict[str, Any]) -> None:
+    with pytest.raises(CoterieError, match=f"`{next(iter(knobs))}` must be"):
+        engine(users(3), Sites([]), **knobs)
+
+
+def test_nonsense_is_refused_or_a_typed_error() -> None:
+    for found in (fuzz.messages_of_masked_sums(150), fuzz.replies_of_masked_sums(15)):
+        assert set(found) <= {"answered", "typed"}
+        assert found["typed"] > found["answered"] / 10
+
+
+def test_what_is_not_an_agreement_is_a_typed_error() -> None:
+    fine = CuriousLead().agreement()
+    assert Agreement.read(fine).largest == 16
+    wrongs: tuple[dict[str, Any], ...] = (
+        {"weights": {}},
+        {"weights": {"peer 1": 1.0}},
+        {"weights": tau_of(4) | {"peer 1": -1.0}},
+        {"weights": tau_of(4) | {"peer 1": math.nan}},
+        {"largest": 0.0},
+        {"offers": {}},
+        {"offers": dict.fromkeys(tau_of(4), fine["offers"]["peer 1"])},
+    )
+    for wrong in wrongs:
+        with pytest.raises(MaskError):
+            Agreement.read(fine | wrong)

@@ -1,0 +1,110 @@
+"""Sums that hide their parts: they are right to rounding, a part alone is noise, what does not fit is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from coterie.errors import MaskError
+from coterie.privacy.keys import Identity, Offer, shared_secret
+from coterie.privacy.masks import Agreement, Masks, digest_of, total, whole_numbers
+
+
+def group(n: int, largest: float = 16.0, weights: list[float] | None = None) -> tuple[Agreement, list[Masks]]:
+    made = {f"site {k}": Identity(f"site {k}").offer() for k in range(n)}
+    shares = weights or [1 / n] * n
+    offers = {site: offer for site, (_, offer) in made.items()}
+    agreed = Agreement(dict(zip(made, shares, strict=True)), largest, offers)
+    return agreed, [Masks(site, private, agreed) for site, (private, _) in made.items()]
+
+
+def p_value(words: np.ndarray[Any, Any]) -> float:
+    """Return how likely such bytes are where all are equally likely."""
+    return float(stats.chisquare(np.bincount(words.view(np.uint8), minlength=256)).pvalue)
+
+
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_a_sum_is_that_of_its_parts(n: int) -> None:
+    rng = np.random.default_rng(n)
+    weights = rng.dirichlet(np.ones(n)).tolist()
+    agreed, masks = group(n, weights=weights)
+    for step in range(20):
+        rows = rng.normal(scale=0.1, size=(n, 50)).astype(np.float32)
+        found = total([m.masked(row, b"%d" % step) for m, row in zip(masks, rows, strict=True)], agreed)
+        np.testing.assert_allclose(found, np.array(weights) @ rows.astype(np.float64), atol=n * 16 / 2**31)
+
+
+def test_the_largest_entries_do_not_wrap_around() -> None:
+    agreed, masks = group(10, largest=3.0)
+    for sign in (1.0, -1.0):
+        parts = [each.masked(np.full(5, sign * 3.0), b"") for each in masks]
+        np.testing.assert_allclose(total(parts, agreed), sign * 3.0, rtol=1e-8)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 16.0001, -1e300])
+def test_what_cannot_be_added_is_an_error(bad: float) -> None:
+    _, masks = group(3)
+    with pytest.raises(MaskError, match=r"not finite|beyond 16"):
+        masks[0].masked(np.array([0.0, bad]), b"")
+
+
+def test_a_part_alone_is_noise() -> None:
+    agreed, masks = group(3)
+    gradient = np.zeros(200_000)
+    assert p_value(whole_numbers(gradient, 0.3, agreed)) < 1e-9, "the test can fail"
+    first, second = masks[0].masked(gradient, b"step 0"), masks[0].masked(gradient, b"step 1")
+    for words in (first, second, first - second, first + masks[1].masked(gradient, b"step 0")):
+        assert p_value(words) > 1e-6
+
+
+def test_parts_of_different_questions_are_noise_together() -> None:
+    agreed, masks = group(3)
+    zeros = np.zeros(200_000)
+    parts = [each.masked(zeros, b"x" if k else b"another x") for k, each in enumerate(masks)]
+    assert p_value(parts[0] + parts[1] + parts[2]) > 1e-6
+    with pytest.raises(MaskError, match="do not cancel"):
+        total(parts, agreed)
+    with pytest.raises(MaskError, match="do not cancel"):
+        total(parts[1:], agreed)
+
+
+def test_masks_of_another_agreement_do_not_cancel() -> None:
+    """The same keys with another τ, as from a lead who tells sites different things."""
+    made = {site: Identity(site).offer() for site in "abc"}
+    offers = {site: offer for site, (_, offer) in made.items()}
+    told = [Agreement(dict(zip("abc", w, strict=True)), 16.0, offers) for w in ([0.4, 0.3, 0.3], [0.3, 0.4, 0.3])]
+    parts = [Masks(s, made[s][0], told[s == "c"]).masked(np.zeros(200_000), b"") for s in "abc"]
+    assert p_value(parts[0] + parts[1] + parts[2]) > 1e-6
+    with pytest.raises(MaskError, match="do not cancel"):
+        total(parts, told[0])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"x": np.zeros(2)}, {"x": np.zeros(2, np.float32)}),
+        ({"x": np.zeros(2)}, {"x": np.zeros((1, 2))}),
+        ({"x": np.zeros(2)}, {"x": np.array([0.0, -0.0])}),
+        ({"a": 1}, {"a": 1.0}),
+        ({"a": 1}, {"a": True}),
+        ({"a": "b", "c": "d"}, {"a": "b', 'c': 'd"}),
+        ({"a": {"b": 1}}, {"a": {}, "b": 1}),
+        ({"a": None}, {}),
+    ],
+)
+def test_different_questions_have_different_digests(one: Any, other: Any) -> None:
+    assert digest_of(one) != digest_of(other)
+
+
+def test_a_key_is_taken_from_its_site_only() -> None:
+    _, offer = Identity("a").offer()
+    stolen = Identity("b").offer()[1].message() | {"key": offer.key.hex()}
+    for site, message in {"b": stolen, "a": offer.message() | {"site": "b"}, "c": offer.message()}.items():
+        with pytest.raises(MaskError, match=f"the key of '{site}' is not"):
+            Offer.read(site, message)
+    weak = Offer("a", bytes(32), offer.identity, offer.signature)
+    with pytest.raises(MaskError, match="is not one"):
+        shared_secret(Identity("b").offer()[0], weak)
