@@ -309,9 +309,9 @@ def test_it_answers_as_a_site(tmp_path: Path) -> None:
     sites = LocalSites({"a": peer(tmp_path / "log")})
     me = coterie.User("me", torch.randn(N, WIDTH), torch.randn(N, 1))
     engine = Flare(model, LOSS, me, sites=sites, names=["a"], batch_size=N)
-    assert sites.peers["a"].answer(request()).gradients is not None
+    assert sites.responders["a"].peer.answer(request()).gradients is not None
     assert engine.gradients(torch.zeros(WIDTH + 1), 0, {"a": 1.0}).peers is not None
-    assert sites.peers["a"].ledger.given == 2
+    assert sites.responders["a"].peer.ledger.given == 2
 
 
 def audited(private: PrivateGradients, without: PrivateGradients, event: Event, runs: int) -> float:
