@@ -58,7 +58,13 @@ OF_THE_FRAMEWORK = ("click", "typer")
 """Where the errors come from by which commands end, and by which wrong options are told."""
 
 
-EXTRAS = {"nvflare": "flare", "psutil": "flare", "cryptography": "privacy", "transformers": "hugging-face", "peft": "hugging-face"}
+EXTRAS = {
+    "nvflare": "flare",
+    "psutil": "flare",
+    "cryptography": "privacy",
+    "transformers": "hugging-face",
+    "peft": "hugging-face",
+}
 """Which extra of coterie brings a package that is not always there."""
 
 
