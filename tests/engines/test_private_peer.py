@@ -26,6 +26,7 @@ from coterie.engines.engine import LocalWork
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.messages import answer_message
 from coterie.engines.flare.sites import LocalSites
+from coterie.engines.ghost_norms import MARGIN
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger
 from coterie.engines.peer import Caps, Peer, Request
@@ -160,6 +161,19 @@ def test_an_example_whose_gradient_is_not_finite_is_not_told(tmp_path: Path) -> 
     given = site.answer(Request(torch.full((1, WIDTH + 1), 100.0), 0, 0, N)).gradients
     assert given is not None
     assert bool(given.isfinite().all())
+
+
+def test_where_one_gradient_is_not_finite_the_others_count() -> None:
+    inputs = user(4).examples.take(torch.arange(4))[0]
+    inputs[0] = 1e15  # whose squares are too large
+    held = coterie.User("a", inputs, torch.zeros(4, 1))
+    private = PrivateGradients(user(4), Passes(nn.Linear(WIDTH, 1), LOSS), Privacy(1.0, DELTA, 1.0, 1.0), None)
+    assert private._by_layer
+    x, private.user = torch.full((WIDTH + 1,), 1e15), held
+    rows = torch.stack([private.passes.single(x, inputs[[k]], torch.zeros(1, 1))[0] for k in range(1, 4)])
+    total = private._clipped(x, torch.arange(4), None, 0, 0)
+    expected = (rows.double() / rows.double().norm(dim=1, keepdim=True)).sum(0)
+    torch.testing.assert_close(total, expected, rtol=2 * MARGIN, atol=0)
 
 
 def test_a_log_with_plain_gradients_promises_nothing(tmp_path: Path) -> None:

@@ -30,10 +30,13 @@ def clipped_sum(rows: Tensor, clip: float) -> Tensor:
 
 
 def noisy(total: Tensor, clip: float, noise: float) -> Tensor:
-    """Return a sum with normal noise of standard deviation `noise` · `clip` on every number.
+    """Return a sum with normal noise of standard deviation `noise` · `clip` on every number, in single precision.
+
+    Both are added in double precision, of which half of the digits then go: the last digits of a number, by which
+    what was added could be told from what it was added to (Mironov 2012), do not leave.
 
     Example:
         >>> noisy(torch.zeros(2), clip=1.0, noise=1.0).dtype
-        torch.float64
+        torch.float32
     """
-    return total.double() + (noise * clip) * normals(len(total)).to(total.device)
+    return (total.double() + (noise * clip) * normals(len(total)).to(total.device)).float()

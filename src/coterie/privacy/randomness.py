@@ -1,16 +1,14 @@
 """Randomness that nobody can know: all of it comes from the operating system, none of it from a seed."""
 
+import math
 import os
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_ADDED = 4
-"""A normal number is the sum of so many, over the root of it: its last bits then do not tell it apart."""
 
-
-def uniforms(n: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def uniforms(n: int) -> Tensor:
     """Return numbers in (0, 1], multiples of 2⁻⁵³.
 
     Example:
@@ -19,23 +17,19 @@ def uniforms(n: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         True
     """
     whole = np.frombuffer(os.urandom(8 * n), dtype="<u8") >> 11
-    return np.asarray((whole + 1) * 2.0**-53)
+    return torch.from_numpy((whole + 1).astype(np.float64)).mul_(2.0**-53)
 
 
 def normals(n: int) -> Tensor:
-    """Return independent standard normal numbers in double precision.
-
-    Of a sum of several the last bits cannot be taken back to what it was added to, as those of one draw can
-    (Mironov 2012; Holohan and Braghin 2021).
+    """Return independent standard normal numbers in double precision (Box and Muller 1958).
 
     Example:
         >>> normals(3).shape, normals(3).dtype
         (torch.Size([3]), torch.float64)
     """
-    pairs = _ADDED * n // 2  # whole, since `_ADDED` is even
-    radius, angle = np.sqrt(-2 * np.log(uniforms(pairs))), 2 * np.pi * uniforms(pairs)
-    each = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
-    return torch.from_numpy(each.reshape(_ADDED, n).sum(0) / np.sqrt(_ADDED))
+    pairs = (n + 1) // 2
+    radius, angle = uniforms(pairs).log_().mul_(-2).sqrt_(), uniforms(pairs).mul_(2 * math.pi)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:n]
 
 
 def poisson_sample(n: int, rate: float) -> Tensor:
@@ -45,4 +39,4 @@ def poisson_sample(n: int, rate: float) -> Tensor:
         >>> poisson_sample(3, 1.0)
         tensor([0, 1, 2])
     """
-    return torch.from_numpy(np.flatnonzero(uniforms(n) <= rate))
+    return (uniforms(n) <= rate).nonzero().flatten()

@@ -1,0 +1,63 @@
+"""The cost of a clipped sum over that of a plain gradient of the same batch, all sides timed in one run.
+
+The sides: a plain gradient; the clipped sum by layer (`engines/ghost_norms.py`); the same from every example's
+gradient by `vmap`; and a whole private gradient, with its noise and its random sample.
+
+    python benchmarks/clipping.py [--device cuda] [--threads 1] [--batch 32] [--seconds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from measured import milliseconds, ratio, repeated
+from step_cost import cnn
+from torch.nn.functional import cross_entropy
+
+import coterie
+from coterie.engines.ghost_norms import clipped_sum_by_layer
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.private_gradients import PrivateGradients
+from coterie.privacy import Privacy
+from coterie.privacy.accountant import Event
+from coterie.privacy.clipping import clipped_sum
+
+
+def main() -> None:
+    """Print each side's time, and its ratio to the plain gradient."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    device, n = torch.device(given.device), given.batch
+    user = coterie.User("a", torch.randn(8 * n, 1, 28, 28), torch.arange(8 * n) % 10).to(device)
+    passes = Passes(cnn().to(device), cross_entropy)
+    private = PrivateGradients(user, passes, Privacy(1.0, 1e-5, 1.0, 1.0), None)
+    x, (inputs, targets) = passes.parameters.vector(), user.take(torch.arange(n), seed=0, step=0)
+    sides: dict[str, Callable[[], object]] = {
+        "plain gradient": lambda: passes.single(x, inputs, targets),
+        "clipped by layer": lambda: clipped_sum_by_layer(passes, x, inputs, targets, 1.0),
+        "clipped by vmap": lambda: clipped_sum(passes.each_example(x, inputs, targets), 1.0),
+        "private gradient": lambda: private.gradient(x, event=Event(1 / 8, 1.0)),
+    }
+    steps = {name: repeated(_done(side)) for name, side in sides.items()}
+    times = milliseconds(steps, device, given.seconds)
+    for name, each in times.items():
+        print(f"{name:18s} {sorted(each)[len(each) // 2]:8.2f} ms {ratio(each, times['plain gradient']):6.2f} x")
+
+
+def _done(side: Callable[[], object]) -> Callable[[], None]:
+    def step() -> None:
+        side()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

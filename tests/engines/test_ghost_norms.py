@@ -1,0 +1,96 @@
+"""Clipped sums by layer against a plain loop over examples, and which models are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coterie.engines.ghost_norms import MARGIN, clipped_sum_by_layer, takes
+from coterie.engines.in_process.passes import Passes
+
+N = 7
+CLASSES = nn.functional.cross_entropy
+Case = tuple[Callable[[], nn.Module], tuple[int, ...]]
+CASES: dict[str, Case] = {
+    "layers": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)), (6,)),
+    "images": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1, bias=False),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.Sequential(nn.Conv2d(4, 6, 2, groups=2, dilation=2), nn.AvgPool2d(2)),
+            nn.Flatten(),
+            nn.Linear(6, 3),
+        ),
+        (2, 8, 8),
+    ),
+    "large images": (
+        lambda: nn.Sequential(nn.Conv2d(1, 9, 5), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)),
+        (1, 8, 8),
+    ),
+    "sequences": (
+        lambda: nn.Sequential(nn.Linear(4, 20), nn.GELU(), nn.Linear(20, 5), nn.Flatten(), nn.Linear(30, 3)),
+        (6, 4),
+    ),
+}
+
+
+def batch(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(-1, 1, N).view(-1, *[1] * len(shape))
+    return torch.randn(N, *shape, generator=generator) * scale, torch.arange(N) % 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sum_is_a_plain_loops(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = CASES[name]
+    passes, (inputs, targets) = Passes(make(), CLASSES), batch(shape)
+    assert takes(passes)
+    x = passes.parameters.vector() * 1.1
+    rows = torch.stack([passes.single(x, inputs[[k]], targets[[k]])[0] for k in range(N)]).double()
+    norms = rows.norm(dim=1) * (1 + MARGIN)
+    clip = float(norms.median())
+    expected = (rows * (clip / norms.clamp(min=clip))[:, None]).sum(0)
+    torch.testing.assert_close(
+        clipped_sum_by_layer(passes, x, inputs, targets, clip), expected, rtol=1e-4, atol=1e-5
+    )
+    assert shape == inputs.shape[1:]
+    for k in range(N):
+        one = clipped_sum_by_layer(passes, x, inputs[[k]], targets[[k]], clip)
+        assert float(one.norm()) <= clip, "no example adds more"
+
+
+class Own(nn.Module):
+    """A model of one's own: what it does is not shown by its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mixed: Tensor = self.linear(inputs - inputs.mean(0))
+        return mixed
+
+
+SHARED = nn.Linear(6, 6)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (Own(), CLASSES),
+        (nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), CLASSES),
+        (nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Linear(6, 3)), CLASSES),
+        (nn.Sequential(nn.Linear(6, 3), nn.ReLU(inplace=True)), CLASSES),
+        (nn.Sequential(nn.Flatten(0), nn.Linear(6, 3)), CLASSES),
+        (nn.Sequential(SHARED, nn.Tanh(), SHARED), CLASSES),
+        (nn.Linear(6, 3), lambda output, y: 2 * CLASSES(output, y)),
+        (nn.Sequential(nn.Linear(6, 6).requires_grad_(requires_grad=False), nn.Linear(6, 3)), CLASSES),
+    ],
+)
+def test_only_what_cannot_mix_is_taken(model: nn.Module, loss: Callable[..., Tensor]) -> None:
+    assert not takes(Passes(model, loss))
