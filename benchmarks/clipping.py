@@ -1,7 +1,7 @@
 """The cost of a clipped sum over that of a plain gradient of the same batch, all sides timed in one run.
 
 The sides: a plain gradient; the clipped sum by layer (`engines/ghost_norms.py`); the same from every example's
-gradient by `vmap`; and a whole private gradient, with its noise and its random sample.
+gradient by `vmap`; the noise alone; and a whole private gradient, with its noise and its random sample.
 
     python benchmarks/clipping.py [--device cuda] [--threads 1] [--batch 32] [--seconds 20]
 """
@@ -23,6 +23,7 @@ from coterie.engines.private_gradients import PrivateGradients
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event
 from coterie.privacy.clipping import clipped_sum
+from coterie.privacy.randomness import normals
 
 
 def main() -> None:
@@ -44,6 +45,7 @@ def main() -> None:
         "plain gradient": lambda: passes.single(x, inputs, targets),
         "clipped by layer": lambda: clipped_sum_by_layer(passes, x, inputs, targets, 1.0),
         "clipped by vmap": lambda: clipped_sum(passes.each_example(x, inputs, targets), 1.0),
+        "noise": lambda: normals(len(x)),
         "private gradient": lambda: private.gradient(x, event=Event(1 / 8, 1.0)),
     }
     steps = {name: repeated(_done(side)) for name, side in sides.items()}
