@@ -68,8 +68,9 @@ def model(users: list[coterie.User], classes: int, hidden: int) -> nn.Module:
     """Return a linear model, or a network with a hidden layer."""
     torch.manual_seed(0)
     inputs = users[0].batch(1, seed=0, step=0)[0].numel()
-    layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes or 1)]
-    return nn.Sequential(nn.Flatten(), *(layers if hidden else [nn.Linear(inputs, classes or 1)]))
+    if not hidden:
+        return nn.Sequential(nn.Flatten(), nn.Linear(inputs, classes or 1))
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes or 1))
 
 
 def measured(name: str, hidden: int, rule: str, options: argparse.Namespace) -> dict[str, Any]:
