@@ -31,7 +31,7 @@ from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.peer import Peer
 from coterie.federation.job import write_job
-from coterie.federation.participants import LOG, lead_participant, peer_of
+from coterie.federation.participants import LOG, lead_participant, peer_of, responder_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
 from coterie.federation.watching import LOG as NVFLARE_LOG
@@ -202,6 +202,37 @@ def test_a_run_outlives_whatever_befalls_a_site(
     assert {"not of floating-point numbers", "of another step", "from another sender", "no answer"} <= set(lies)
     assert end.left_out["switzerland"]["no answer"] <= misses + 1
     assert end.left_out["switzerland"]["not waited for"] > 0
+
+
+@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+def test_masked_sums_with_keys_that_were_compared(tmp_path: Path, example: ModuleType) -> None:
+    """To the model of sites in this process that give plain gradients, but for rounding."""
+    folder = tmp_path / "trial"
+    options = ["--rule", "wga", "--alpha", "0.5", "--own-examples", "40", "--steps", "60", "--secure-sums"]
+    sites = example.set_up(folder, example.hospitals(None), "va", options)
+    kits = {site: folder / "sites" / site for site in sites}
+    keys = {site: responder_of(kit).identity.fingerprint for site, kit in kits.items()}
+    for site, kit in kits.items():
+        known = "".join(f'{other} = "{key}"\n' for other, key in keys.items() if other != site)
+        with (kit / "coterie.toml").open("a", encoding="utf-8") as file:
+            file.write(f"[sums]\npeers = 3\nshare = 0.5\n[sums.keys]\n{known}")
+    with example.started(*example.commands(folder, sites)):
+        subprocess.run([*example.COTERIE, "run", str(folder)], check=True, timeout=400)
+        shown = (kits[sites[0]] / "said.txt").read_text()
+    end = end_of(folder)
+    assert (end.step, end.left_out) == (60, {})
+    assert all(f"masked sums with {site}, whose key is {key}" in shown for site, key in keys.items())
+    settings = lead_settings(folder)
+    _, mine = lead_participant(folder, settings)
+    assert mine is not None
+    here = {site: site_in_this_process(kit, tmp_path / "here" / site) for site, kit in kits.items()}
+    plain = functools.partial(Flare, sites=LocalSites(here), names=sites)
+    knobs = {name: getattr(settings.training, name) for name in ("seed", "steps", "lr", "batch_size")}
+    inside = fit(mine, coterie.WeightedAveraging(0.5), "linear", tmp_path / "inside", engine=plain, **knobs)
+    assert inside is not None
+    found = torch.load(folder / "run" / "model.pt", weights_only=True)
+    for name, value in inside.model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
