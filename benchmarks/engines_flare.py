@@ -4,7 +4,8 @@ One job measures all sides in turns:
 
 - calls: a bare Collab call that sends x and gets an array of its size back, nothing else;
 - bare: the same with a gradient by plain autograd at each site and then at user 0, as a script without coterie;
-- ours: `Flare.gradients`, with the weights, the caps, the log of requests and the checks.
+- ours: `Flare.gradients`, with the weights, the caps, the log of requests and the checks;
+- masked: `SecureSums.gradients`, the same with every site's gradient under masks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from nvflare.fuel.flare_api.flare_api import new_secure_session
 from torch.nn.functional import mse_loss
 
 from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.messages import answer_message
+from coterie.engines.flare.responder import Responder
+from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.federation.job import LEAD_CLASS, SITE_CLASS, write_job
@@ -60,7 +62,7 @@ class Site:
     def __init__(self, d: int) -> None:
         torch.set_num_threads(1)
         self.model = Flat(d)
-        self.peer: Peer | None = None
+        self._responder: Responder | None = None
 
     @publish
     def echo(self, x: Any) -> Any:
@@ -75,12 +77,31 @@ class Site:
     @publish
     def gradients(self, request: Any) -> Any:
         """Answer as coterie's sites do."""
-        if self.peer is None:
+        return self.responder().gradients(request)
+
+    @publish
+    def offer(self) -> Any:
+        """Return a key for masked sums."""
+        return self.responder().offer()
+
+    @publish
+    def join(self, agreement: Any) -> Any:
+        """Take part in masked sums."""
+        return self.responder().join(agreement)
+
+    @publish
+    def part(self, request: Any) -> Any:
+        """Return the masked part of a sum."""
+        return self.responder().part(request)
+
+    def responder(self) -> Responder:
+        """Return what answers, made at the first request."""
+        if self._responder is None:
             mine = user(1)
             mine.name = str(collab.site_name)
             log = Path(collab.workspace.get_root_dir()) / "requests.jsonl"
-            self.peer = Peer(mine, Passes(self.model, mse_loss), log=log)
-        return answer_message(self.peer, "server", request)
+            self._responder = Responder(Peer(mine, Passes(self.model, mse_loss), log=log))
+        return self._responder
 
 
 class User0:
@@ -94,7 +115,8 @@ class User0:
         """Measure, and write the medians in milliseconds."""
         torch.set_num_threads(1)
         model, plain = Flat(self.d), Flat(self.d)
-        engine = Flare(model, mse_loss, user(0), sites=CollabSites(), names=NAMES, batch_size=4, timeout=60)
+        how: dict[str, Any] = {"sites": CollabSites(), "names": NAMES, "batch_size": 4, "timeout": 60}
+        engine, secure = Flare(model, mse_loss, user(0), **how), SecureSums(model, mse_loss, user(0), **how)
         x = Parameters(model).share()
         weights = dict.fromkeys(NAMES, 1 / PEERS)
 
@@ -107,10 +129,15 @@ class User0:
             found = engine.gradients(x, 0, weights)
             assert not found.left_out, found.left_out
 
+        def masked() -> None:
+            found = secure.gradients(x, 0, weights)
+            assert not found.left_out, found.left_out
+
         sides: dict[str, Callable[[], object]] = {
             "calls": lambda: list(collab.clients(timeout=60).echo(x.detach().numpy())),
             "bare": bare,
             "ours": ours,
+            "masked": masked,
         }
         steps = max(10, int(self.seconds / ROUNDS / len(sides) / (30e-3 if self.d < 100_000 else 250e-3)))
         times: dict[str, list[float]] = {name: [] for name in sides}

@@ -21,6 +21,7 @@ from coterie.engines.peer import Caps, Peer
 from coterie.errors import CoterieError, KnobError, MaskError
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import Agreement, Masks, digest_of, total
+from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
 from coterie.rules.streams import StreamAveraging
 
@@ -324,3 +325,27 @@ def test_what_is_not_an_agreement_is_a_typed_error() -> None:
     for wrong in wrongs:
         with pytest.raises(MaskError):
             Agreement.read(fine | wrong)
+
+
+def test_private_sites_add_their_noise_under_the_masks(tmp_path: Any) -> None:
+    people = users(3)
+    privacy = Privacy(epsilon=50.0, delta=1e-3, clip=1.0, noise=1.0)
+    peers = {
+        user.name: Peer(user, Passes(model(), LOSS), Caps(), tmp_path / user.name, privacy=privacy)
+        for user in people[1:]
+    }
+    made = engine(people, LocalSites(peers, SumsOnly()))
+    sums = [made.gradients(X, 0, tau_of(3)) for _ in range(2)]
+    assert [g.left_out for g in sums] == [{}, {}]
+    assert sums[0].peers is not None
+    assert sums[1].peers is not None
+    assert float((sums[0].peers - sums[1].peers).norm()) > 1e-3
+    assert all(peer.ledger.spent.total() == 2 for peer in peers.values())
+
+
+def test_points_in_half_precision_are_refused() -> None:
+    lead = CuriousLead()
+    site = lead.sites["peer 1"]
+    site.join(lead.agreement())
+    said = site.part(request(points=np.zeros((1, 12), np.int16)))  # zeros of bfloat16
+    assert said == {"refused": "a masked sum is of floating-point numbers, not rounded to 16 bits"}
