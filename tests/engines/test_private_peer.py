@@ -271,37 +271,40 @@ class TestRefusal:
 
 
 def test_a_kill_between_log_and_answer_never_loses_budget(tmp_path: Path) -> None:
-    log, most = tmp_path / "log", allowed()  # the accountant's answers are kept, and go to the children
+    slow = bool(os.environ.get("COTERIE_SLOW"))
+    log, event = tmp_path / "log", Event(1.0, 40.0 if slow else 16.0)
+    privacy = Privacy(1.5, DELTA, 1.0, event.noise)
+    most = Budget(1.5, DELTA).most({}, event, at_least=2000)  # what the accountant said is kept, also for children
 
     def killed_after_the_log() -> None:
-        site = peer(log)
+        site = peer(log, privacy)
         site._gradients = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
         site.answer(request())
 
     def answers_until_killed(write: int) -> None:
-        site = peer(log)
+        site = peer(log, privacy)
         while site.answer(request()).gradients is not None:
             os.write(write, b"x")
 
     assert ended(forked(killed_after_the_log)) == -signal.SIGKILL
-    assert peer(log).ledger.given == 1
+    assert peer(log, privacy).ledger.given == 1
     read, write = os.pipe()
     os.set_blocking(read, False)
     given, rng = 0, random.Random(0)
-    for _ in range(4):
+    for _ in range(200 if slow else 4):
         child = forked(lambda: answers_until_killed(write))
-        time.sleep(0.05 * rng.random())
+        time.sleep(0.1 * rng.random())
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with suppress(BlockingIOError):
             given += len(os.read(read, 9999))
         assert given <= Ledger(log).given - 1 <= most - 1
-    site = peer(log)
+    site = peer(log, privacy)
     while site.answer(request()).gradients is not None:
         given += 1
     assert Ledger(log).given == most
     assert given < most
-    assert peer(log).epsilon == epsilon_of({FULL: most}, DELTA)
+    assert peer(log, privacy).epsilon == epsilon_of({event: most}, DELTA)
 
 
 def test_processes_on_one_log_never_overspend(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Clipped sums without a gradient for each example: norms from layers' inputs and the gradients of their outputs.
 
 A layer's gradient for one example is a product of its input and the gradient of its output. The norm of a product
-can be had without the product. So one pass gives every example's norm, and a second way back, with each example's
-loss multiplied by what clips it, gives the sum.
+can be had without the product. So one pass gives every example's norm; and the products of all examples together,
+each multiplied by what clips it, give the sum.
 
 Only models that cannot mix examples are taken, as their classes show: sequences of layers that treat each example
 on its own. A test on a batch would not do: what is promised must hold for every batch.
@@ -49,18 +49,25 @@ def takes(passes: Passes) -> bool:
 def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, clip: float) -> Tensor:
     """Return the sum of clipped gradients of a batch, each of an example alone, of a model that it `takes`.
 
-    It is not finite where an example's gradient is not.
+    It may not be finite where an example's gradient is not.
     """
-    leaves = {name: view.requires_grad_() for name, view in passes.parameters.unflatten(x.detach()).items()}
+    parameters, total = passes.parameters, torch.empty_like(x)
+    leaves = {name: view.requires_grad_() for name, view in parameters.unflatten(x.detach()).items()}
+    views = {
+        id(p): view for p, view in zip(parameters.named.values(), parameters.unflatten(total).values(), strict=True)
+    }
     with full_precision():
         calls, output = _watched(passes.model, leaves, inputs)
         losses = _losses(passes, output, targets, n_rows(inputs))
-        gradients = torch.autograd.grad(losses.sum(), [call.output for call in calls], retain_graph=True)
-        each = zip(calls, gradients, strict=True)
+        gradients = torch.autograd.grad(losses.sum(), [call.output for call in calls])
+        each = list(zip(calls, gradients, strict=True))
         squares = [_SQUARES[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each]
-        norms = torch.stack(squares).sum(0).sqrt() * (1 + MARGIN)
-        parts = torch.autograd.grad(clip_factors(norms, clip) @ losses, list(leaves.values()))
-    return passes.parameters.flatten(parts).double()
+        factors = clip_factors(torch.stack(squares).sum(0).sqrt() * (1 + MARGIN), clip)
+        for call, gradient in each:
+            scaled = gradient * factors.view(-1, *[1] * (gradient.ndim - 1))
+            into = {kind: views[id(p)][None] for kind, p in call.layer.named_parameters(recurse=False)}
+            gradients_of(call.layer, call.inputs[None], scaled[None], into)
+    return total.double()
 
 
 @dataclass(frozen=True, eq=False)
