@@ -232,7 +232,11 @@ def test_a_site_says_which_sums_it_takes_part_in() -> None:
     stays = "in a job the sites of a sum and their weights stay: sites may be lost, not join"
     for other in (tau | {"peer_4": 0.3}, tau | {"peer_3": 0.2}):
         assert lead.joined(**other)[:3] == [stays] * 3
+    told = lead.agreement({name.replace("_", " "): weight for name, weight in tau.items()}, largest=1.0)
+    assert lead.sites["peer 1"].join(told) == {"refused": "in a job the largest entry of a sum stays"}
     assert lead.joined(**tau) == ["", "", ""]
+    lead.sites["peer 2"] = Responder(lead.sites["peer 2"].peer)  # one that takes its place
+    assert lead.joined(**tau)[0] == "in a job a site keeps the key that it is known by"
 
 
 def test_no_mask_is_used_twice_and_no_key_is_joined_twice() -> None:
@@ -241,6 +245,9 @@ def test_no_mask_is_used_twice_and_no_key_is_joined_twice() -> None:
     assert site.part(request()) == {"refused": "it has joined no sum"}
     assert "joined" in site.join(told)
     assert "part" in site.part(request())
+    work = {"count": 1, "lr": 0.1, "decay": 0.0, "add": np.full((1, 12), 15.9)}
+    said = site.part(request(round=2, work=work))
+    assert said == {"refused": "it adds gradients under masks, not steps of its own"}
     for again in (request(), request(step=1), request(round=0), request(round=True), request(round=2.0)):
         assert site.part(again) == {"refused": "the number of a round must be larger than the last"}
     assert site.join(told) == {"refused": "it has not offered this key"}

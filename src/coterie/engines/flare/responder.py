@@ -38,7 +38,7 @@ class Responder:
         self.peer, self.only_sums, self.sums = peer, sums is not None, sums or SumsOnly()
         self._private: Any = None  # the key of the offer that is open
         self._masks: Masks | None = None
-        self._weights: dict[str, float] | None = None  # those of the last sum that it took part in
+        self._last: Agreement | None = None  # what it has agreed to last
         self._round = -1
 
     def ready(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Responder:
             return self._refused(reason, caller, {})
         for site, offer in agreed.offers.items():
             self.peer.ledger.note(caller=caller, sum_with=site, fingerprint=offer.fingerprint)
-        self._masks, self._weights, self._round = masks, dict(agreed.weights), -1
+        self._masks, self._last, self._round = masks, agreed, -1
         return {"joined": agreed.digest.hex()}
 
     def part(self, request: Any, caller: str = "user 0") -> dict[str, Any]:
@@ -94,9 +94,12 @@ class Responder:
             return self._refused(reason, caller, request)
 
     def _next_round(self, request: Any) -> Masks:
-        at = request.get("round") if isinstance(request, dict) else None
+        fields = request if isinstance(request, dict) else {}
+        at = fields.get("round")
         if self._masks is None:
             raise MaskError("it has joined no sum")
+        if fields.get("work") is not None:  # what is added to a gradient would tell by refusals where it lies
+            raise MaskError("it adds gradients under masks, not steps of its own")
         if type(at) is not int or not self._round < at < 2**62:
             raise MaskError("the number of a round must be larger than the last")
         self._round = at
@@ -110,11 +113,20 @@ class Responder:
             raise MaskError("it has not offered this key")
         if not self.sums.allowed(torch.tensor([list(weights.values())], dtype=torch.float64)).item():
             raise MaskError(f"it gives {self.sums}")
-        before = self._weights
-        if before is not None and any(before.get(site) != weight for site, weight in weights.items()):
-            raise MaskError("in a job the sites of a sum and their weights stay: sites may be lost, not join")
         check_known(agreed.offers, self.sums.keys, me)
+        if self._last is not None:
+            _check_same_job(self._last, agreed)
 
     def _refused(self, reason: str, caller: str, request: Any) -> dict[str, Any]:
         step = request.get("step") if isinstance(request, dict) else None
         return {"refused": self.peer.refuse(reason, caller, step).refused}
+
+
+def _check_same_job(before: Agreement, agreed: Agreement) -> None:
+    """Refuse an agreement that is not the one before, less some sites: sums could be compared by it."""
+    if any(before.weights.get(site) != weight for site, weight in agreed.weights.items()):
+        raise MaskError("in a job the sites of a sum and their weights stay: sites may be lost, not join")
+    if before.largest != agreed.largest:  # refusals would tell how large its entries are
+        raise MaskError("in a job the largest entry of a sum stays")
+    if any(before.offers[site].identity != offer.identity for site, offer in agreed.offers.items()):
+        raise MaskError("in a job a site keeps the key that it is known by")
