@@ -19,7 +19,7 @@ from coterie.engines.torch_distributed.group import Group, in_short, join, notin
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
 from coterie.engines.torch_distributed.wire import Wire
-from coterie.errors import CoterieError, PeerLost, printable
+from coterie.errors import CoterieError, PeerLost, blaming, printable
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
@@ -137,7 +137,8 @@ class _Worker:
                 self.peer.refuse(f"it gives {self.sums_only}", step=step)
         if asked.any():
             request = self._request(step, asked)
-            reply = self.peer.answer(request)
+            with blaming("the model or the loss"):
+                reply = self.peer.answer(request)
             self.answered += 0 if reply.gradients is None else request.gradients
         ended = time.perf_counter()
         seconds = (ended - began, began - self.since)
