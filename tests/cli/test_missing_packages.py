@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coterie.cli import app
+from coterie.registry import IMPORTS
 
 
 @pytest.fixture
@@ -23,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     startup.mkdir(parents=True)
     (startup / "fed_server.json").write_text("{}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(IMPORTS, "")  # which `--import` adds to, and later tests' processes would inherit
     return tmp_path
 
 

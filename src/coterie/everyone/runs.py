@@ -93,8 +93,8 @@ class Runs:
             >>> rule = coterie.WeightedAveraging(alpha=0.5)
             >>> runs = coterie.train_everyone(torch.nn.Linear(4, 1), loss, users[:2], rule, lr=0.1, steps=50)
             >>> runs = runs.join(users[2], steps=5)
-            >>> runs.began_from, sorted(runs.models)
-            ({'Chur': 'the pooled model'}, ['Basel', 'Bern', 'Chur'])
+            >>> list(runs.began_from), sorted(runs.models)
+            (['Chur'], ['Basel', 'Bern', 'Chur'])
         """
         from coterie.everyone.newcomer import joined
 
