@@ -295,9 +295,10 @@ def test_a_peer_whose_model_fails_is_named_with_its_error() -> None:
         with pytest.raises(RuntimeError, match="out of luck"):
             serve(Fails(*plain()), *rest)  # type: ignore[misc]  # a Sequential
 
+    said = r"lost 'peer 3' \(rank 3: the model or the loss raised RuntimeError: out of luck\)"
     with (
         processes.torch_distributed([serve, serve, failing]) as engine,
-        pytest.raises(PeerLost, match=r"lost 'peer 3' \(rank 3: the model or the loss raised RuntimeError: out of luck\)") as caught,
+        pytest.raises(PeerLost, match=said) as caught,
     ):
         trained(engine, plain(), RULES[0])
     assert caught.value.peers == ("peer 3",)
