@@ -8,7 +8,7 @@ demo: $(READY)
 	$(BIN)/coterie demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal  # three: some wait for processes
 
 check: $(READY)
 	$(BIN)/ruff format --check .

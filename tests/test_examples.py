@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.test_extending import REGISTRIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,12 +25,12 @@ def run(path: Path, folder: Path) -> str:
     return result.stdout
 
 
-SLOW = {"cluster", "consortium", "adapter"}  # have tests of their own
+TESTED = {"cluster", "consortium", "adapter", "own_loop"}  # have tests of their own
 
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in SLOW],
+    [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in TESTED],
     ids=lambda path: path.stem,
 )
 def test_example(path: Path, tmp_path: Path) -> None:
@@ -52,13 +53,13 @@ def test_own_loop_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_python_blocks(page: Path, tmp_path: Path) -> None:
+def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     blocks = [block for block in blocks if ">>>" not in block]  # the others run as doctests
-    if blocks:
-        script = tmp_path / "blocks.py"
-        script.write_text("\n".join(blocks), encoding="utf-8")
-        run(script, tmp_path)
+    for registry in REGISTRIES:  # what a page registers is forgotten
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(blocks), page.name, "exec"), {"__name__": "__main__"})  # noqa: S102  # our own text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
