@@ -23,10 +23,11 @@ import pandas as pd
 import torch
 
 import coterie
+from coterie.engines.caps import Caps
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer import Peer
 from coterie.tables import models
 
 RULES: dict[str, Any] = {

@@ -20,10 +20,12 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import coterie
 from coterie import User
+from coterie.engines.caps import Caps
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Caps, Peer, Reply, Request
+from coterie.engines.peer import Peer
+from coterie.engines.requests import Reply, Request
 from coterie.engines.torch_distributed.engine import TorchDistributed, serve
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.sums import SumsOnly

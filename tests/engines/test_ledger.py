@@ -14,10 +14,12 @@ from tests.support.processes import ended, forked
 from torch import nn
 
 import coterie
+from coterie.engines.caps import Caps
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger, kept_secret, read_secret
 from coterie.engines.own_draws import OwnDraws
-from coterie.engines.peer import Caps, Peer, Request
+from coterie.engines.peer import Peer
+from coterie.engines.requests import Request
 from coterie.errors import FileError, KnobError
 
 N, WIDTH = 100, 40

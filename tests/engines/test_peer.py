@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 import coterie
+from coterie.engines.caps import Caps, clipped
 from coterie.engines.flare.messages import answer_message
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Caps, Peer, Request, clipped, to_array
+from coterie.engines.peer import Peer
+from coterie.engines.requests import Request, to_array
 from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
 

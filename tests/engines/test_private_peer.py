@@ -22,6 +22,7 @@ from tests.support.processes import ended, forked, torch_distributed
 from torch import Tensor, nn
 
 import coterie
+from coterie.engines.caps import Caps
 from coterie.engines.engine import LocalWork
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.messages import answer_message
@@ -29,8 +30,9 @@ from coterie.engines.flare.sites import LocalSites
 from coterie.engines.ghost_norms import MARGIN
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger
-from coterie.engines.peer import Caps, Peer, Request
+from coterie.engines.peer import Peer
 from coterie.engines.private_gradients import PrivateGradients
+from coterie.engines.requests import Request
 from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import DataError, FileError, KnobError, ModelError
 from coterie.privacy import Privacy

@@ -22,10 +22,12 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.data import Preparation
+from coterie.engines.caps import Caps
 from coterie.engines.flare.responder import Responder
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Caps, Peer, Request
+from coterie.engines.peer import Peer
+from coterie.engines.requests import Request
 from coterie.errors import CoterieError, DataError, FileError, KnobError
 from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up

@@ -24,12 +24,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is t
 from torch.nn.functional import cross_entropy
 
 import coterie
+from coterie.engines.caps import Caps
 from coterie.engines.flare.messages import answer_message, read_reply
 from coterie.engines.flare.responder import Responder
 from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer import Peer
 from coterie.engines.torch_distributed.group import Group
 from coterie.engines.torch_distributed.hellos import HELLO, check_hellos, strictest
 from coterie.engines.torch_distributed.request import Ask

@@ -7,7 +7,7 @@ import typer
 from typer import Option
 
 from coterie.data.reading import read_rows
-from coterie.engines.peer import Caps
+from coterie.engines.caps import Caps
 from coterie.engines.torch_distributed.engine import join
 from coterie.privacy.sums import SumsOnly
 from coterie.tables import cluster

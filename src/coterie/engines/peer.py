@@ -8,22 +8,22 @@ import functools
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.engines.caps import Caps, clipped
 from coterie.engines.engine import LocalWork
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.ledger import Ledger, kept_secret
 from coterie.engines.own_draws import OwnDraws, secret_bytes, secret_number
 from coterie.engines.private_gradients import PrivateGradients
+from coterie.engines.requests import Reply, Request
 from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
@@ -34,90 +34,8 @@ from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
 from coterie.users.trees import Tree
 from coterie.users.user import User
 
-MAX_STEP = 2**62
-"""The steps that can be asked for end here, far beyond any run."""
-
-MAX_STREAMED = 2**20
-"""How many new examples a stream may be asked for at once."""
-
-MAX_POINTS = 16
-"""At how many points one request may ask for gradients."""
-
-MAX_LOCAL_STEPS = 1024
-"""How many steps of its own a peer takes for one request."""
-
 GradientAt: TypeAlias = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """What gives a gradient at a point, with the model's buffers there."""
-
-
-@dataclass(frozen=True)
-class Caps:
-    """What a peer gives at most.
-
-    Args:
-        gradients: how many gradients in all, over every run that its log knows of; no limit when None.
-        norm: the norm that a gradient is clipped to; not clipped when None.
-        examples: how many examples must be behind a gradient.
-
-    Example:
-        >>> Caps(gradients=1000, norm=1.0, examples=20)
-        Caps(gradients=1000, norm=1.0, examples=20)
-    """
-
-    gradients: int | None = None
-    norm: float | None = None
-    examples: int = 1
-
-    def __post_init__(self) -> None:
-        counts = {"gradients": 0 if self.gradients is None else self.gradients, "examples": self.examples}
-        for name, least in (("gradients", 0), ("examples", 1)):
-            if not isinstance(counts[name], int) or counts[name] < least:
-                raise KnobError(f"`{name}` must be a whole number, at least {least}, got {counts[name]!r}")
-        if self.norm is not None and not (isinstance(self.norm, int | float) and self.norm > 0):
-            raise KnobError(f"`norm` must be positive, got {self.norm!r}")
-
-    def in_words(self) -> str:
-        """Return the caps in words.
-
-        Example:
-            >>> Caps(gradients=1000, examples=20).in_words()
-            '1000 gradients in all, of any norm, each of 20 examples or more'
-        """
-        count = "any number of" if self.gradients is None else str(self.gradients)
-        norm = "of any norm" if self.norm is None else f"clipped to norm {self.norm:g}"
-        return f"{count} gradients in all, {norm}, each of {self.examples} examples or more"
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What user 0 asks of a peer: the gradient at each of some points, all on the batch of (seed, user, step).
-
-    With `work`, the peer takes steps of its own from each point, and gives its displacement over their size.
-    """
-
-    points: Tensor  # of shape (P, d)
-    step: int
-    seed: int
-    batch_size: int  # all examples where the peer has fewer
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    """User 0's, where the peer's model may have others: a row for each point, or one for all."""
-    frozen: str | None = None  # `frozen_digest` of user 0's model; not compared when None
-    work: LocalWork | None = None  # steps from each point, on the batches of this step and those after it
-
-    @property
-    def gradients(self) -> int:
-        """How many gradients are behind the answer, all of which count."""
-        return len(self.points) * (1 if self.work is None else self.work.count)
-
-
-@dataclass(frozen=True, eq=False)
-class Reply:
-    """What a peer answers: a gradient for each point, clipped, or why all are refused."""
-
-    gradients: Tensor | None = None  # of shape (P, d)
-    refused: str | None = None
-    seconds: float = 0.0
-    examples: int | None = None  # about how many the peer has; None for a stream
 
 
 class Peer:
@@ -319,43 +237,11 @@ class Peer:
 
     def _misfit(self, request: Request) -> str | None:
         """Return what does not fit this peer's model, if anything does not."""
-        size = self.passes.parameters.size
-        points = request.points
-        if points.ndim != 2 or not len(points) or points.shape[1] != size or not points.is_floating_point():
-            return f"a point must be {size} finite floating-point numbers"
-        if len(points) > MAX_POINTS:
-            return f"it answers at {MAX_POINTS} points at most"
-        if wrong := self._wrong_numbers(request) or self._wrong_work(request):
+        size, model = self.passes.parameters.size, self.passes.model
+        if wrong := request.misfit(model, size, streamed=self.user.is_stream):
             return wrong
-        if request.buffers:
-            ours = dict(self.passes.model.named_buffers())
-            for name, rows in request.buffers.items():
-                if name not in ours or rows.shape not in [(n, *ours[name].shape) for n in (1, len(points))]:
-                    return "its model has other buffers"
         if request.frozen is not None and request.frozen != self.frozen:
             return "its model has other frozen parameters"
-        return None
-
-    def _wrong_numbers(self, request: Request) -> str | None:
-        """Return what is wrong with the step, the seed or the size of the batch, if anything is."""
-        if not 0 <= request.step < MAX_STEP or request.batch_size < 1 or not -(2**63) <= request.seed < 2**64:
-            return "step, seed and batch size must be whole numbers"
-        if self.user.is_stream and request.batch_size > MAX_STREAMED:
-            return f"it draws {MAX_STREAMED} examples at most"
-        return None
-
-    def _wrong_work(self, request: Request) -> str | None:
-        """Return what is wrong with the steps that it is to take, if anything is."""
-        work = request.work
-        if work is None:
-            return None
-        if not 1 <= work.count <= MAX_LOCAL_STEPS:
-            return f"it takes 1 to {MAX_LOCAL_STEPS} steps of its own"
-        most = torch.finfo(request.points.dtype).max
-        if not (0 < work.lr < most and 0 <= work.decay < most):
-            return "step size and decay must be finite numbers, not below 0"
-        if work.add is not None and (work.add.shape != request.points.shape or not work.add.isfinite().all()):
-            return "what is added must be finite numbers like the points"
         return None
 
     def _exceeded_cap(self, request: Request) -> str | None:
@@ -430,20 +316,3 @@ class Peer:
 
     def _note(self, caller: str, step: object, **what: Any) -> None:
         self.ledger.note(caller=caller, step=repr(step), **what)
-
-
-def clipped(gradient: Tensor, max_norm: float | None) -> tuple[Tensor, float]:
-    """Return a gradient of at most this norm, and the norm it had; not finite where an entry is not."""
-    norm, scale = float(gradient.norm()), 1.0
-    if not math.isfinite(norm) and bool(gradient.isfinite().all()):  # the squares overflow
-        scale = float(gradient.abs().max())
-        norm = float((gradient / scale).double().norm())
-    if max_norm is None or not math.isfinite(norm) or norm * scale <= max_norm:
-        return gradient, norm * scale
-    return gradient / scale * (max_norm / norm), norm * scale
-
-
-def to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return a copy of a tensor as an array that can be sent."""
-    plain = tensor.detach().cpu()
-    return np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())  # NumPy has no bfloat16

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from coterie.data import Preparation, read_table
-from coterie.engines.peer import Caps
+from coterie.engines.caps import Caps
 from coterie.errors import KnobError
 from coterie.federation import manifest
 from coterie.federation.lead import planned_gradients

@@ -21,7 +21,7 @@ from coterie.arguments import (
     one_of,
     whole,
 )
-from coterie.engines.peer import Caps
+from coterie.engines.caps import Caps
 from coterie.errors import KnobError
 from coterie.privacy import Privacy
 from coterie.privacy.sums import SumsOnly

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from coterie.engines.peer import Caps
+from coterie.engines.caps import Caps
 from coterie.federation.participants import LOG as REQUESTS
 
 LOG = "nvflare.log"

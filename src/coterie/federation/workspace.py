@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.engines.peer import MAX_POINTS
+from coterie.engines.requests import MAX_POINTS
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import EXECUTOR, SITE_CLASS
 from coterie.federation.manifest import CERTIFICATES, Kit

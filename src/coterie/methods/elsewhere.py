@@ -9,7 +9,7 @@ from torch import Tensor
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Answers, Engine, LocalWork, Question
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.peer import MAX_POINTS
+from coterie.engines.requests import MAX_POINTS
 from coterie.methods.clients import Clients, Pull, losses_held_out
 from coterie.recording.costs import Costs
 from coterie.users.user import User

@@ -13,11 +13,12 @@ from tests.support import fuzz
 from torch import Tensor, nn
 
 import coterie
+from coterie.engines.caps import Caps
 from coterie.engines.flare.responder import Responder
 from coterie.engines.flare.secure_sums import MASKED, SecureSums
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer import Peer
 from coterie.errors import CoterieError, KnobError, MaskError
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import Agreement, Masks, digest_of, total

@@ -15,7 +15,7 @@ from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.flare.messages import pack_request, read_reply, request_bytes
 from coterie.engines.flare.sites import Replies, Sites
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.peer import Request
+from coterie.engines.requests import Request
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, is_finite

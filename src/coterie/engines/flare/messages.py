@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from coterie.engines.engine import LocalWork
-from coterie.engines.peer import Peer, Request, to_array
+from coterie.engines.peer import Peer
+from coterie.engines.requests import Request, to_array
 from coterie.errors import printable
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.masks import N_CHECKS, Words

@@ -13,7 +13,7 @@ from coterie.engines.engine import Capabilities
 from coterie.engines.flare.messages import pack_request, read_part, request_bytes
 from coterie.engines.flare.sites import Replies, Sites
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.peer import Request
+from coterie.engines.requests import Request
 from coterie.errors import KnobError, MaskError, printable
 from coterie.gradients.gradients import Gradients, complete
 from coterie.gradients.trained_part import frozen_digest

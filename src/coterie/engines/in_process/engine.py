@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.arguments import COUNT, SEED
+from coterie.engines.caps import Caps
 from coterie.engines.engine import NOT_IN_MEMORY, Answers, Capabilities, LocalWork, Question
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.cpu_threads import operations
@@ -20,7 +21,8 @@ from coterie.engines.in_process.model_support import check_classes, probe
 from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn, with_own
 from coterie.engines.in_process.side_stream import side_stream
-from coterie.engines.peer import Caps, Peer, Request
+from coterie.engines.peer import Peer
+from coterie.engines.requests import Request
 from coterie.errors import KnobError
 from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite

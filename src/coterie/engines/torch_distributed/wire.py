@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coterie.engines.engine import Question
-from coterie.engines.peer import Reply
+from coterie.engines.requests import Reply
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.engines.torch_distributed.request import Ask, PackedRequest, laid_out
 from coterie.engines.torch_distributed.seal import TAG_BYTES, Seal

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from coterie.engines.caps import Caps
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.peer import MAX_POINTS, Caps, Peer, Reply, Request
+from coterie.engines.peer import Peer
+from coterie.engines.requests import MAX_POINTS, Reply, Request
 from coterie.engines.rounding import HALVES
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
