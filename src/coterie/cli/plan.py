@@ -1,7 +1,7 @@
 """`coterie plan`: what the theory advises for a problem whose constants are known, or measured."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from coterie import theory
 from coterie.cli import terminal
+from coterie.cli.options.groups import grouped
 from coterie.cli.terminal import record_of, rich_table
 from coterie.errors import DataError, KnobError
 from coterie.recording.record import Record
@@ -28,40 +29,57 @@ from coterie.theory.estimates import Estimates
 NEEDED = ("n_peers", "noise", "bias_floor", "hessian_gap", "smoothness", "pl", "initial_gap")
 
 
-def plan(
+@dataclass
+class Measured:
+    """Where the constants are measured."""
+
     run: Annotated[
         Path | None, Argument(metavar="[RUN]", help="A run's folder or record, whose measured constants are taken.")
-    ] = None,
-    *,
+    ] = None
     data: Annotated[
         Path | None, Option(help="A table to measure the constants on, as `coterie train` reads it.")
-    ] = None,
-    user_column: Annotated[str, Option(help="With --data: the column that says whose row it is.")] = "",
-    target: Annotated[str, Option(help="With --data: the column to predict.")] = "",
-    me: Annotated[str, Option(help="With --data: which user is user 0.")] = "",
-    model: Annotated[str, Option(help="With --data: linear, mlp, or module.path:factory.")] = "linear",
-    n_peers: Annotated[int | None, Option(help="N, the number of peers.")] = None,
-    noise: Annotated[float | None, Option(help="σ_0, the standard deviation of the own gradient noise.")] = None,
-    bias_floor: Annotated[
-        float | None, Option(help="ζ, the peers' bias where your objective is stationary.")
-    ] = None,
-    bias_growth: Annotated[
-        float | None, Option(help="m, how their squared bias grows with ‖∇f_0‖²; else 0.")
-    ] = None,
-    hessian_gap: Annotated[float | None, Option(help="δ, how much the peers' Hessians differ from yours.")] = None,
-    smoothness: Annotated[float | None, Option(help="L, the smoothness of your objective.")] = None,
-    pl: Annotated[float | None, Option(help="μ, its Polyak-Łojasiewicz constant, at most L.")] = None,
-    steps: Annotated[int | None, Option(help="T, the number of steps; else the run's, or 1000.")] = None,
-    initial_gap: Annotated[float | None, Option(help="F_0, the loss at the start above the least.")] = None,
-    peer_noise: Annotated[float | None, Option(help="σ_k of one peer; as --noise if left out.")] = None,
-    alpha: Annotated[float | None, Option(help="α for WGA; the best if left out.")] = None,
+    ] = None
+    user_column: Annotated[str, Option(help="With --data: the column that says whose row it is.")] = ""
+    target: Annotated[str, Option(help="With --data: the column to predict.")] = ""
+    me: Annotated[str, Option(help="With --data: which user is user 0.")] = ""
+    model: Annotated[str, Option(help="With --data: linear, mlp, or module.path:factory.")] = "linear"
+
+
+@dataclass
+class Given:
+    """Constants that are given."""
+
+    n_peers: Annotated[int | None, Option(help="N, the number of peers.")] = None
+    noise: Annotated[float | None, Option(help="σ_0, the standard deviation of the own gradient noise.")] = None
+    peer_noise: Annotated[float | None, Option(help="σ_k of one peer; as --noise if left out.")] = None
+    bias_floor: Annotated[float | None, Option(help="ζ, the peers' bias where your objective is stationary.")] = (
+        None
+    )
+    bias_growth: Annotated[float | None, Option(help="m, how their squared bias grows with ‖∇f_0‖²; else 0.")] = (
+        None
+    )
+    hessian_gap: Annotated[float | None, Option(help="δ, how much the peers' Hessians differ from yours.")] = None
+    smoothness: Annotated[float | None, Option(help="L, the smoothness of your objective.")] = None
+    pl: Annotated[float | None, Option(help="μ, its Polyak-Łojasiewicz constant, at most L.")] = None
+    initial_gap: Annotated[float | None, Option(help="F_0, the loss at the start above the least.")] = None
+
+
+@dataclass
+class Asked:
+    """What is asked."""
+
+    steps: Annotated[int | None, Option(help="T, the number of steps; else the run's, or 1000.")] = None
+    alpha: Annotated[float | None, Option(help="α for WGA; the best if left out.")] = None
     exchange_cost: Annotated[
         float | None,
         Option(min=0.0, help="R, what an exchange costs in gradients: also say how often to exchange."),
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
-    out: Annotated[Path | None, Option(help="Folder for a page with sliders and the gain-factor picture.")] = None,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False
+    out: Annotated[Path | None, Option(help="Folder for a page with sliders and the gain-factor picture.")] = None
+
+
+@grouped
+def plan(measured: Measured, given: Given, asked: Asked) -> None:
     """Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound.
 
     The constants are given by options, or measured: by a run (`coterie plan RUN`), or now, on a table (--data). An
@@ -69,49 +87,68 @@ def plan(
 
     Example: coterie plan run --steps 5000 --out plan
     """
-    given: dict[str, Any] = {
-        "n_peers": n_peers, "noise": noise, "peer_noise": peer_noise, "bias_floor": bias_floor,
-        "bias_growth": bias_growth, "hessian_gap": hessian_gap, "smoothness": smoothness, "pl": pl,
-        "initial_gap": initial_gap,
-    }  # fmt: skip
-    given = {name: value for name, value in given.items() if value is not None}
-    if run is not None:
-        record = record_of(run)
-        steps = record.configuration.steps if steps is None else steps
-        given = _alike(_estimates(record, run), steps) | given
-    elif data is not None:
-        from coterie.tables.measure import measured
+    problem, steps = _problem(measured, given, asked.steps)
+    choices = theory.plan(problem, steps, asked.alpha)
+    if asked.as_json:
+        _print_json(problem, steps, choices, asked.exchange_cost)
+    else:
+        _print_tables(problem, steps, choices, asked.exchange_cost)
+    if asked.out is not None:
+        from coterie.reporting.plan_page import write_plan_page
 
+        page = write_plan_page(asked.out, problem, steps)
+        typer.echo(f"wrote {page}, and the picture as PNG and PDF beside it", err=True)
+
+
+def _problem(measured: Measured, given: Given, steps: int | None) -> tuple[theory.Constants, int]:
+    """Return the constants, a given one before a measured one, and the number of steps."""
+    constants: dict[str, Any] = {}
+    if measured.run is not None:
+        record = record_of(measured.run)
+        steps = record.configuration.steps if steps is None else steps
+        constants = _alike(_estimates(record, measured.run), steps)
+    elif measured.data is not None:
         steps = 1000 if steps is None else steps
-        given = (
-            _alike(measured(data, user_column=user_column, target=target, me=me, model=model, steps=steps), steps)
-            | given
-        )
-    if missing := [name for name in NEEDED if name not in given]:
+        constants = _alike(_on_table(measured.data, measured, steps), steps)
+    constants |= {name: value for name, value in asdict(given).items() if value is not None}
+    if missing := [name for name in NEEDED if name not in constants]:
         raise KnobError(
             f"`--{missing[0].replace('_', '-')}` is missing; give it, or a run whose constants were measured"
         )
-    problem, steps = theory.Constants(**given), 1000 if steps is None else steps
-    choices = theory.plan(problem, steps, alpha)
-    rows = {name: numbers(choice) for name, choice in choices.items()}
-    fewer = {} if exchange_cost is None else exchange_choices(problem, steps, exchange_cost)
-    if as_json:
-        shown = {"exchanges": {kind: asdict(one) for kind, one in fewer.items()}} if fewer else {}
-        typer.echo(json.dumps({**rows, **shown}, indent=2))
-    else:
-        console = terminal.console()
-        console.print(rich_table(None, [cells(name, row) for name, row in rows.items()], note(rows)))
-        for sentence in verdict(problem, choices, steps):
-            console.print(sentence, highlight=False)
-        if exchange_cost is not None:
-            title = f"In the time of {steps} steps with an exchange each"
-            console.print(rich_table(title, exchange_cells(problem, steps, exchange_cost)))
-            console.print(exchange_sentence(fewer, exchange_cost), highlight=False)
-    if out is not None:
-        from coterie.reporting.plan_page import write_plan_page
+    return theory.Constants(**constants), 1000 if steps is None else steps
 
-        page = write_plan_page(out, problem, steps)
-        typer.echo(f"wrote {page}, and the picture as PNG and PDF beside it", err=True)
+
+def _on_table(data: Path, roles: Measured, steps: int) -> Estimates:
+    from coterie.tables.measure import measured
+
+    columns = {"user_column": roles.user_column, "target": roles.target, "me": roles.me}
+    return measured(data, **columns, model=roles.model, steps=steps)
+
+
+def _print_json(
+    problem: theory.Constants, steps: int, choices: dict[str, theory.Choice], exchange_cost: float | None
+) -> None:
+    shown: dict[str, Any] = {name: numbers(choice) for name, choice in choices.items()}
+    if exchange_cost is not None:
+        fewer = exchange_choices(problem, steps, exchange_cost)
+        shown["exchanges"] = {kind: asdict(one) for kind, one in fewer.items()}
+    typer.echo(json.dumps(shown, indent=2))
+
+
+def _print_tables(
+    problem: theory.Constants, steps: int, choices: dict[str, theory.Choice], exchange_cost: float | None
+) -> None:
+    console = terminal.console()
+    rows = {name: numbers(choice) for name, choice in choices.items()}
+    console.print(rich_table(None, [cells(name, row) for name, row in rows.items()], note(rows)))
+    for sentence in verdict(problem, choices, steps):
+        console.print(sentence, highlight=False)
+    if exchange_cost is not None:
+        title = f"In the time of {steps} steps with an exchange each"
+        console.print(rich_table(title, exchange_cells(problem, steps, exchange_cost)))
+        console.print(
+            exchange_sentence(exchange_choices(problem, steps, exchange_cost), exchange_cost), highlight=False
+        )
 
 
 def _estimates(record: Record, run: Path) -> Estimates:
