@@ -10,7 +10,8 @@ Every side takes its turn in the same processes. For torch.distributed (gloo):
 - ours: `TorchDistributed.gradients`, with the weights, the notes and the checks; and with `gather`.
 
 For NVFLARE, over mutual TLS, in one job (`engines_flare.py`): a bare Collab call that sends x and gets as much
-back; the same with gradients by plain autograd; `Flare.gradients`; `SecureSums.gradients`, masked.
+back; the same with gradients by plain autograd; `Flare.gradients`; the same with
+`secure_sums`.
 
 The model has d parameters and next to no arithmetic, so that what is compared is the exchange. Another engine joins
 by a function in `ENGINES` that measures it beside its own bare call.

@@ -5,7 +5,7 @@ One job measures all sides in turns:
 - calls: a bare Collab call that sends x and gets an array of its size back, nothing else;
 - bare: the same with a gradient by plain autograd at each site and then at user 0, as a script without coterie;
 - ours: `Flare.gradients`, with the weights, the caps, the log of requests and the checks;
-- masked: `SecureSums.gradients`, the same with every site's gradient under masks.
+- masked: the same with `secure_sums`, with every site's gradient under masks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from torch.nn.functional import mse_loss
 
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.responder import Responder
-from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.federation.job import LEAD_CLASS, SITE_CLASS, write_job
@@ -116,7 +115,7 @@ class User0:
         torch.set_num_threads(1)
         model, plain = Flat(self.d), Flat(self.d)
         how: dict[str, Any] = {"sites": CollabSites(), "names": NAMES, "batch_size": 4, "timeout": 60}
-        engine, secure = Flare(model, mse_loss, user(0), **how), SecureSums(model, mse_loss, user(0), **how)
+        engine, secure = (Flare(model, mse_loss, user(0), secure_sums=masked, **how) for masked in (False, True))
         x = Parameters(model).share()
         weights = dict.fromkeys(NAMES, 1 / PEERS)
 

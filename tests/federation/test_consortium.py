@@ -211,7 +211,7 @@ def test_masked_sums_with_keys_that_were_compared(tmp_path: Path, example: Modul
     options = ["--rule", "wga", "--alpha", "0.5", "--own-examples", "40", "--steps", "60", "--secure-sums"]
     sites = example.set_up(folder, example.hospitals(None), "va", options)
     kits = {site: folder / "sites" / site for site in sites}
-    keys = {site: responder_of(kit).identity.fingerprint for site, kit in kits.items()}
+    keys = {site: responder_of(kit).peer.identity.fingerprint for site, kit in kits.items()}
     for site, kit in kits.items():
         known = "".join(f'{other} = "{key}"\n' for other, key in keys.items() if other != site)
         with (kit / "coterie.toml").open("a", encoding="utf-8") as file:

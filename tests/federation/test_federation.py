@@ -195,9 +195,9 @@ def test_user_0_leads_with_sites_that_give_masked_sums_only(folder: Path, tmp_pa
         record = coterie.Record.load(place / RUN / "record.jsonl")
         assert (record.end.step, record.end.left_out) == (20, {})
         found[masked] = torch.load(place / RUN / "model.pt", weights_only=True)
-    assert sites.responders["basel"].identity.fingerprint in (kits[1] / "requests.jsonl").read_text()
+    assert sites.responders["basel"].peer.identity.fingerprint in (kits[1] / "requests.jsonl").read_text()
     said = CliRunner().invoke(app, ["federate", "check", str(kits[0])]).output
-    assert sites.responders["basel"].identity.fingerprint in said
+    assert sites.responders["basel"].peer.identity.fingerprint in said
     for name in found[False]:
         torch.testing.assert_close(found[True][name], found[False][name], rtol=0, atol=1e-4)
 

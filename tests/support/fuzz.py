@@ -25,9 +25,9 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.engines.caps import Caps
+from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.messages import answer_message, read_reply
 from coterie.engines.flare.responder import Responder
-from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
@@ -247,7 +247,7 @@ def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
                 replies["a"] = _message(replies["a"], rng)
             return LocalReplies(replies)
 
-    def step(engine: SecureSums, k: int) -> None:
+    def step(engine: Flare, k: int) -> None:
         g = engine.gradients(torch.zeros(engine.own.parameters.size), k, dict.fromkeys("abcd", 0.25))
         assert g.peers is not None
         assert g.peers.isfinite().all()
@@ -257,7 +257,9 @@ def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
 
     for _ in range(n):
         peers = {name: Peer(user(name), Passes(model(), cross_entropy)) for name in "abcd"}
-        made = SecureSums(model(), cross_entropy, user("me"), sites=Odd(peers), names="abcd", batch_size=8)
+        made = Flare(
+            model(), cross_entropy, user("me"), sites=Odd(peers), names="abcd", batch_size=8, secure_sums=True
+        )
         for at in range(2):
             found[_counted(lambda made=made, at=at: step(made, at))] += 1  # type: ignore[misc]
     return found

@@ -166,7 +166,7 @@ def _checked(folder: Path) -> tuple[Any, Any]:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
     if responder.only_sums:
         typer.echo(f"given only under masks: {responder.sums}")
-        typer.echo(f"its key has the fingerprint {responder.identity.fingerprint}, to tell the other sites")
+        typer.echo(f"its key has the fingerprint {responder.peer.identity.fingerprint}, to tell the other sites")
     if size != kit.size:
         raise KnobError(
             f"your model has {size} numbers, user 0's ({kit.model}) {kit.size}; name the same in [model]"

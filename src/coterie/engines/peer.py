@@ -28,6 +28,7 @@ from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
 from coterie.privacy.accountant import MAX_KINDS, Budget, Event, dp_accounting_packages, epsilon_of
+from coterie.privacy.keys import Identity
 from coterie.privacy.privacy import Privacy
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
@@ -147,9 +148,11 @@ class Peer:
         terms = {"willing": left is None or left > 0, "left": left, "examples": self.caps.examples}
         return terms if self._private is None else terms | {"promises": self._private.privacy.in_words()}
 
-    def secret_for(self, purpose: str) -> bytes | None:
-        """Return 32 secret bytes for a purpose, the same as long as the secret is kept; None without caps."""
-        return None if self._secret is None else secret_bytes(self._secret, purpose)
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """By what other peers know it in masked sums: the same in all runs where caps and log keep its secret."""
+        kept = self._secret
+        return Identity(self.user.name, None if kept is None else secret_bytes(kept, "identity in masked sums"))
 
     def answer(self, request: Request, caller: str = "user 0") -> Reply:
         """Return the gradients at the points on the batch of (seed, user, step), or why there are none.

@@ -13,7 +13,6 @@ import torch
 from coterie.choosing import Chooser, MakesLearner, chooser_for
 from coterie.engines.engine import MakeEngine
 from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import Sites
 from coterie.engines.rounding import Compress
 from coterie.errors import KnobError, printable
@@ -69,12 +68,9 @@ def lead(folder: Path, sites: Sites) -> None:
 def _engine_of(settings: LeadSettings, sites: Sites) -> MakeEngine:
     """Return what makes the engine: one that sees each site's gradient, or their sum alone."""
     knobs = settings.training
-    waits = {name: getattr(knobs, name) for name in ("timeout", "misses", "minimum")}
-    if knobs.secure_sums:
-        return functools.partial(SecureSums, sites=sites, names=settings.sites, **waits)
+    waits = {name: getattr(knobs, name) for name in ("timeout", "misses", "minimum", "probe_every", "secure_sums")}
     compress = cast("Compress | None", knobs.compress or None)
-    waits |= {"compress": compress, "probe_every": knobs.probe_every}
-    return functools.partial(Flare, sites=sites, names=settings.sites, **waits)
+    return functools.partial(Flare, sites=sites, names=settings.sites, compress=compress, **waits)
 
 
 def planned_gradients(settings: LeadSettings) -> int:

@@ -136,7 +136,12 @@ def total(parts: Sequence[Words], agreement: Agreement) -> np.ndarray[Any, np.dt
     added = np.zeros_like(parts[0])
     for part in parts:
         added += part
-    if len(parts) != len(agreement.weights) or added[-N_CHECKS:].any():
+    return revealed(added, agreement)
+
+
+def revealed(added: Words, agreement: Agreement) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return Σ τ_k g_k from parts that have been added up; a `MaskError` where the masks do not cancel."""
+    if added[-N_CHECKS:].any():
         raise MaskError("the masks do not cancel: the sites were not asked the same")
     return added[:-N_CHECKS].view(np.int32) / agreement.scale
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 import coterie
 from coterie.engines.caps import Caps
+from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.responder import Responder
-from coterie.engines.flare.secure_sums import MASKED, SecureSums
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.errors import CoterieError, KnobError, MaskError
 from coterie.privacy.keys import Identity
+from coterie.privacy.masked_sums import MASKED
 from coterie.privacy.masks import Agreement, Masks, digest_of, total
 from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
@@ -67,9 +68,11 @@ class Sites(LocalSites):
         return LocalReplies(answers)
 
 
-def engine(people: Sequence[coterie.User], sites: Any, **knobs: Any) -> SecureSums:
+def engine(people: Sequence[coterie.User], sites: Any, **knobs: Any) -> Flare:
     names = [user.name for user in people[1:]]
-    return SecureSums(model(), LOSS, people[0], sites=sites, names=names, batch_size=4, seed=5, **knobs)
+    return Flare(
+        model(), LOSS, people[0], sites=sites, names=names, batch_size=4, seed=5, secure_sums=True, **knobs
+    )
 
 
 def plain_rows(people: Sequence[coterie.User], x: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -102,8 +105,9 @@ def test_a_run_with_masked_sums_is_the_run_without() -> None:
     people, rule = users(3), coterie.BiasCorrection(0.7, 0.1)
     options: dict[str, Any] = {"lr": 0.1, "steps": 15, "batch_size": 4, "seed": 5, "progress": False}
 
-    def masked(*args: Any, **knobs: Any) -> SecureSums:
-        return SecureSums(*args, sites=Sites(people[1:]), names=[user.name for user in people[1:]], **knobs)
+    def masked(*args: Any, **knobs: Any) -> Flare:
+        names = [user.name for user in people[1:]]
+        return Flare(*args, sites=Sites(people[1:]), names=names, secure_sums=True, **knobs)
 
     run = coterie.train(model(), LOSS, people[0], [], rule, engine=masked, **options)
     plain = coterie.train(model(), LOSS, people[0], people[1:], rule, **options)
@@ -236,7 +240,7 @@ def test_a_site_says_which_sums_it_takes_part_in() -> None:
     told = lead.agreement({name.replace("_", " "): weight for name, weight in tau.items()}, largest=1.0)
     assert lead.sites["peer 1"].join(told) == {"refused": "in a job the largest entry of a sum stays"}
     assert lead.joined(**tau) == ["", "", ""]
-    lead.sites["peer 2"] = Responder(lead.sites["peer 2"].peer)  # one that takes its place
+    lead.sites["peer 2"] = Responder(peer_of(users(4)[2]))  # one that takes its place
     assert lead.joined(**tau)[0] == "in a job a site keeps the key that it is known by"
 
 
@@ -289,13 +293,13 @@ def test_a_site_is_known_by_the_same_key_in_every_job(tmp_path: Any) -> None:
         return Responder(Peer(users(3)[1], Passes(model(), LOSS), Caps(examples=4), tmp_path / "requests.jsonl"))
 
     first, second = site(), site()
-    assert first.identity.fingerprint == second.identity.fingerprint
+    assert first.peer.identity.fingerprint == second.peer.identity.fingerprint
     assert first.offer()["key"] != second.offer()["key"]
     lead = CuriousLead(3)
     lead.sites["peer 1"] = first
     assert "joined" in first.join(lead.agreement())
     log = (tmp_path / "requests.jsonl").read_text()
-    assert all(each.identity.fingerprint in log for each in lead.sites.values()), "for people to compare"
+    assert all(each.peer.identity.fingerprint in log for each in lead.sites.values()), "for people to compare"
 
 
 def test_weights_stay_as_they_are() -> None:

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,17 +13,22 @@ from torch import Tensor, nn
 
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.flare.messages import pack_request, read_reply, request_bytes
+from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import Replies, Sites
+from coterie.engines.flare.standing import Standing, seconds_told, whole_number
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.requests import Request
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, is_finite
 from coterie.gradients.trained_part import frozen_digest
+from coterie.privacy.masked_sums import MaskedSums
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User, check_names
 
 logger = logging.getLogger(__name__)
+
+MASKED_NVFLARE = "NVFLARE, masked sums"
 
 
 class Flare:
@@ -44,6 +49,9 @@ class Flare:
         probe_every: steps from one question whether it is back to the next.
         minimum: how many peers must answer for a step to use their gradients.
         compress: send points and gradients in "bf16" or "fp16"; what a message loses is added to the next.
+        secure_sums: see the weighted sum of the sites' gradients only, by masks; see `MaskedSums` for who is lost.
+            τ then stays as it is for the run.
+        largest: with `secure_sums` what no entry of a gradient may exceed; the error of a sum is about 1e-9 of it.
     """
 
     def __init__(
@@ -62,6 +70,8 @@ class Flare:
         probe_every: int = 10,
         minimum: int = 1,
         compress: Compress | None = None,
+        secure_sums: bool = False,
+        largest: float = 16.0,
     ) -> None:
         for knob, value in {"misses": misses, "probe_every": probe_every, "minimum": minimum}.items():
             if value < 1:
@@ -70,6 +80,8 @@ class Flare:
             raise KnobError(f"`timeout` must be positive, got {timeout}")
         if compress not in (None, *HALVES):
             raise KnobError(f'`compress` must be "bf16", "fp16" or None, got {compress!r}')
+        if compress and secure_sums:
+            raise KnobError("`compress` must be None with `secure_sums`: a masked sum is exact")
         if peers:
             raise KnobError(f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites")
         self.names = tuple(names)
@@ -79,16 +91,22 @@ class Flare:
         self.timeout, self.misses, self.probe_every, self.minimum = timeout, misses, probe_every, minimum
         self._traffic = {name: Traffic() for name in (me.name, *self.names)}
         self._mine = self._traffic[me.name]
-        self._standing = {name: _Standing(probe_every) for name in self.names}
+        self._standing = {name: Standing(probe_every) for name in self.names}
         self._alone, self.compress = False, compress
         self._rounding = None if compress is None else Rounding(HALVES[compress])
         self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
         self._frozen = frozen_digest(model)
+        self._sums: SecureSums | None = None
+        if secure_sums:
+            sums = MaskedSums(misses=misses, minimum=minimum, largest=largest)
+            self._sums = SecureSums(sums, sites, timeout, self._post, self._received)
 
     @property
     def capabilities(self) -> Capabilities:
         """What this engine can do; numbers of examples as far as sites have told them."""
         told = self._examples
+        if self._sums is not None:
+            return Capabilities(rows=False, batch_size=self.batch_size, examples=told)
         return Capabilities(
             rows_at_hand=True, batch_size=self.batch_size, many_points=True, examples=told, local_work=True
         )
@@ -100,6 +118,8 @@ class Flare:
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
+        if self._sums is not None:
+            return self._with_sum(self._sums, x, step, weights, rows=rows)
         given = torch.tensor([[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64)
         answers = self.ask(Question(x[None], step, given, rows=True)) if weights else None
         began = time.perf_counter()
@@ -117,6 +137,8 @@ class Flare:
 
     def ask(self, question: Question) -> Callable[[], Answers]:
         """Ask each site at those points where it has a weight, in one exchange; see `AsksAtPoints.ask`."""
+        if self._sums is not None:
+            raise KnobError("masked sums are of gradients at one point, and have no rows; ask by `gradients`")
         step, wanted_by = question.step, (~question.weights.isnan()).T.cpu()
         asked = {name: wanted for name, wanted in zip(self.names, wanted_by, strict=True) if wanted.any()}
         self._take_back(step, asked)
@@ -144,8 +166,9 @@ class Flare:
         """Return what the record should say of how gradients are computed."""
         knobs = {name: getattr(self, name) for name in ("timeout", "misses", "probe_every", "minimum")}
         knobs |= {} if self.compress is None else {"compress": self.compress}
-        peers = dict.fromkeys(self.names, "at its site")
-        return self.own.describe() | {"engine": "NVFLARE", "peers": peers} | knobs
+        knobs |= {} if self._sums is None else {"largest": self._sums.sums.largest}
+        peers, name = dict.fromkeys(self.names, "at its site"), "NVFLARE" if self._sums is None else MASKED_NVFLARE
+        return self.own.describe() | {"engine": name, "peers": peers} | knobs
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return what has travelled so far, by user; a site's waiting is not known here."""
@@ -154,22 +177,52 @@ class Flare:
     def close(self) -> None:
         """Do nothing: the sites are let go where the job ends."""
 
+    def _with_sum(
+        self, sums: SecureSums, x: Tensor, step: int, weights: Mapping[str, float], *, rows: bool
+    ) -> Gradients:
+        """Return the own gradient and the sites' masked sum at x."""
+        if rows:
+            raise KnobError("masked sums have no rows; use a rule that needs none, with `rows=False`")
+        waiting = sums.ask(self._request(x.detach()[None], step), weights) if weights else None
+        began = time.perf_counter()
+        mine = self.own.gradients(x, step, {})
+        self._mine.seconds_computing += time.perf_counter() - began
+        return mine if waiting is None else sums.sums.with_sum(mine, *waiting(), weights)
+
+    def _request(self, points: Tensor, step: int, **more: Any) -> Request:
+        """Return what sites are asked at some points, with the model's buffers."""
+        buffers = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
+        how: dict[str, Any] = {"batch_size": self.batch_size, "buffers": buffers, "frozen": self._frozen}
+        return Request(points, step, self.seed, **how | more)
+
     def _send(self, names: Sequence[str], question: Question, wanted: list[bool], sent: Tensor | None) -> Replies:
         """Send a question to sites that are asked at the same points; `sent` are these where they are rounded."""
-        model = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
-        buffers = model | {name: rows[wanted] for name, rows in question.buffers.items()}
-        points = question.points.detach()[wanted]
         work = None if question.work is None else question.work.at([k for k, yes in enumerate(wanted) if yes])
-        batch = self.batch_size if question.batch_size is None else question.batch_size
-        request = Request(points, question.step, self.seed, batch, buffers, self._frozen, work)
+        request = self._request(question.points.detach()[wanted], question.step, work=work)
+        moved = {name: rows[wanted] for name, rows in question.buffers.items()}
+        request = replace(
+            request,
+            buffers={**request.buffers, **moved},
+            batch_size=self.batch_size if question.batch_size is None else question.batch_size,
+        )
         rounded = None if sent is None else sent[wanted]
         message = pack_request(request, rounded)  # a copy: a late site may still be sent to when points have moved
+        return self._post(names, "gradients", message)
+
+    def _post(self, names: Sequence[str], method: str, message: dict[str, Any]) -> Replies:
+        """Send a request to sites, and count it."""
         size = request_bytes(message)
         self._mine.bytes_sent += size * len(names)
         self._mine.messages += len(names)
         for name in names:
             self._traffic[name].bytes_received += size
-        return self.sites.ask(names, "gradients", self.timeout, request=message)
+        return self.sites.ask(names, method, self.timeout, request=message)
+
+    def _received(self, name: str, size: int) -> None:
+        """Count a message of a site."""
+        self._mine.bytes_received += size
+        self._traffic[name].bytes_sent += size
+        self._traffic[name].messages += 1
 
     def _answers(
         self,
@@ -221,13 +274,11 @@ class Flare:
         if answer is None or (isinstance(answer, str) and answer.startswith("refused")):
             self._miss(name, step)
         else:
-            self._standing[name] = _Standing(self.probe_every)
+            self._standing[name] = Standing(self.probe_every)
         if isinstance(answer, Tensor):
-            self._mine.bytes_received += reply["gradients"].nbytes
-            self._traffic[name].bytes_sent += reply["gradients"].nbytes
-            self._traffic[name].messages += 1
-            self._examples[name] = _whole(reply.get("examples"))
-            self._traffic[name].seconds_computing += _seconds(reply.get("seconds"), self.timeout)
+            self._received(name, reply["gradients"].nbytes)
+            self._examples[name] = whole_number(reply.get("examples"))
+            self._traffic[name].seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
         return "no answer" if answer is None else answer
 
     def _miss(self, name: str, step: int) -> None:
@@ -251,24 +302,3 @@ class Flare:
                     logger.warning("step %d: %s is back", step, name)
             elif site.probe is None and step - site.since >= site.pause:
                 site.probe = self.sites.ask([name], "ready", self.timeout)
-
-
-@dataclass
-class _Standing:
-    """How a site stands."""
-
-    pause: int  # steps to let pass before it is asked whether it is back
-    missed: int = 0  # steps in a row without an answer
-    since: int = 0  # the step that the pause is counted from
-    silent_at: int = -1  # the last step that it missed
-    probe: Replies | None = None  # the question whether it is back, where one is on its way
-
-
-def _whole(reported: Any) -> int | None:
-    """Return the number of examples that a site says it has, where it can be one."""
-    return reported if type(reported) is int and 0 < reported < 2**53 else None
-
-
-def _seconds(reported: Any, most: float) -> float:
-    """Return the seconds that a site says it computed, as far as they can be true."""
-    return reported if isinstance(reported, float) and 0 <= reported <= most else 0.0

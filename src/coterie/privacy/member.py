@@ -1,0 +1,87 @@
+"""A peer in masked sums, whatever carries the messages: its keys, what it has agreed to, the masks of its parts."""
+
+from typing import Any
+
+import torch
+
+from coterie.errors import MaskError
+from coterie.privacy.keys import Identity, check_known
+from coterie.privacy.masks import Agreement, Masks
+from coterie.privacy.sums import SumsOnly
+
+MAX_ROUND = 2**62
+
+
+class Member:
+    """A peer in the masked sums of one job. Nothing leaves under masks but by its own consent, `sums`.
+
+    In a job the sites of its sums are those of the first, less those that were lost since, and each keeps its
+    weight. No mask is used twice: a round is larger than the last.
+
+    Example:
+        >>> members = {site: Member(Identity(site), SumsOnly()) for site in ("basel", "bern", "biel")}
+        >>> offers = {site: member.offer() for site, member in members.items()}
+        >>> told = {"weights": dict.fromkeys(offers, 1 / 3), "largest": 16.0, "offers": offers}
+        >>> [len(member.join(told).offers) for member in members.values()]
+        [3, 3, 3]
+        >>> members["basel"].next_round(1).site
+        'basel'
+        >>> members["basel"].next_round(1)
+        Traceback (most recent call last):
+        ...
+        coterie.errors.MaskError: the number of a round must be larger than the last
+    """
+
+    def __init__(self, identity: Identity, sums: SumsOnly) -> None:
+        self.identity, self.sums = identity, sums
+        self._private: Any = None  # the key of the offer that is open
+        self._masks: Masks | None = None
+        self._last: Agreement | None = None  # what it has agreed to last
+        self._round = -1
+
+    def offer(self) -> dict[str, str]:
+        """Return a new key for one agreement."""
+        self._private, offer = self.identity.offer()
+        return offer.message()
+
+    def join(self, message: Any) -> Agreement:
+        """Take part in the sums of an agreement, with the key offered last; a `MaskError` where it does not."""
+        private, self._private, self._masks = self._private, None, None
+        agreed = Agreement.read(message)
+        self._check(agreed, private)
+        self._masks = Masks(self.identity.site, private, agreed)
+        self._last, self._round = agreed, -1
+        return agreed
+
+    def next_round(self, number: Any, work: object = None) -> Masks:
+        """Return the masks of the next round, which are good for one part; none for steps of its own."""
+        if self._masks is None:
+            raise MaskError("it has joined no sum")
+        if work is not None:  # what is added to a gradient would tell by refusals where it lies
+            raise MaskError("it adds gradients under masks, not steps of its own")
+        if type(number) is not int or not self._round < number < MAX_ROUND:
+            raise MaskError("the number of a round must be larger than the last")
+        self._round = number
+        return self._masks
+
+    def _check(self, agreed: Agreement, private: Any) -> None:
+        """Refuse an agreement that this peer does not consent to."""
+        me, weights = self.identity.site, agreed.weights
+        key = None if private is None else private.public_key().public_bytes_raw()
+        if me not in weights or agreed.offers[me].key != key:
+            raise MaskError("it has not offered this key")
+        if not self.sums.allowed(torch.tensor([list(weights.values())], dtype=torch.float64)).item():
+            raise MaskError(f"it gives {self.sums}")
+        check_known(agreed.offers, self.sums.keys, me)
+        if self._last is not None:
+            _check_same_job(self._last, agreed)
+
+
+def _check_same_job(before: Agreement, agreed: Agreement) -> None:
+    """Refuse an agreement that is not the one before, less some sites: sums could be compared by it."""
+    if any(before.weights.get(site) != weight for site, weight in agreed.weights.items()):
+        raise MaskError("in a job the sites of a sum and their weights stay: sites may be lost, not join")
+    if before.largest != agreed.largest:  # refusals would tell how large its entries are
+        raise MaskError("in a job the largest entry of a sum stays")
+    if any(before.offers[site].identity != offer.identity for site, offer in agreed.offers.items()):
+        raise MaskError("in a job a site keeps the key that it is known by")
