@@ -2,6 +2,7 @@
 
 from coterie.engines.capabilities import AnswersAtOwnPoints, Captures, Local, require
 from coterie.engines.engine import Capabilities, Engine, MakeEngine
+from coterie.engines.flare.private_peers import PrivatePeers
 from coterie.engines.in_process.engine import InProcess
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "InProcess",
     "Local",
     "MakeEngine",
+    "PrivatePeers",
     "require",
 ]

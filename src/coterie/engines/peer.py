@@ -51,6 +51,7 @@ class Peer:
         caps: what it gives at most.
         log: a file to which every request is added; it counts against `caps.gradients`, see `Ledger`. The secret is
             kept beside it, so that a resumed run has the same batches; without a log it lasts as long as the peer.
+            A `Ledger()` counts in memory, for peers that are simulated.
         support: what is known of the model; a model that is not known may draw random numbers and move buffers.
         privacy: what is promised about each example. Every gradient is then a sum of clipped gradients over a
             sample of its own, with noise, both by secret randomness: no run has the same bits again. What it costs
@@ -72,26 +73,27 @@ class Peer:
         user: User,
         passes: Passes,
         caps: Caps | None = None,
-        log: Path | None = None,
+        log: Path | Ledger | None = None,
         support: ModelSupport | None = None,
         *,
         privacy: Privacy | None = None,
     ) -> None:
         self.user, self.passes = user.to(passes.parameters.device), passes
-        self.caps, self.ledger = caps or Caps(), Ledger(log)
+        self.caps, self.ledger = caps or Caps(), log if isinstance(log, Ledger) else Ledger(log)
+        if privacy is not None and log is None:
+            raise KnobError("`privacy` needs a `log`: what was spent must be known to the next process too")
         self._private = None if privacy is None else self._promised(privacy)
         self.support = support or ModelSupport(moves_buffers=True, random=True)
         self._table: tuple[BatchStream, IndexTable] | None = None
         self._secret: bytes | None = None
         self._rounding: Rounding | None = None
         if caps is not None or privacy is not None:
-            beside = None if log is None else log.with_name(log.name + ".secret")
+            path = self.ledger.path
+            beside = None if path is None else path.with_name(path.name + ".secret")
             self._secret = secrets.token_bytes() if beside is None else kept_secret(beside)
 
     def _promised(self, privacy: Privacy) -> PrivateGradients:
         """Return what gives private gradients, where the log and the caps go with it."""
-        if self.ledger.path is None:
-            raise KnobError("`privacy` needs a `log`: what was spent must be known to the next process too")
         if self.caps.norm is not None:
             raise KnobError(
                 f"`norm` must be left out (in [caps] `inf`) where there is `privacy`, got {self.caps.norm:g}: each "

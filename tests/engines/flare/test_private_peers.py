@@ -1,0 +1,89 @@
+"""Private peers in process: they answer, spend and refuse as sites do."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import coterie
+from coterie.engines import PrivatePeers
+from coterie.errors import KnobError
+from coterie.privacy import Privacy
+from coterie.privacy.accountant import Event, epsilon_of
+
+pytest.importorskip("dp_accounting", reason='dp-accounting is not installed: pip install "coterie[privacy]"')
+N, WIDTH, DELTA = 40, 3, 1e-3
+LOSS = nn.functional.mse_loss
+
+
+def users() -> list[coterie.User]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(N, WIDTH, generator=generator) for _ in range(3)]
+    return [coterie.User(name, x, x.sum(1, keepdim=True)) for name, x in zip(("me", "a", "b"), inputs, strict=True)]
+
+
+def engine(privacy: Privacy | dict[str, Privacy], gradients: int | None = None) -> PrivatePeers:
+    torch.manual_seed(0)
+    me, *peers = users()
+    made = PrivatePeers(nn.Linear(WIDTH, 1), LOSS, me, peers, privacy=privacy, gradients=gradients, batch_size=N)
+    assert made.capabilities.many_points
+    return made
+
+
+def test_a_run_spends_what_it_asks_for() -> None:
+    me, *peers = users()
+    made: list[PrivatePeers] = []
+
+    def private(*args: object, **options: object) -> PrivatePeers:
+        made.append(PrivatePeers(*args, privacy=Privacy(4.0, DELTA, 1.0), gradients=45, **options))  # type: ignore[arg-type]
+        return made[0]
+
+    run = coterie.train(nn.Linear(WIDTH, 1), LOSS, me, peers, steps=10, batch_size=N // 2, engine=private)
+    assert run.record.end is not None
+    assert run.record.end.account["cost"]["runs"] == 4.5
+    for peer in made[0].peers.values():
+        ((event, count),) = peer.ledger.spent.items()
+        assert event.rate == 0.5
+        assert 0 < count <= 45
+        assert peer.epsilon == epsilon_of({event: count}, DELTA) <= 4.0
+
+
+def test_who_has_spent_all_is_left_out() -> None:
+    once = engine(Privacy(0.5, DELTA, 1.0), gradients=2)
+    x, weights = torch.zeros(WIDTH + 1), {"a": 0.5, "b": 0.5}
+    answered = [once.gradients(x, step, weights) for step in range(3)]
+    assert [g.answered for g in answered] == [1.0, 1.0, 0.0]
+    assert "2" in answered[2].left_out["a"]
+
+
+def test_peers_without_a_promise_answer_as_in_process() -> None:
+    mixed = engine({"a": Privacy(9.0, DELTA, 1.0, 4.0)})
+    x = torch.zeros(WIDTH + 1)
+    mine = mixed.gradients(x, 0, {"a": 0.5, "b": 0.5}, rows=True)
+    me, *peers = users()
+    plain = coterie.InProcess(nn.Linear(WIDTH, 1), LOSS, me, peers, batch_size=N, one_by_one=True)
+    theirs = plain.gradients(x, 0, {"a": 0.5, "b": 0.5}, rows=True)
+    assert mine.rows is not None
+    assert theirs.rows is not None
+    assert torch.equal(mine.rows[1], theirs.rows[1])
+    assert not torch.equal(mine.rows[0], theirs.rows[0])
+    assert (mixed.peers["a"].ledger.spent, mixed.peers["b"].epsilon) == ({Event(1.0, 4.0): 1}, None)
+
+
+def test_a_promise_for_nobody_is_refused() -> None:
+    with pytest.raises(KnobError, match="unknown peer 'c'"):
+        engine({"c": Privacy(1.0, DELTA, 1.0, 1.0)})
+
+
+def test_the_record_says_who_promises_what() -> None:
+    me, *peers = users()
+    private = functools.partial(PrivatePeers, privacy={"a": Privacy(9.0, DELTA, 1.0, 8.0)})
+    run = coterie.train(
+        nn.Linear(WIDTH, 1), LOSS, me, peers, coterie.WeightedAveraging(0.5), steps=2, engine=private
+    )
+    assert run.record.configuration.engine["promises"] == {
+        "a": "ε = 9 at δ = 0.001 for every example, clipped to norm 1, with noise of 8 times that"
+    }
