@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -31,6 +32,10 @@ CASES: dict[str, Case] = {
         lambda: nn.Sequential(nn.Conv2d(1, 9, 5), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)),
         (1, 8, 8),
     ),
+    "many channels": (
+        lambda: nn.Sequential(nn.Conv2d(8, 16, 3, groups=2), nn.Flatten(), nn.Linear(64, 3)),
+        (8, 4, 4),
+    ),
     "sequences": (
         lambda: nn.Sequential(nn.Linear(4, 20), nn.GELU(), nn.Linear(20, 5), nn.Flatten(), nn.Linear(30, 3)),
         (6, 4),
@@ -55,13 +60,16 @@ def test_the_sum_is_a_plain_loops(name: str) -> None:
     norms = rows.norm(dim=1) * (1 + MARGIN)
     clip = float(norms.median())
     expected = (rows * (clip / norms.clamp(min=clip))[:, None]).sum(0)
-    torch.testing.assert_close(
-        clipped_sum_by_layer(passes, x, inputs, targets, clip), expected, rtol=1e-4, atol=1e-5
-    )
+    total = clipped_sum_by_layer(passes, x, inputs, targets, clip)
+    assert total is not None
+    torch.testing.assert_close(total.double(), expected, rtol=1e-4, atol=1e-5)
     assert shape == inputs.shape[1:]
     for k in range(N):
         one = clipped_sum_by_layer(passes, x, inputs[[k]], targets[[k]], clip)
-        assert float(one.norm()) <= clip, "no example adds more"
+        assert one is not None
+        assert float(one.double().norm()) <= clip, "no example adds more"
+    inputs[2] = math.inf
+    assert clipped_sum_by_layer(passes, x, inputs, targets, clip) is None
 
 
 class Own(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from scipy import stats
 from coterie.errors import KnobError
 from coterie.privacy import Privacy
 from coterie.privacy.clipping import clipped_sum, noisy
-from coterie.privacy.randomness import normals, poisson_sample, uniforms
+from coterie.privacy.randomness import CHUNK, normals, normals_of, poisson_sample, uniforms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -34,8 +35,56 @@ def test_noise_is_normal_and_of_the_stated_size() -> None:
     noise = noisy(torch.full((n,), 3.0), clip=0.5, noise=4.0) - 3.0
     assert abs(float(noise.mean())) < 5 * 2.0 / math.sqrt(n)
     assert float(noise.std()) == pytest.approx(2.0, rel=5 / math.sqrt(2 * n))
-    assert stats.kstest(normals(20_000).numpy(), "norm").pvalue > 1e-6
-    assert not torch.equal(normals(4), normals(4))
+    drawn = torch.cat([chunk.clone() for chunk in normals(3 * CHUNK)])
+    assert stats.kstest(drawn.numpy(), "norm").pvalue > 1e-6
+    assert len(set(drawn.tolist())) == 3 * CHUNK, "no part of the stream comes twice"
+    assert not torch.equal(next(normals(4)), next(normals(4))), "nor a key"
+
+
+def test_noise_is_made_of_the_stream_that_the_standard_says() -> None:
+    """RFC 8439, 2.3.2's key with a nonce of zeros, written out here in plain numbers."""
+    key = bytes(range(32))
+    half = CHUNK // 2
+    stream = b"".join(chacha20_block(key, counter) for counter in (0, half // 8))
+    radii, angles = (
+        [((word >> 11) + 1) / 2**53 for word in struct.unpack("<8Q", stream[64 * k : 64 * k + 64])] for k in (0, 1)
+    )
+    expected = [math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v) for u, v in zip(radii, angles, strict=True)]
+    assert next(normals_of(key, CHUNK))[:8].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_makes_the_same_numbers_of_a_key() -> None:
+    from coterie.privacy import normals_on_gpu
+
+    n, device = 3 * CHUNK + 77, torch.device("cuda")
+    expected = torch.cat([chunk.clone() for chunk in normals_of(bytes(range(32)), n)])
+    made = normals_on_gpu.normals_of(bytes(range(32)), n, device)
+    torch.testing.assert_close(made.cpu(), expected, rtol=1e-12, atol=1e-14)
+    noise = noisy(torch.zeros(n, device=device), clip=0.5, noise=4.0)
+    assert noise.is_cuda
+    assert float(noise.std()) == pytest.approx(2.0, rel=0.05)
+
+
+def chacha20_block(key: bytes, counter: int) -> bytes:
+    """Return a block of the stream by the steps of RFC 8439."""
+    words = [0x61707865, 0x3320646E, 0x79622D32, 0x6B206574, *struct.unpack("<8I", key), counter, 0, 0, 0]
+    state = words.copy()
+
+    def rotated(value: int, by: int) -> int:
+        return (value << by | value >> (32 - by)) & 0xFFFFFFFF
+
+    def quarter(a: int, b: int, c: int, d: int) -> None:
+        for into, other, turned, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            state[into] = (state[into] + state[other]) & 0xFFFFFFFF
+            state[turned] = rotated(state[turned] ^ state[into], by)
+
+    for _ in range(10):
+        for k in range(4):
+            quarter(k, 4 + k, 8 + k, 12 + k)
+        for k in range(4):
+            quarter(k, 4 + (k + 1) % 4, 8 + (k + 2) % 4, 12 + (k + 3) % 4)
+    return struct.pack("<16I", *((a + b) & 0xFFFFFFFF for a, b in zip(state, words, strict=True)))
 
 
 def test_every_example_takes_part_by_itself() -> None:

@@ -1,8 +1,9 @@
 """Clipped sums without a gradient for each example: norms from layers' inputs and the gradients of their outputs.
 
 A layer's gradient for one example is a product of its input and the gradient of its output. The norm of a product
-can be had without the product. So one pass gives every example's norm; and the products of all examples together,
-each multiplied by what clips it, give the sum.
+can often be had without the product. So one pass gives every example's norm; and the products of all examples
+together, each multiplied by what clips it, give the sum. Where a layer has fewer parameters than its products'
+factors have numbers, each example's gradient is computed, and kept until it is known what clips it.
 
 Only models that cannot mix examples are taken, as their classes show: sequences of layers that treat each example
 on its own. A test on a batch would not do: what is promised must hold for every batch.
@@ -10,7 +11,7 @@ on its own. A test on a batch would not do: what is promised must hold for every
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +47,10 @@ def takes(passes: Passes) -> bool:
     return alone and bool(layers) and all(_is_apart(module) for module in modules)
 
 
-def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, clip: float) -> Tensor:
+def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, clip: float) -> Tensor | None:
     """Return the sum of clipped gradients of a batch, each of an example alone, of a model that it `takes`.
 
-    It may not be finite where an example's gradient is not.
+    It is None where an example's gradient is not finite.
     """
     parameters, total = passes.parameters, torch.empty_like(x)
     leaves = {name: view.requires_grad_() for name, view in parameters.unflatten(x.detach()).items()}
@@ -61,13 +62,24 @@ def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree,
         losses = _losses(passes, output, targets, n_rows(inputs))
         gradients = torch.autograd.grad(losses.sum(), [call.output for call in calls])
         each = list(zip(calls, gradients, strict=True))
-        squares = [_SQUARES[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each]
-        factors = clip_factors(torch.stack(squares).sum(0).sqrt() * (1 + MARGIN), clip)
-        for call, gradient in each:
-            scaled = gradient * factors.view(-1, *[1] * (gradient.ndim - 1))
-            into = {kind: views[id(p)][None] for kind, p in call.layer.named_parameters(recurse=False)}
-            gradients_of(call.layer, call.inputs[None], scaled[None], into)
-    return total.double()
+        found = [_SQUARES[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each]
+        norms = torch.stack([squares for squares, _ in found]).sum(0).sqrt()
+        if not bool(norms.isfinite().all()):
+            return None
+        factors = clip_factors(norms * (1 + MARGIN), clip)
+        for (call, gradient), (_, rows) in zip(each, found, strict=True):
+            into = {kind: views[id(p)] for kind, p in call.layer.named_parameters(recurse=False)}
+            for kind, theirs in rows.items():
+                torch.mv(theirs.flatten(1).T, factors, out=into.pop(kind).view(-1))
+            if into:
+                scaled = gradient * factors.view(-1, *[1] * (gradient.ndim - 1))
+                rest = {kind: view[None] for kind, view in into.items()}
+                gradients_of(call.layer, call.inputs[None], scaled[None], rest)
+    return total
+
+
+Squares: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
+"""The squared norms of the examples' gradients by a layer's parameters, and those that it took, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,45 +133,74 @@ def _is_apart(module: nn.Module) -> bool:
     return type(module) in (nn.Sequential, *_WITHOUT_PARAMETERS, *_SQUARES)
 
 
-def _linear(layer: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
-    bias = layer.bias is not None
+def _linear(layer: Any, inputs: Tensor, gradient: Tensor) -> Squares:
     inputs, gradient = (each.reshape(len(each), -1, each.shape[-1]) for each in (inputs, gradient))
-    return _of_product(inputs, gradient, bias=bias)
+    if inputs.shape[1] == 1:
+        squares, rows = inputs.square().sum((1, 2)) * gradient.square().sum((1, 2)), dict[str, Tensor]()
+    else:
+        squares, rows = _of_product(inputs, gradient)
+    return _with_bias(layer, gradient, squares, rows)
 
 
-def _convolution(layer: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
+def _convolution(layer: Any, inputs: Tensor, gradient: Tensor) -> Squares:
+    n, places, groups = len(inputs), gradient[0, 0].numel(), layer.groups
     options = {name: getattr(layer, name) for name in ("dilation", "padding", "stride")}
-    patches, gradient = functional.unfold(inputs, layer.kernel_size, **options), gradient.flatten(2)
-    if layer.groups == 1:
-        return _of_product(patches.mT, gradient.mT, bias=layer.bias is not None)
-    n, groups = len(inputs), layer.groups
-    parts = (each.reshape(n * groups, -1, each.shape[-1]).mT for each in (patches, gradient))
-    return _of_product(*parts, bias=layer.bias is not None).view(n, groups).sum(1)
+    long, wide = layer.out_channels // groups, layer.weight[0].numel()
+    if not inputs.is_cuda and not _by_pairs(places, wide, long):
+        rows = {"weight": _each_weight(layer, inputs, gradient)}
+        squares = rows["weight"].flatten(1).norm(dim=1).square()
+    else:
+        patches = functional.unfold(inputs, layer.kernel_size, **options)
+        parts = (each.reshape(n * groups, -1, places).mT for each in (patches, gradient))
+        squares, rows = _of_product(*parts)
+        squares = squares.view(n, groups).sum(1)
+        rows = {name: each.reshape(n, *layer.weight.shape) for name, each in rows.items()}
+    return _with_bias(layer, gradient.flatten(2).mT, squares, rows)
 
 
-def _of_product(inputs: Tensor, gradient: Tensor, *, bias: bool) -> Tensor:
-    """Return ‖Σ_t g_t a_tᵀ‖² for each example, from (n, T, i) and (n, T, o), and with a bias also ‖Σ_t g_t‖²."""
-    added = gradient.sum(1).square().sum(1) if bias else 0.0
-    places, wide, long = inputs.shape[1], inputs.shape[2], gradient.shape[2]
-    if places == 1:
-        return inputs.square().sum((1, 2)) * gradient.square().sum((1, 2)) + added
-    if places * places * (wide + long) <= places * wide * long:  # which takes fewer operations
-        return ((inputs @ inputs.mT) * (gradient @ gradient.mT)).sum((1, 2)).clamp(min=0) + added
-    return (gradient.mT @ inputs).square().sum((1, 2)) + added
+def _each_weight(layer: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
+    """Return each example's gradient by the weight, as that of one example with n times as many groups."""
+    n, shape = len(inputs), layer.weight.shape
+    weight = gradient.new_empty(n * shape[0], *shape[1:])  # its shape alone counts
+    one = (each.reshape(1, -1, *each.shape[2:]) for each in (gradient, inputs))
+    rows: Tensor = torch.ops.aten.convolution_backward(
+        *(*one, weight, None, layer.stride, layer.padding, layer.dilation),
+        *(False, [0, 0], n * layer.groups, [False, True, False]),
+    )[1]
+    return rows.view(n, *shape)
 
 
-def _by_formula(layer: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
-    """Return the squared norms of a layer of few parameters, by its gradients themselves."""
-    n = len(inputs)
-    into = {name: gradient.new_empty(n, *p.shape) for name, p in layer.named_parameters()}
-    gradients_of(layer, inputs.unsqueeze(1), gradient.unsqueeze(1), into)
-    return torch.stack([part.flatten(1).square().sum(1) for part in into.values()]).sum(0)
+def _with_bias(layer: Any, gradient: Tensor, squares: Tensor, rows: Mapping[str, Tensor]) -> Squares:
+    """Return the same with the bias's share, from gradients of shape (n, T, o)."""
+    if layer.bias is None:
+        return squares, rows
+    bias = gradient.sum(1)
+    return squares + bias.square().sum(1), {**rows, "bias": bias}
 
 
-_SQUARES: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Tensor]] = {
+def _by_pairs(places: int, wide: int, long: int) -> bool:
+    """Say whether the products of all pairs of places take fewer operations than each example's gradient."""
+    return places * (wide + long) <= wide * long
+
+
+def _of_product(inputs: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return ‖Σ_t g_t a_tᵀ‖² for each example, from (n, T, i) and (n, T, o), and the sum where it was computed."""
+    if _by_pairs(inputs.shape[1], inputs.shape[2], gradient.shape[2]):
+        return ((inputs @ inputs.mT) * (gradient @ gradient.mT)).sum((1, 2)).clamp(min=0), {}
+    product = gradient.mT @ inputs
+    return product.flatten(1).norm(dim=1).square(), {"weight": product}
+
+
+def _by_formula(layer: Any, inputs: Tensor, gradient: Tensor) -> Squares:
+    """Return those of a layer of few parameters, by its gradients themselves."""
+    rows = {name: gradient.new_empty(len(inputs), *p.shape) for name, p in layer.named_parameters()}
+    gradients_of(layer, inputs.unsqueeze(1), gradient.unsqueeze(1), rows)
+    return torch.stack([part.flatten(1).norm(dim=1).square() for part in rows.values()]).sum(0), rows
+
+
+_SQUARES: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Squares]] = {
     nn.Linear: _linear,
     nn.Conv2d: _convolution,
     nn.GroupNorm: _by_formula,
     nn.LayerNorm: _by_formula,
 }
-"""The squared norm of every example's gradient by a layer's parameters, from its input and that of its output."""

@@ -29,14 +29,19 @@ def clipped_sum(rows: Tensor, clip: float) -> Tensor:
     return clip_factors(rows.norm(dim=1), clip) @ rows.nan_to_num(0.0, 0.0, 0.0)
 
 
-def noisy(total: Tensor, clip: float, noise: float) -> Tensor:
-    """Return a sum with normal noise of standard deviation `noise` · `clip` on every number, in single precision.
+def noisy(total: Tensor, clip: float, noise: float, over: float = 1.0) -> Tensor:
+    """Return a sum with normal noise of standard deviation `noise` · `clip` on every number, divided by a size.
 
-    Both are added in double precision, of which half of the digits then go: the last digits of a number, by which
+    Both are added in double precision and given in single: half
+    of the digits go. The last digits of a number, by which
     what was added could be told from what it was added to (Mironov 2012), do not leave.
 
     Example:
         >>> noisy(torch.zeros(2), clip=1.0, noise=1.0).dtype
         torch.float32
     """
-    return (total.double() + (noise * clip) * normals(len(total)).to(total.device)).float()
+    given, done = torch.empty_like(total, dtype=torch.float32), 0
+    for chunk in normals(len(total), total.device):
+        here = slice(done, done := done + len(chunk))
+        given[here] = chunk.mul_(noise * clip / over).add_(total[here], alpha=1 / over)
+    return given

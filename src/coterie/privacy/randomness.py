@@ -1,11 +1,23 @@
-"""Randomness that nobody can know: all of it comes from the operating system, none of it from a seed."""
+"""Randomness that nobody can know: all of it comes from the operating system, none of it from a seed.
+
+Where little is needed, it is the operating system's own. Noise takes millions of numbers a gradient: they are
+ChaCha20's stream under a key that is drawn for this gradient alone, and forgotten. Who cannot break ChaCha20 cannot
+tell it from the system's own, and it comes ten times as fast.
+"""
 
 import math
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from coterie.errors import CoterieError
+
+CHUNK = 2**15
+"""So many numbers are made at a time, as fit into a cache; of each chunk the first half of the stream are radii."""
 
 
 def uniforms(n: int) -> Tensor:
@@ -16,20 +28,44 @@ def uniforms(n: int) -> Tensor:
         >>> bool((numbers > 0).all() and (numbers <= 1).all())
         True
     """
-    whole = np.frombuffer(os.urandom(8 * n), dtype="<u8") >> 11
-    return torch.from_numpy((whole + 1).astype(np.float64)).mul_(2.0**-53)
+    return _fractions(np.frombuffer(bytearray(os.urandom(8 * n)), dtype="<u8"))
 
 
-def normals(n: int) -> Tensor:
-    """Return independent standard normal numbers in double precision (Box and Muller 1958).
+def normals(n: int, device: torch.device | None = None) -> Iterator[Tensor]:
+    """Yield n independent standard normal numbers in double precision, a chunk after the other.
+
+    On a GPU they are made there, all at once. A chunk is overwritten by the next.
 
     Example:
-        >>> normals(3).shape, normals(3).dtype
-        (torch.Size([3]), torch.float64)
+        >>> [len(chunk) for chunk in normals(CHUNK + 3)]
+        [32768, 3]
     """
-    pairs = (n + 1) // 2
-    radius, angle = uniforms(pairs).log_().mul_(-2).sqrt_(), uniforms(pairs).mul_(2 * math.pi)
-    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:n]
+    key = os.urandom(32)
+    if device is None or device.type != "cuda":
+        return normals_of(key, n)
+    try:
+        from coterie.privacy import normals_on_gpu
+    except ImportError:  # torch's Triton is not there: slower, and the same numbers
+        return (torch.cat([chunk.clone() for chunk in normals_of(key, n)]).to(device) for _ in range(1))
+    return iter([normals_on_gpu.normals_of(key, n, device)])
+
+
+def normals_of(key: bytes, n: int) -> Iterator[Tensor]:
+    """Yield what `normals` does, from this key (Box and Muller 1958)."""
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+    except ImportError as error:
+        raise CoterieError('cryptography is not installed; `pip install "coterie[privacy]"`') from error
+    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()  # a key that is used once needs no nonce
+    zeros, words = bytes(8 * CHUNK), np.empty((2, CHUNK // 2), dtype="<u8")
+    for done in range(0, n, CHUNK):
+        stream.update_into(zeros, words.data.cast("B"))
+        radii, angles = _fractions(words[:, : n - done])
+        np.log(radii.numpy(), out=radii.numpy())  # NumPy's is three times as fast as torch's
+        radii.mul_(-2).sqrt_()
+        angles.mul_(2 * math.pi)
+        yield torch.cat([angles.cos().mul_(radii), angles.sin().mul_(radii)])[: n - done]
 
 
 def poisson_sample(n: int, rate: float) -> Tensor:
@@ -40,3 +76,9 @@ def poisson_sample(n: int, rate: float) -> Tensor:
         tensor([0, 1, 2])
     """
     return (uniforms(n) <= rate).nonzero().flatten()
+
+
+def _fractions(words: "np.ndarray[Any, np.dtype[np.uint64]]") -> Tensor:
+    """Return words of 64 bits, of which the array loses the last, as numbers in (0, 1]."""
+    words >>= np.uint64(11)
+    return torch.from_numpy(words.view(np.int64)).double().add_(1).mul_(2.0**-53)
