@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from scipy import stats
+from tests.support.masked import D, Ring, fixed_keys, fixed_private, tau_of
 
 from coterie.errors import MaskError
 from coterie.privacy.keys import Identity, Offer, shared_secret
-from coterie.privacy.masks import Agreement, Masks, digest_of, total, whole_numbers
-
-
-def group(n: int, largest: float = 16.0, weights: list[float] | None = None) -> tuple[Agreement, list[Masks]]:
-    made = {f"site {k}": Identity(f"site {k}").offer() for k in range(n)}
-    shares = weights or [1 / n] * n
-    offers = {site: offer for site, (_, offer) in made.items()}
-    agreed = Agreement(dict(zip(made, shares, strict=True)), largest, offers)
-    return agreed, [Masks(site, private, agreed) for site, (private, _) in made.items()]
+from coterie.privacy.masks import N_CHECKS, Agreement, Masks, digest_of, total, whole_numbers
 
 
 def p_value(words: np.ndarray[Any, Any]) -> float:
-    """Return how likely such bytes are where all are equally likely."""
-    return float(stats.chisquare(np.bincount(words.view(np.uint8), minlength=256)).pvalue)
+    """Return how likely such numbers are where all are equally likely: their bytes, and the numbers as a whole."""
+    bytes_alike = float(stats.chisquare(np.bincount(words.view(np.uint8), minlength=256)).pvalue)
+    return min(bytes_alike, float(stats.kstest(words / 2**32, "uniform").pvalue))
 
 
 @pytest.mark.parametrize("n", [2, 3, 10])
 def test_a_sum_is_that_of_its_parts(n: int) -> None:
     rng = np.random.default_rng(n)
     weights = rng.dirichlet(np.ones(n)).tolist()
-    agreed, masks = group(n, weights=weights)
+    agreed, masks = fixed_keys(n, weights=weights)
     for step in range(20):
         rows = rng.normal(scale=0.1, size=(n, 50)).astype(np.float32)
         found = total([m.masked(row, b"%d" % step) for m, row in zip(masks, rows, strict=True)], agreed)
@@ -38,7 +36,7 @@ def test_a_sum_is_that_of_its_parts(n: int) -> None:
 
 
 def test_the_largest_entries_do_not_wrap_around() -> None:
-    agreed, masks = group(10, largest=3.0)
+    agreed, masks = fixed_keys(10, largest=3.0)
     for sign in (1.0, -1.0):
         parts = [each.masked(np.full(5, sign * 3.0), b"") for each in masks]
         np.testing.assert_allclose(total(parts, agreed), sign * 3.0, rtol=1e-8)
@@ -46,22 +44,38 @@ def test_the_largest_entries_do_not_wrap_around() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 16.0001, -1e300])
 def test_what_cannot_be_added_is_an_error(bad: float) -> None:
-    _, masks = group(3)
+    _, masks = fixed_keys(3)
     with pytest.raises(MaskError, match=r"not finite|beyond 16"):
         masks[0].masked(np.array([0.0, bad]), b"")
 
 
-def test_a_part_alone_is_noise() -> None:
-    agreed, masks = group(3)
-    gradient = np.zeros(200_000)
-    assert p_value(whole_numbers(gradient, 0.3, agreed)) < 1e-9, "the test can fail"
-    first, second = masks[0].masked(gradient, b"step 0"), masks[0].masked(gradient, b"step 1")
-    for words in (first, second, first - second, first + masks[1].masked(gradient, b"step 0")):
-        assert p_value(words) > 1e-6
+@pytest.mark.parametrize("n", [3, 10])
+def test_a_message_alone_is_noise(n: int) -> None:
+    """With fixed keys, so that it cannot fail by chance: each site's message, what two of a site differ by, and
+    every sum of some of them, as ranks pass it on."""
+    agreed, masks = fixed_keys(n)
+    gradient = np.linspace(-1, 1, 40_000)
+    assert p_value(whole_numbers(gradient, 1 / n, agreed)) < 1e-9, "the test can fail"
+    sent = [each.masked(gradient, b"step 0") for each in masks]
+    passed = list(itertools.accumulate(sent))[:-1]
+    again = masks[0].masked(gradient, b"step 1") - sent[0]
+    assert min(p_value(words) for words in (*sent, *passed, again)) > 1e-3
+
+
+def test_what_ranks_pass_on_is_noise() -> None:
+    """The messages of torch.distributed themselves, gathered over steps; the notes at their ends are no numbers."""
+    ring, seen = Ring(3), []
+    with mock.patch.object(X25519PrivateKey, "generate", side_effect=fixed_private(3)):
+        for step in range(200):
+            ring.step(torch.zeros(D, dtype=torch.float64), step, tau_of(3))
+            seen.append([each.numpy()[: D + N_CHECKS].view(np.uint32) for each in ring.passed])
+    one, two, all_three = (np.concatenate(rank) for rank in zip(*seen, strict=True))
+    assert min(p_value(one), p_value(two)) > 1e-3
+    assert p_value(all_three) < 1e-9, "the test can fail"
 
 
 def test_parts_of_different_questions_are_noise_together() -> None:
-    agreed, masks = group(3)
+    agreed, masks = fixed_keys(3)
     zeros = np.zeros(200_000)
     parts = [each.masked(zeros, b"x" if k else b"another x") for k, each in enumerate(masks)]
     assert p_value(parts[0] + parts[1] + parts[2]) > 1e-6

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,8 @@ from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Wire
 from coterie.engines.torch_distributed.worker import _Worker
 from coterie.errors import CoterieError
+from coterie.privacy.keys import Identity
+from coterie.privacy.member import Member
 from coterie.privacy.sums import SumsOnly
 
 RUN: dict[str, Any] = {
@@ -46,6 +49,7 @@ RUN: dict[str, Any] = {
     "moves_buffers": True,
     "backend": "gloo",
     "nonce": "0",
+    "secure_sums": False,
 }
 GO: dict[str, Any] = {"refused": None, "sketch": 4}
 NUMBERS = [0, 1, -1, 2, 3, 4, 5, 7, 16, 17, 2**31, 2**62, 2**63 - 1, -(2**63)]
@@ -63,19 +67,22 @@ def user(name: str = "a") -> coterie.User:
 
 
 @contextmanager
-def worker(secret: bytes | None = None, notes: Mapping[str, bytes] | None = None) -> Iterator[_Worker]:
+def worker(
+    secret: bytes | None = None, notes: Mapping[str, bytes] | None = None, *, masked: bool = False
+) -> Iterator[_Worker]:
     """Give a worker of rank 1 of 4, of which every message arrives and no answer leaves.
 
     `notes` stand in the place of user 0's.
     """
     group = Group(HashStore(), 1, 4, 1.0, secret)
-    group.leave_note("run", RUN)
+    group.leave_note("run", RUN | {"secure_sums": masked})
     group.leave_note("go", GO)
     for key, data in (notes or {}).items():
         group.store.set(key, data)  # type: ignore[arg-type]  # it takes bytes
     calls = dict.fromkeys(("broadcast", "reduce", "gather", "init_process_group"), mock.DEFAULT)
     with mock.patch.multiple(dist, **calls), mock.patch.object(Wire, "share_constants"):
-        yield _Worker(group, model(), cross_entropy, user(), sums_only=False, caps=Caps(), log=None, privacy=None)
+        given: dict[str, Any] = {"sums_only": masked, "secure_sums": masked, "log": None, "privacy": None}
+        yield _Worker(group, model(), cross_entropy, user(), caps=Caps(), **given)
 
 
 def _counted(sent: Callable[[], object]) -> str:
@@ -98,6 +105,34 @@ def frames_to_a_worker(n: int, seed: int = 0, secret: bytes | None = None) -> Co
             request.weights.fill_(1 / 3)
             request.points.copy_(torch.from_numpy(rng.normal(size=tuple(request.points.shape))))
             _spoil(request.bytes.numpy(), request._head.numpy(), request.weights.numpy(), rng)
+            found[_counted(lambda: one.answer(told_to_end=False))] += 1
+    return found
+
+
+def frames_to_a_masked_worker(n: int, seed: int = 0) -> Counter[str]:
+    """Send a worker that gives masked sums only wrong agreements, and spoiled messages that ask for its part."""
+    rng, found = np.random.default_rng(seed), Counter[str]()
+    others = {name: Member(Identity(name), SumsOnly()) for name in "bc"}
+    with worker(masked=True) as one:
+        one.group.store.set_timeout(timedelta(milliseconds=1))  # for what nobody will ever leave there
+        for k in range(n):
+            one.wire.take_points(1)
+            request = one.wire.request
+            request.ask(Ask.OFFER, k)
+            one.answer(told_to_end=False)
+            offers: dict[str, Any] = {"a": one.group.read_note(f"sums/{k}/offer/1", "a")}
+            offers |= {name: other.offer() for name, other in others.items()}
+            told: dict[str, Any] = {"weights": dict.fromkeys(offers, 1 / 3), "largest": 16.0, "offers": offers}
+            is_part = bool(k % 3)
+            note = told if is_part else _message(told, rng)
+            one.group.store.set(f"sums/{k}/agreement", json.dumps(note, default=str))
+            request.ask(Ask.JOIN, k)
+            if is_part:
+                one.answer(told_to_end=False)
+                request.ask(Ask.PART, int(rng.integers(100)))
+                request.weights.fill_(1 / 3)
+                request.points.copy_(torch.from_numpy(rng.normal(size=tuple(request.points.shape))))
+                _spoil(request.bytes.numpy(), request._head.numpy(), request.weights.numpy(), rng)
             found[_counted(lambda: one.answer(told_to_end=False))] += 1
     return found
 

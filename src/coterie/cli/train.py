@@ -54,7 +54,7 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     if where.engine == "torch":
         group = join(where.timeout or 120.0)
         if group.rank:
-            return _follow(group, table, how)
+            return _follow(group, table, how, where)
         settings["device"] = cluster.here(how.device)
         group, task, peers = cluster.lead(
             group, str(table.data), model=how.model, seed=how.seed, **table.settings()
@@ -95,11 +95,11 @@ def _split_again(table: TableOptions, rule: RuleOptions, how: FitOptions, k: int
     return task, rule.build(RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, how.steps))
 
 
-def _follow(group: Group, table: TableOptions, how: FitOptions) -> None:
+def _follow(group: Group, table: TableOptions, how: FitOptions, where: EngineOptions) -> None:
     """Be a peer among the processes of torchrun, until the run ends."""
     whose = table.user_column, table.me, table.leave_out
     part = functools.partial(cluster.part_of, group, str(table.data), *whose, sep=table.sep, decimal=table.decimal)
-    cluster.follow(group, part, how.model, how.device)
+    cluster.follow(group, part, how.model, how.device, secure_sums=where.secure_sums)
 
 
 def _tell(run: Run, title: str) -> None:

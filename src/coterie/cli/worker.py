@@ -9,6 +9,7 @@ from typer import Option
 from coterie.data.reading import read_rows
 from coterie.engines.caps import Caps
 from coterie.engines.torch_distributed.engine import join
+from coterie.errors import KnobError
 from coterie.privacy.sums import SumsOnly
 from coterie.tables import cluster
 
@@ -27,6 +28,13 @@ def worker(
     sums_only: Annotated[
         bool, Option("--sums-only", help="Give gradients as part of a sum only, never on their own.")
     ] = False,
+    secure_sums: Annotated[
+        bool, Option("--secure-sums", help="Give gradients under masks only, as part of such a sum.")
+    ] = False,
+    keys: Annotated[
+        list[str] | None,
+        Option("--key", help="With --secure-sums: NAME=FINGERPRINT of every other peer's key, told by telephone."),
+    ] = None,
     min_peers: Annotated[int, Option(min=1, help="With --sums-only: how many peers a sum must be of.")] = 3,
     max_share: Annotated[float, Option(help="With --sums-only: how much of the weight one peer may have.")] = 0.5,
     max_gradients: Annotated[
@@ -56,6 +64,15 @@ def worker(
 
     caps = Caps(max_gradients, max_norm, min_examples)
     capped = None if caps == Caps() else caps
-    sums = SumsOnly(min_peers, max_share) if sums_only else False
-    answered = cluster.follow(join(timeout), rows, model, device, sums_only=sums, caps=capped, log=log)
+    sums = SumsOnly(min_peers, max_share, _known(keys or [])) if sums_only or secure_sums else False
+    how: dict[str, Any] = {"sums_only": sums, "secure_sums": secure_sums, "caps": capped, "log": log}
+    answered = cluster.follow(join(timeout), rows, model, device, **how)
     typer.echo(f"{name} gave {answered} gradients", err=True)
+
+
+def _known(keys: list[str]) -> dict[str, str]:
+    """Return the fingerprint of each peer's key."""
+    pairs = dict(pair.rpartition("=")[::2] for pair in keys)
+    if "" in pairs or len(pairs) < len(keys):
+        raise KnobError(f"`--key` must be NAME=FINGERPRINT, once for each peer, got {', '.join(keys)}")
+    return pairs

@@ -1,12 +1,13 @@
 """Keys between sites: one by which a site is known for good, and one that it makes for each set of sites."""
 
 import hashlib
+import importlib.util
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from coterie.errors import MaskError, printable
+from coterie.errors import CoterieError, MaskError, printable
 
 _SIGNED = b"coterie: a key for masked sums, of "
 
@@ -65,6 +66,7 @@ class Identity:
     """
 
     def __init__(self, site: str, secret: bytes | None = None) -> None:
+        check_installed()
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         self.site = site
@@ -83,6 +85,12 @@ class Identity:
         key = private.public_key().public_bytes_raw()
         signature = self._key.sign(_signed(self.site, key))
         return private, Offer(self.site, key, self._key.public_key().public_bytes_raw(), signature)
+
+
+def check_installed() -> None:
+    """Refuse to make keys and masks without the package that makes them."""
+    if importlib.util.find_spec("cryptography") is None:
+        raise CoterieError('cryptography is not installed; `pip install "coterie[privacy]"`')
 
 
 def shared_secret(private: Any, offer: Offer) -> bytes:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coterie.errors import KnobError, MaskError, printable
 from coterie.gradients.gradients import Gradients, complete
-from coterie.privacy.keys import Offer
+from coterie.privacy.keys import Offer, check_installed
 from coterie.privacy.masks import Agreement, Words, revealed
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class MaskedSums:
                 raise KnobError(f"`{knob}` must be at least 1, got {least}")
         if not 0 < largest < 1e30:
             raise KnobError(f"`largest` must be positive, got {largest}")
+        check_installed()
         self.misses, self.minimum, self.largest = misses, minimum, float(largest)
         self.lost: dict[str, str] = {}  # why
         self._tau: dict[str, float] = {}  # that of the first step

@@ -6,8 +6,10 @@ different things have different masks, and their sum is noise.
 """
 
 import hashlib
+import hmac
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,28 +109,28 @@ class Masks:
         """Return τ_k g_k as whole numbers under the masks of this context, in which nothing else may be masked."""
         part = np.zeros(gradient.size + N_CHECKS, np.uint32)
         part[: gradient.size] = whole_numbers(gradient, self.agreement.weights[self.site], self.agreement)
+        mask, zeros = np.empty_like(part), bytes(part.nbytes)
         for other, key in self._keys.items():
-            mask = _stream(key, context, len(part))
-            if self.site < other:
-                part += mask
-            else:
-                part -= mask
+            _stream(key, context, zeros, mask)
+            (np.add if self.site < other else np.subtract)(part, mask, out=part)
         return part
 
 
 def whole_numbers(gradient: np.ndarray[Any, Any], weight: float, agreement: Agreement) -> Words:
     """Return τ_k g_k as whole numbers modulo 2³²; a `MaskError` for what is not finite or too large."""
-    values = gradient.ravel().astype(np.float64)
     if gradient.dtype.kind != "f":
         raise MaskError("a masked sum is of floating-point numbers, not rounded to 16 bits")
-    if not np.isfinite(values).all():
+    largest = max(float(gradient.max()), -float(gradient.min())) if gradient.size else 0.0  # of NaN it is NaN
+    if not math.isfinite(largest):
         raise MaskError("not finite")
-    if values.size and np.abs(values).max() > agreement.largest:
+    if largest > agreement.largest:
         raise MaskError(
             f"an entry of the gradient is beyond {agreement.largest:g}, the largest that the sum takes; clip to a "
             "norm of at most that"
         )
-    return np.rint(values * (weight * agreement.scale)).astype(np.int64).astype(np.uint32)
+    values = np.multiply(gradient.ravel(), weight * agreement.scale, dtype=np.float64)
+    whole: Words = np.rint(values, out=values).astype(np.int32).view(np.uint32)
+    return whole
 
 
 def total(parts: Sequence[Words], agreement: Agreement) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -157,33 +159,38 @@ def digest_of(value: Any) -> bytes:
         ...
         coterie.errors.MaskError: a request must be plain data, got a list
     """
-    return hashlib.sha256(_encoded(value, MAX_DEPTH)).digest()
+    digest = hashlib.sha256()
+    _encode(value, MAX_DEPTH, digest.update)
+    return digest.digest()
 
 
-def _encoded(value: Any, depth: int) -> bytes:
+def _encode(value: Any, depth: int, put: Callable[[Any], None]) -> None:
+    """Write a value so that none begins with another: its kind, how long it is, what it holds."""
     if isinstance(value, dict) and depth and all(isinstance(key, str) for key in value):
-        return _framed(b"dict", *(_encoded(each, depth - 1) for key in sorted(value) for each in (key, value[key])))
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        return _framed(b"array", value.dtype.str.encode(), repr(value.shape).encode(), value.tobytes())
-    if value is None or type(value) in (bool, int, float, str):
-        return _framed(type(value).__name__.encode(), repr(value).encode(errors="surrogatepass"))
-    raise MaskError(f"a request must be plain data, got a {printable(type(value).__name__, 50)}")
+        put(b"dict %d:" % len(value))
+        for key in sorted(value):
+            _encode(key, depth - 1, put)
+            _encode(value[key], depth - 1, put)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        put(b"array %s %s:" % (value.dtype.str.encode(), repr(value.shape).encode()))
+        put(np.ascontiguousarray(value).data)
+    elif value is None or type(value) in (bool, int, float, str):
+        text = repr(value).encode(errors="surrogatepass")
+        put(b"%s %d:%s" % (type(value).__name__.encode(), len(text), text))
+    else:
+        raise MaskError(f"a request must be plain data, got a {printable(type(value).__name__, 50)}")
 
 
-def _framed(*parts: bytes) -> bytes:
-    return b"".join(len(part).to_bytes(8, "little") + part for part in (len(parts).to_bytes(8, "little"), *parts))
-
-
-def _stream(key: bytes, context: bytes, n: int) -> Words:
-    """Return n numbers that only who has the key can tell from random ones: ChaCha20 under a key of the context."""
-    from cryptography.hazmat.primitives import hashes
+def _stream(key: bytes, context: bytes, zeros: bytes, into: Words) -> None:
+    """Write numbers that only who has the key can tell from random ones: ChaCha20 under a key of the context."""
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-    once = HKDFExpand(hashes.SHA256(), length=32, info=b"coterie: a mask of " + context).derive(key)
+    once = hmac.digest(key, b"coterie: a mask of " + context + b"\x01", "sha256")  # HKDF's second half, of 32 bytes
     stream = Cipher(ChaCha20(once, bytes(16)), mode=None).encryptor()  # a key for one message needs no nonce
-    return np.frombuffer(stream.update(bytes(4 * n)), "<u4").astype(np.uint32, copy=False)
+    stream.update_into(zeros, into.data.cast("B"))
+    if sys.byteorder == "big":
+        into.byteswap(inplace=True)
 
 
 def _is_positive(number: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import fuzz, processes
+from tests.support.masked import SLOW
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 from torch.nn.functional import cross_entropy
@@ -54,6 +55,11 @@ def test_frames_to_a_worker(secret: bytes | None) -> None:
     assert set(found) <= {"answered", "typed"}
     assert found["typed"] > 30
     assert (found["answered"] > 60) == (secret is None), "what has no tag is no message of user 0's"
+
+
+def test_frames_and_agreements_to_a_masked_worker() -> None:
+    found = fuzz.frames_to_a_masked_worker(800 if SLOW else 120)
+    assert set(found) == {"answered", "typed"}, found
 
 
 @pytest.mark.parametrize("send", [fuzz.messages_to_a_site, fuzz.replies_to_user_0, fuzz.notes_of_strangers])

@@ -197,13 +197,18 @@ class EngineOptions:
         Literal["bf16", "fp16"] | None,
         Option(help="torch: round what is sent; what is lost is added to the next message."),
     ] = None
+    secure_sums: Annotated[
+        bool,
+        Option("--secure-sums", help="torch: see the sum of the peers' gradients only, by masks; for wga and bc."),
+    ] = False
     timeout: Annotated[
         float | None,
         Option(help="torch: seconds after which a silent process is lost.", show_default="120"),
     ] = None
 
     def __post_init__(self) -> None:
-        options = {"gather": self.gather, "compress": self.compress, "timeout": self.timeout}
+        options: dict[str, Any] = {"gather": self.gather, "compress": self.compress, "timeout": self.timeout}
+        options |= {"secure-sums": self.secure_sums}
         given = [f"`--{name}`" for name, value in options.items() if value]
         if self.engine != "torch" and given:
             raise KnobError(f"{given[0]} has no effect without `--engine torch`; leave it out")
@@ -212,7 +217,8 @@ class EngineOptions:
         """Return what makes the engine of a run, over the processes of a group where there is one."""
         if group is None:
             return InProcess
-        return functools.partial(TorchDistributed, gather=self.gather, compress=self.compress, group=group)
+        how: dict[str, Any] = {"gather": self.gather, "compress": self.compress, "secure_sums": self.secure_sums}
+        return functools.partial(TorchDistributed, group=group, **how)
 
 
 def _weights(pairs: list[str]) -> dict[str, float]:

@@ -8,12 +8,11 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from coterie.engines.engine import Answers, Capabilities, Question
@@ -22,13 +21,15 @@ from coterie.engines.rounding import Compress, relative_error
 from coterie.engines.sketch import sketch_size
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.hellos import HELLO, check_hellos, strictest
-from coterie.engines.torch_distributed.reading import Reading
+from coterie.engines.torch_distributed.reading import Exchange, Reading
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
-from coterie.engines.torch_distributed.wire import Notes, Wire
+from coterie.engines.torch_distributed.secure_sums import SecureSums
+from coterie.engines.torch_distributed.wire import ADDED, Notes, Wire
 from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, KnobError, PeerLost
 from coterie.gradients.gradients import Gradients
+from coterie.privacy.masked_sums import MaskedSums
 from coterie.recording.traffic import Traffic
 from coterie.users.user import Loss, User
 
@@ -49,6 +50,10 @@ class TorchDistributed:
             as `InProcess(one_by_one=True)`; the peers' share of the traffic is then no longer shared among them.
         compress: round x and the gradients to "bf16" or "fp16" on the way; what a message loses is added to the
             next. The largest relative error of each user is its `rounding` in the record's traffic.
+        secure_sums: see the peers' weighted sum only, by masks, which hide the parts from all other processes too;
+            see `MaskedSums`. τ then stays as it is for the run.
+        misses: with `secure_sums`, steps in a row after which a peer that refuses is left out for good.
+        largest: with `secure_sums` what no entry of a gradient may exceed; the error of a sum is about 1e-9 of it.
         backend: "gloo" or "nccl"; nccl where the model is on a GPU, when None.
         timeout: seconds after which a process that does not answer is taken for lost.
         group: the processes, where they have already been joined.
@@ -65,16 +70,25 @@ class TorchDistributed:
         seed: int = 0,
         gather: bool = False,
         compress: Compress | None = None,
+        secure_sums: bool = False,
+        misses: int = 3,
+        largest: float = 16.0,
         backend: str | None = None,
         timeout: float = 120.0,
         group: Group | None = None,
     ) -> None:
+        if secure_sums and (gather or compress):
+            name = "gather" if gather else "compress"
+            raise KnobError(
+                f"`{name}` must be left out with `secure_sums`: masked parts are added up on the way, exactly"
+            )
+        sums = MaskedSums(misses=misses, largest=largest) if secure_sums else None
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
         self.group = group or join(timeout)
         if self.group.rank:
             rank = self.group.rank
             raise KnobError(f"this process is rank {rank}; user 0 is rank 0, and every other must `serve`")
-        self.me, self.gather, self.compress = me.name, gather, compress
+        self.me, self.gather, self.compress, self.secure_sums = me.name, gather, compress, secure_sums
         device = self.own.passes.parameters.device
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         moves = self.own.support.moves_buffers
@@ -82,12 +96,14 @@ class TorchDistributed:
         seal = None if self.group.secret is None else Seal(self.group.secret, nonce)
         self.wire = Wire(model, self.group.size - 1, compress, moves, self.backend, seal=seal)
         run = {"batch_size": batch_size, "seed": seed, "compress": compress, "nonce": nonce}
+        run |= {"secure_sums": secure_sums}
         self.group.leave_note("run", run | {"moves_buffers": moves, "backend": self.backend})
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
         self.sums_only = strictest(self.hellos)
         self.capabilities = self._capabilities()
         self._reading = Reading(self.wire, self.names, compress)
+        self._sums = None if sums is None else SecureSums(sums, self.group, self.wire, self.names)
         self._traffic = {name: Traffic() for name in (self.me, *self.names)}
         self._life = contextlib.ExitStack()
         self._told_to_end = self._life.enter_context(noting_sigterm())
@@ -101,14 +117,17 @@ class TorchDistributed:
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
-        if not weights:
+        if rows and self._sums is not None:
+            raise KnobError("masked sums have no rows; use a rule that needs none, with `rows=False`")
+        if not weights or not self._agree(weights, step):
             self._check_told_to_end()
             self._stay_in_touch()
-            return self.own.gradients(x, step, {})
+            mine = self.own.gradients(x, step, {})
+            return mine if self._sums is None or not weights else self._sums.sums.with_sum(mine, None, {}, weights)
         before, began = self.own.passes.buffers() if self.wire.moving else {}, time.perf_counter()
         asked = torch.tensor([[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64)
         buffers = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
-        ask = Ask.ROWS if rows or self.gather else Ask.SUM
+        ask = Ask.ROWS if rows or self.gather else Ask.SUM if self._sums is None else Ask.PART
         exchange = self._begin(ask, Question(x.detach()[None], step, asked, buffers=buffers))
         g, computed = self.own.gradients(x, step, {}), time.perf_counter()
         try:
@@ -117,10 +136,14 @@ class TorchDistributed:
             for name, buffer in before.items():  # the step is not taken, and so moves nothing
                 self.own.passes.model.get_buffer(name).copy_(buffer)
             raise
+        if self._sums is not None:
+            return self._sums.with_sum(g, answers, notes, weights, step)
         return self._reading.with_peers(g, answers, weights, notes, rows=rows)
 
     def ask(self, question: Question) -> Callable[[], Answers]:
         """Ask the peers at several points in one exchange; see `AsksAtPoints.ask`."""
+        if self._sums is not None:
+            raise KnobError("masked sums are of gradients at one point, and have no rows; ask by `gradients`")
         if (
             self.sums_only is not None
         ):  # who asks at many points finds the weights itself, and takes what can be had
@@ -134,7 +157,17 @@ class TorchDistributed:
         question = replace(question, buffers=buffers | dict(question.buffers))
         return partial(self._answers, self._begin(Ask.ROWS if question.rows or self.gather else Ask.SUM, question))
 
-    def _begin(self, ask: Ask, question: Question) -> "_Exchange":
+    def _agree(self, weights: Mapping[str, float], step: int) -> bool:
+        """Say whether there is a sum of these peers to be had; one that is masked they may have to agree on."""
+        if self._sums is None:
+            return True
+        self._check_told_to_end()
+        try:
+            return self._sums.agree(weights, step)
+        except (RuntimeError, PeerLost) as error:
+            raise self._lost(str(error)) from error
+
+    def _begin(self, ask: Ask, question: Question) -> Exchange:
         """Begin to send a question and to collect the answers."""
         self._check_told_to_end()
         wire, self._whole = self.wire, False
@@ -155,10 +188,10 @@ class TorchDistributed:
                 works.append(collecting)
         except RuntimeError as error:
             raise self._lost(str(error)) from error
-        return _Exchange(ask, question, works, answers, sketches)
+        return Exchange(ask, question, works, answers, sketches)
 
     def _end(
-        self, exchange: "_Exchange", seconds: tuple[float, float]
+        self, exchange: Exchange, seconds: tuple[float, float]
     ) -> tuple[Tensor, Tensor | None, dict[str, Notes]]:
         """Wait for the answers, and return them with the sketches, if any, and the peers' notes.
 
@@ -178,7 +211,7 @@ class TorchDistributed:
         notes = self._count(exchange, answers, (seconds[0], time.perf_counter() - seconds[1]))
         return answers, sketches, notes
 
-    def _answers(self, exchange: "_Exchange") -> Answers:
+    def _answers(self, exchange: Exchange) -> Answers:
         """Wait for the peers, and return what they answered at several points."""
         answers, sketches, notes = self._end(exchange, (0.0, time.perf_counter()))
         return self._reading.at_points(exchange.question, exchange.ask, answers, sketches, notes)
@@ -189,8 +222,8 @@ class TorchDistributed:
             "engine": "torch.distributed",
             "backend": self.backend,
             "device": str(self.own.passes.parameters.device),
-            "average": "gather, added up in order" if self.gather else "reduce",
-            "rows": "gather" if self.capabilities.rows else "none: a peer gives sums only",
+            "average": "gather, added up in order" if self.gather else "reduce" + ", masked" * self.secure_sums,
+            "rows": "gather" if self.capabilities.rows else "none: sums only",
             "compress": self.compress,
             "peers": {hello["name"]: hello["examples"] for hello in self.hellos},
             "data": " ".join([self.own.sampler.me.fingerprint(), *(hello["data"] for hello in self.hellos)]),
@@ -217,14 +250,12 @@ class TorchDistributed:
         """Return what each peer says of itself, once all are there and fit together."""
         hellos = [self.group.read_note(f"hello/{rank}", f"rank {rank}", **HELLO) for rank in self.group.others]
         try:
-            check_hellos(self.me, self.wire, hellos, expected)
-            if self.gather and any(hello["sums_only"] for hello in hellos):
-                raise KnobError("`gather` collects every peer's gradient, but a peer gives sums only; leave it out")
+            check_hellos(self.me, self.wire, hellos, expected, gather=self.gather)
         except CoterieError as error:
             self.group.leave_note("go", {"refused": str(error)})
             raise
-        rows = not any(hello["sums_only"] for hello in hellos)
-        self.sketch = None if self.gather else sketch_size(self.wire.size, rows=rows)
+        rows = strictest(hellos) is None
+        self.sketch = None if self.gather or self.secure_sums else sketch_size(self.wire.size, rows=rows)
         self.group.leave_note("go", {"refused": None, "sketch": self.sketch})
         return hellos
 
@@ -232,14 +263,14 @@ class TorchDistributed:
         own = self.own.capabilities
         counts = {hello["name"]: None if isinstance(n := hello["examples"], str) else n for hello in self.hellos}
         return Capabilities(
-            rows=not any(hello["sums_only"] for hello in self.hellos),
+            rows=self.sums_only is None and not self.secure_sums,
             same_bits=self.gather and self.compress is None,
             examples={**own.examples, **counts},
             batch_size=own.batch_size,
             batch_dependent=own.batch_dependent,
-            many_points=True,
+            many_points=not self.secure_sums,
             sketch=self.sketch,
-            local_work=True,
+            local_work=not self.secure_sums,
         )
 
     def _stay_in_touch(self) -> None:
@@ -252,11 +283,11 @@ class TorchDistributed:
             except RuntimeError as error:
                 raise self._lost(str(error)) from error
 
-    def _count(self, exchange: "_Exchange", answers: Tensor, seconds: tuple[float, float]) -> dict[str, Notes]:
+    def _count(self, exchange: Exchange, answers: Tensor, seconds: tuple[float, float]) -> dict[str, Notes]:
         """Add up what travelled, and return the peers' notes."""
         down, up = self.wire.request.bytes.numel(), answers.element_size() * answers.shape[-1]
         notes = dict(zip(self.names, self.wire.notes(exchange.ask, answers), strict=True))
-        received = up if exchange.ask is Ask.SUM else up * len(notes)
+        received = up if exchange.ask in ADDED else up * len(notes)
         if exchange.sketches is not None:
             shown = exchange.sketches[0].nbytes
             up, received = up + shown, received + shown * len(notes)
@@ -280,14 +311,3 @@ class TorchDistributed:
         shown = [f"{name!r} (rank {rank}: {why or 'no sign of life'})" for name, (rank, why) in known]
         who = f"lost {', '.join(shown)}" if shown else "lost the connection, though every peer still answers"
         return PeerLost(f"{who} ({in_short(cause)})", names)
-
-
-@dataclass(eq=False)
-class _Exchange:
-    """A question on its way."""
-
-    ask: Ask
-    question: Question
-    works: list[dist.Work]  # what has to be waited for, in order
-    answers: Tensor
-    sketches: Tensor | None

@@ -19,7 +19,9 @@ def strictest(hellos: Sequence[Mapping[str, Any]]) -> SumsOnly | None:
     return SumsOnly(max(k.peers for k in kinds), min(k.share for k in kinds)) if kinds else None
 
 
-def check_hellos(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: Sequence[str]) -> None:
+def check_hellos(
+    me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: Sequence[str], *, gather: bool = False
+) -> None:
     """Refuse peers that do not fit user 0 or each other."""
     names = [hello["name"] for hello in hellos]
     for rank, hello in enumerate(hellos, 1):
@@ -44,3 +46,5 @@ def check_hellos(me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expec
     check_names([me, *names])
     if expected and sorted(expected) != sorted(names):
         raise DataError(f"expected the peers {', '.join(expected)}, but {', '.join(names)} came")
+    if gather and strictest(hellos) is not None:
+        raise KnobError("`gather` collects every peer's gradient, but a peer gives sums only; leave it out")

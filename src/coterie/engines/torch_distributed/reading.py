@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from coterie.engines.engine import Answers, Question
@@ -12,6 +13,17 @@ from coterie.engines.rounding import Compress
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Notes, Outcome, Wire
 from coterie.gradients.gradients import Gradients, add_up, complete, is_finite, receive
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A question on its way."""
+
+    ask: Ask
+    question: Question
+    works: list[dist.Work]  # what has to be waited for, in order
+    answers: Tensor
+    sketches: Tensor | None
 
 
 class Reading:

@@ -23,6 +23,9 @@ class Ask(IntEnum):
     ROWS = 3
     POINTS = 4  # nothing yet: the next messages have as many points as stands in the place of the step, and what
     # is added to steps from them where one stands in the place of the sketches
+    OFFER = 5  # a key for masked sums, in a note; which agreement it is for stands in the place of the step
+    JOIN = 6  # to join the sums of that agreement, which is in a note
+    PART = 7  # the masked part of a sum
 
 
 class PackedRequest:

@@ -3,13 +3,15 @@
 User 0 broadcasts a `PackedRequest` of P points. Each peer answers with a gradient for each and P + 3 notes: the
 outcome at each point, the relative error of its compression, and the seconds spent computing and waiting. Sums
 have places for every peer's notes, and each peer fills its own, so that one reduce brings the sums and all the
-notes. Where sketches are asked for, they are gathered after that.
+notes. Where sketches are asked for, they are gathered after that. Masked parts of sums are whole numbers; the notes
+beside them are the bits of floating-point ones.
 """
 
 import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,8 +24,12 @@ from coterie.engines.torch_distributed.seal import TAG_BYTES, Seal
 from coterie.errors import KnobError, PeerLost
 from coterie.gradients.gradients import is_finite
 from coterie.gradients.parameters import Parameters
+from coterie.privacy.masks import N_CHECKS, Words
 
 N_OTHER_NOTES = 3
+ADDED = (Ask.SUM, Ask.PART)
+"""What is added up on the way."""
+
 _UNSEALED = "a message has no tag of this cluster's secret: it is not user 0's"
 
 
@@ -98,7 +104,7 @@ class Wire:
 
         `answer` is this peer's; None for user 0.
         """
-        if ask is Ask.SUM:
+        if ask in ADDED:
             total = self.empty_answer(ask) if answer is None else answer
             return _begun(dist.reduce(total, 0, async_op=True)), total
         return self._gathered(self.empty_answer(ask) if answer is None else answer, to_me=answer is None)
@@ -123,7 +129,9 @@ class Wire:
 
     def empty_answer(self, ask: Ask) -> Tensor:
         """Return an answer of zeros: gradients that cannot be used."""
-        places = (self.n_points + N_OTHER_NOTES) * (self.n_peers if ask is Ask.SUM else 1)
+        places = (self.n_points + N_OTHER_NOTES) * (self.n_peers if ask in ADDED else 1)
+        if ask is Ask.PART:
+            return torch.zeros(self.n_numbers + N_CHECKS + places, dtype=torch.int32, device=self.device)
         return torch.zeros(self.n_numbers + places, dtype=self.sent_as, device=self.device)
 
     def answer(
@@ -155,10 +163,22 @@ class Wire:
         notes[start : start + len(mine)] = torch.tensor(mine)
         return answer
 
+    def part(self, position: int, words: Words | None, outcome: Outcome, seconds: tuple[float, float]) -> Tensor:
+        """Return the masked answer of the peer at this position, zeros where it has no part; at one point."""
+        answer = self.empty_answer(Ask.PART)
+        if words is not None:
+            answer[: len(words)] = torch.from_numpy(words.view(np.int32))
+        notes = torch.tensor([float(outcome), 0.0, *seconds], dtype=torch.float32)
+        answer[self.n_numbers + N_CHECKS :].view(-1, len(notes))[position] = notes.view(torch.int32)
+        return answer
+
     def notes(self, ask: Ask, answers: Tensor) -> list[Notes]:
         """Return all peers' notes from what was collected."""
         n, each = self.n_points, self.n_points + N_OTHER_NOTES
-        notes = answers[self.n_numbers :].view(-1, each) if ask is Ask.SUM else answers[1:, self.n_numbers :]
+        if ask is Ask.PART:
+            notes = answers[self.n_numbers + N_CHECKS :].view(torch.float32).view(-1, each)
+        else:
+            notes = answers[self.n_numbers :].view(-1, each) if ask is Ask.SUM else answers[1:, self.n_numbers :]
         known = {float(outcome): outcome for outcome in Outcome}
         return [Notes(tuple(known.get(o, Outcome.NOTHING) for o in note[:n]), *note[n:]) for note in notes.tolist()]
 

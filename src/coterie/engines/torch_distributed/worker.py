@@ -20,8 +20,9 @@ from coterie.engines.sketch import SKETCH, Sketch, sketch_key
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
-from coterie.engines.torch_distributed.wire import Wire
-from coterie.errors import CoterieError, PeerLost, blaming, printable
+from coterie.engines.torch_distributed.secure_sums import MaskedPart, constants_of
+from coterie.engines.torch_distributed.wire import Outcome, Wire
+from coterie.errors import CoterieError, KnobError, PeerLost, blaming, printable
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
@@ -29,7 +30,7 @@ from coterie.users.user import Loss, User
 
 _BACKENDS = ("gloo", "nccl")
 _RUN: dict[str, Any] = {"batch_size": int, "seed": int, "compress": str | None, "backend": str, "nonce": str}
-_RUN |= {"moves_buffers": bool}
+_RUN |= {"moves_buffers": bool, "secure_sums": bool}
 PRIVATE = "private"
 """What a private peer says in the place of a digest of its examples."""
 
@@ -40,6 +41,7 @@ def serve(
     user: User,
     *,
     sums_only: bool | SumsOnly = False,
+    secure_sums: bool = False,
     caps: Caps | None = None,
     log: Path | None = None,
     privacy: Privacy | None = None,
@@ -57,6 +59,8 @@ def serve(
         user: whose examples are used; its name is the peer's name.
         sums_only: give gradients as part of a weighted sum only, never on their own; of at least 3 peers, none of
             which has more than half of the weight, or as `SumsOnly` says. What is no such sum is refused.
+        secure_sums: give gradients under masks only, as part of such a sum: neither user 0 nor another peer sees
+            them. Where user 0 wants masks and this is False, it takes part too, and also gives what is not masked.
         caps: what is given at most; a request beyond is refused, and the run goes on without this peer.
         log: a file to which every request is added, one JSON object a line.
         privacy: what is promised about each example; it needs a log. See `Peer`.
@@ -69,7 +73,8 @@ def serve(
         life.callback(group.disconnect)
         try:
             given: dict[str, Any] = {"caps": caps, "log": log, "privacy": privacy}
-            worker = _Worker(group, copy.deepcopy(model), loss, user, sums_only=sums_only, **given)
+            given |= {"sums_only": sums_only or secure_sums, "secure_sums": secure_sums}
+            worker = _Worker(group, copy.deepcopy(model), loss, user, **given)
             while worker.answer(told_to_end.is_set()):
                 pass
         except _CutOffError as error:
@@ -98,12 +103,13 @@ class _Worker:
         user: User,
         *,
         sums_only: bool | SumsOnly,
+        secure_sums: bool,
         caps: Caps | None,
         log: Path | None,
         privacy: Privacy | None,
     ) -> None:
         self.group, self.position, self.given = group, group.rank - 1, (caps, log, privacy)
-        self.sums_only = SumsOnly() if sums_only is True else sums_only or None
+        self.sums_only, self.masked_only = SumsOnly() if sums_only is True else sums_only or None, secure_sums
         run = self.run = group.read_note("run", "user 0", **_RUN)
         if run["backend"] not in _BACKENDS or run["compress"] not in (None, *HALVES) or run["batch_size"] < 1:
             raise PeerLost(f"user 0 asks for a run that there is none of: {printable(run)}")
@@ -113,6 +119,10 @@ class _Worker:
         group.connect(run["backend"])
         self._over(lambda: self.wire.share_constants(mine=False))
         self._take_points(1)
+        self._masked: MaskedPart | None = None
+        if run["secure_sums"]:
+            shared = {"run": run, "constants": constants_of(self.peer.passes.model)}
+            self._masked = MaskedPart(self.peer, self.sums_only or SumsOnly(), group, shared)
         self.answered, self.since = 0, time.perf_counter()
 
     def answer(self, told_to_end: bool) -> bool:
@@ -121,13 +131,22 @@ class _Worker:
             raise PeerLost("told to end (SIGTERM) before the run was over")
         self._over(self.wire.receive_request)
         began = time.perf_counter()
-        packed = self.wire.request
-        ask, step, sketched = packed.read()
+        ask, step, sketched = self.wire.request.read()
         if ask in (Ask.END, Ask.NOTHING):
             return ask is Ask.NOTHING
         if ask is Ask.POINTS:
             self._take_points(step, added=bool(sketched))
-            return True
+        elif ask in (Ask.OFFER, Ask.JOIN, Ask.PART):
+            self._answer_masked(ask, step, began)
+        else:
+            self._answer(ask, step, sketched, began)
+        return True
+
+    def _answer(self, ask: Ask, step: int, sketched: int, began: float) -> None:
+        """Send gradients, or a part of their sums, and sketches where they are asked for."""
+        packed = self.wire.request
+        if self.masked_only:
+            raise PeerLost("asked for what is not masked, but gives masked sums only")
         if ask is Ask.ROWS and self.sums_only:
             raise PeerLost("asked for a gradient on its own, but gives sums only")
         if sketched and not self.sketch:
@@ -142,16 +161,30 @@ class _Worker:
             with blaming("the model or the loss"):
                 reply = self.peer.answer(request)
             self.answered += 0 if reply.gradients is None else request.gradients
-        ended = time.perf_counter()
-        seconds = (ended - began, began - self.since)
-        if self.given[2] is not None:  # they would tell how large the sample was
-            seconds = (0.0, 0.0)
-        sent = self.wire.answer(ask, self.position, asked, reply, seconds)
+        sent = self.wire.answer(ask, self.position, asked, reply, self._seconds(began))
         self._over(lambda: self.wire.collect(ask, sent)[0].wait())  # noqa: PLW0108  # to begin may fail too
         if sketched:
             self._sketch(step, sketched, asked, reply)
-        self.since = ended
-        return True
+
+    def _answer_masked(self, ask: Ask, step: int, began: float) -> None:
+        """Agree on masked sums, or send the part of one."""
+        if self._masked is None:
+            raise PeerLost("asked for masked sums, in a run without")
+        if ask is not Ask.PART:
+            self._masked.agree(ask, step)
+            return
+        if self.wire.n_points != 1:
+            raise PeerLost(f"asked for masked sums at {self.wire.n_points} points; it adds gradients at one")
+        words, outcome = self._masked.of(self._request(step, torch.tensor([True])), self.wire.request.body)
+        self.answered += outcome is Outcome.GRADIENT
+        sent = self.wire.part(self.position, words, outcome, self._seconds(began))
+        self._over(lambda: self.wire.collect(ask, sent)[0].wait())  # noqa: PLW0108  # as above
+
+    def _seconds(self, began: float) -> tuple[float, float]:
+        """Return how long this peer computed since it began, and how long it waited before."""
+        ended = time.perf_counter()
+        seconds, self.since = (ended - began, began - self.since), ended
+        return (0.0, 0.0) if self.given[2] is not None else seconds  # they would tell how large the sample was
 
     def _take_points(self, n: int, *, added: bool = False) -> None:
         """Let messages have so many points; where it is one, the model's parameters lie in the message itself."""
@@ -196,6 +229,8 @@ class _Worker:
         hello |= {"size": parameters.size, "dtype": str(parameters.dtype)}
         hello["sums_only"] = [self.sums_only.peers, self.sums_only.share] if self.sums_only else None
         try:
+            if self.masked_only and not run["secure_sums"]:
+                raise KnobError(f"{user.name!r} gives masked sums only; set `secure_sums` at user 0")
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
             peer = engine.peer(user.name, *self.given)
         except CoterieError as error:
