@@ -26,6 +26,7 @@ from coterie.cli import app
 from coterie.engines.torch_distributed import group as torch_group
 from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
+from coterie.engines.torch_distributed.place import Place, stay_on_loopback
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import VARIABLE, Seal
 from coterie.errors import KnobError, PeerLost
@@ -156,7 +157,7 @@ def test_the_store_listens_at_the_address_given_and_at_no_other() -> None:
         port = free.getsockname()[1]
 
     def keep() -> None:
-        store = torch_group._opened("127.0.0.1", port, 0, 1, timedelta(seconds=5))
+        store = Place("127.0.0.1", port, 0, 1).keep(timedelta(seconds=5), all_come=True)
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             pass
         with pytest.raises(ConnectionRefusedError):
@@ -165,17 +166,17 @@ def test_the_store_listens_at_the_address_given_and_at_no_other() -> None:
 
     assert processes.ended(processes.forked(keep)) == 0
     with pytest.raises(KnobError, match="must be an address of user 0's machine"):
-        torch_group._opened("192.0.2.1", port, 0, 1, timedelta(seconds=1))
+        Place("192.0.2.1", port, 0, 1).keep(timedelta(seconds=1), all_come=True)
 
 
 def test_gloo_stays_on_this_machine_where_the_store_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    torch_group._stay_on_loopback()
+    stay_on_loopback()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # what somebody has set stays
-    torch_group._stay_on_loopback()
+    stay_on_loopback()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 

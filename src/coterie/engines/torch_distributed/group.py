@@ -1,13 +1,10 @@
 """The processes of a run under torch.distributed: how they meet, and who is missing when a message fails."""
 
-import contextlib
 import hmac
 import json
-import logging
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,19 +14,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from coterie.engines.torch_distributed.place import Place, stay_on_loopback
 from coterie.engines.torch_distributed.seal import note_tag, shared_secret
 from coterie.errors import KnobError, PeerLost, printable
-
-logger = logging.getLogger(__name__)
 
 CUT_OFF = "cut off"
 """What a process answers to a roll call when it is alive but has lost the others."""
 
-_stores: dict[tuple[str, ...], tuple[Store, int]] = {}
+
+_stores: dict[Place, tuple[Store, int]] = {}
 """For each address, the one connection of this process and how many groups have used it."""
 
 
@@ -94,7 +90,7 @@ class Group:
         if backend == "nccl":  # else a lost process ends this one without a word
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         else:
-            _stay_on_loopback()
+            stay_on_loopback()
         store = PrefixStore("connections", self.store)
         try:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=waiting)
@@ -139,61 +135,31 @@ def join(timeout: float = 120.0) -> Group:
     Args:
         timeout: seconds that any wait may last.
     """
-    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-    if missing := [name for name in names if name not in os.environ]:
-        raise KnobError(
-            f"torch.distributed needs the environment variable {missing[0]}; start the processes with torchrun, or "
-            f"set {', '.join(names)} for each"
-        )
     if dist.is_initialized():
         raise KnobError("torch.distributed is already in use in this process; let coterie start it")
-    if not timeout > 0:
-        raise KnobError(f"`timeout` must be a positive number of seconds, got {timeout}")
-    place = tuple(os.environ[name] for name in names)
+    check_seconds("timeout", timeout)
+    place, waiting, secret = Place.told(), timedelta(seconds=timeout), shared_secret()
     try:
-        port, rank, size = (int(text) for text in place[1:])
-    except ValueError as error:
-        raise KnobError(f"MASTER_PORT, RANK and WORLD_SIZE must be whole numbers, got {place[1:]}") from error
-    if size < 2:
-        raise KnobError("WORLD_SIZE is 1: user 0 would have no peers; start a process for each user")
-    waiting, secret = timedelta(seconds=timeout), shared_secret()
-    try:
-        store, used = _stores.get(place) or (_opened(place[0], port, rank, size, waiting), 0)
+        store, used = _stores.get(place) or (_opened(place, waiting), 0)
     except dist.DistError as error:
-        raise PeerLost(f"nobody answers at {place[0]}:{place[1]}: {error}; start rank 0 there") from error
+        raise PeerLost(f"nobody answers at {place.address}:{place.port}: {error}; start rank 0 there") from error
     _stores[place] = store, used + 1
     store.set_timeout(waiting)
-    return Group(PrefixStore(f"coterie {used}", store), rank, size, timeout, secret, used)
+    return Group(PrefixStore(f"coterie {used}", store), place.rank, place.size, timeout, secret, used)
 
 
-def _opened(address: str, port: int, rank: int, size: int, waiting: timedelta) -> Store:
-    """Return the store; user 0 keeps it, at the address given and at no other, unless torchrun does."""
-    if rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store: Store = next(rendezvous("env://", rank, size, timeout=waiting))[0]
-        return store
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.ExitStack() as opened:
-            listener = opened.enter_context(socket.socket(family, kind))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
-            listener.listen(128)
-            opened.pop_all()  # it is the store's from now on
-    except OSError as error:
-        raise KnobError(
-            f"MASTER_ADDR and MASTER_PORT must be an address of user 0's machine and a free port there, got "
-            f"{address}:{port} ({error.strerror or error})"
-        ) from error
-    if str(place[0]).startswith("127.") and address not in (place[0], "localhost"):
-        logger.warning("%s is %s here: processes on other machines cannot reach it", address, place[0])
-    return TCPStore(address, port, size, is_master=True, timeout=waiting, master_listen_fd=listener.detach())
+def check_seconds(name: str, seconds: float) -> None:
+    """Refuse what is no time to wait."""
+    if not seconds > 0:
+        raise KnobError(f"`{name}` must be a positive number of seconds, got {seconds}")
 
 
-def _stay_on_loopback() -> None:
-    """Let gloo, too, listen on this machine alone where everybody is on it; else it takes the host's address."""
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if os.environ.get("MASTER_ADDR", "").startswith(("127.", "localhost")) and loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+def _opened(place: Place, waiting: timedelta) -> Store:
+    """Return the store once all processes have come to it."""
+    if place.keeps_store:
+        return place.keep(waiting, all_come=True)
+    store: Store = next(rendezvous("env://", place.rank, place.size, timeout=waiting))[0]
+    return store
 
 
 def _forged(key: str, whose: str, why: str) -> str:
