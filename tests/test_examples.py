@@ -25,7 +25,7 @@ def run(path: Path, folder: Path) -> str:
     return result.stdout
 
 
-TESTED = {"cluster", "consortium", "adapter", "own_loop"}  # have tests of their own
+TESTED = {"cluster", "everyone", "consortium", "adapter", "own_loop"}  # have tests of their own
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,12 @@ def test_the_cluster_is_four_processes(tmp_path: Path) -> None:
     accuracy = re.search(r"test: loss [\d.]+, accuracy ([\d.]+)", out)
     assert accuracy is not None
     assert float(accuracy[1]) > 0.8
+
+
+@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="starts five processes: COTERIE_SLOW=1 runs it")
+def test_everyone_is_four_processes(tmp_path: Path) -> None:
+    out = run(ROOT / "examples" / "everyone.py", tmp_path)
+    assert sorted(re.findall(r"^(writer \d): ", out, re.MULTILINE)) == [f"writer {k}" for k in (0, 3, 5, 8)]
 
 
 def test_own_loop_learns(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import socket
 import time
 import traceback
 import warnings
@@ -68,9 +69,29 @@ class Started:
     Args:
         works: what each rank does.
         first: the rank of the first of them.
+        size: how many ranks there should be, where it is another number.
+        kept_by_0: rank 0 keeps the notes.
     """
 
-    def __init__(self, works: Sequence[Callable[[], object]], first: int = 0) -> None:
+    def __init__(
+        self,
+        works: Sequence[Callable[[], object]],
+        first: int = 0,
+        *,
+        size: int | None = None,
+        kept_by_0: bool = False,
+    ) -> None:
+        self.variables = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": str(size or first + len(works))}
+        self.notes: int | None = None
+        if kept_by_0:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.variables |= {"MASTER_PORT": str(free.getsockname()[1])}
+        else:
+            self.variables |= {"MASTER_PORT": self._keep_notes(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        self.children = [self.start(rank, work) for rank, work in enumerate(works, first)]
+
+    def _keep_notes(self) -> str:
+        """Start a process that keeps the notes, and return its port."""
         parent, (read, write) = os.getpid(), os.pipe()
 
         def keep_notes() -> None:
@@ -80,27 +101,28 @@ class Started:
                 time.sleep(0.2)
 
         self.notes = forked(keep_notes)
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(read, 9).decode()}
-        shared |= {"WORLD_SIZE": str(first + len(works)), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        port = os.read(read, 9).decode()
         os.close(read)
         os.close(write)
-        self.variables = shared | {"RANK": "0"}
-        self.children: list[int] = []
-        for rank, work in enumerate(works, first):
+        return port
 
-            def child(work: Callable[[], object] = work, rank: int = rank) -> None:
-                os.environ.update(shared | {"RANK": str(rank)})
-                work()
+    def start(self, rank: int, work: Callable[[], object]) -> int:
+        """Start a process for a rank, and return its id."""
 
-            self.children.append(forked(child))
+        def child() -> None:
+            os.environ.update(self.variables | {"RANK": str(rank)})
+            work()
+
+        return forked(child)
 
     def end(self, patience: float = PATIENCE) -> list[int]:
         """Wait for all, and return how each ended."""
         try:
             return [ended(child, patience) for child in self.children]
         finally:
-            os.kill(self.notes, signal.SIGKILL)
-            os.waitpid(self.notes, 0)
+            if self.notes is not None:
+                os.kill(self.notes, signal.SIGKILL)
+                os.waitpid(self.notes, 0)
 
     def kill(self) -> None:
         """Kill all."""

@@ -86,7 +86,7 @@ class Peer:
         self.support = support or ModelSupport(moves_buffers=True, random=True)
         self._table: tuple[BatchStream, IndexTable] | None = None
         self._secret: bytes | None = None
-        self._rounding: Rounding | None = None
+        self._roundings: dict[str, Rounding] = {}
         if caps is not None or privacy is not None:
             path = self.ledger.path
             beside = None if path is None else path.with_name(path.name + ".secret")
@@ -227,13 +227,13 @@ class Peer:
             return f"{count} more gradients would exceed its ε = {self._budget.epsilon:g}"
         return None
 
-    def rounded(self, gradients: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return an answer in the precision of the request, where that is half; with what the last one lost."""
+    def rounded(self, gradients: Tensor, dtype: torch.dtype, caller: str = "user 0") -> Tensor:
+        """Return an answer in the precision of the request, where that is half; with what its last one lost."""
         if dtype not in HALVES.values() or dtype == self.passes.parameters.dtype:
             return gradients
-        if self._rounding is None or self._rounding.dtype != dtype:
-            self._rounding = Rounding(dtype)
-        return self._rounding(gradients)
+        if caller not in self._roundings or self._roundings[caller].dtype != dtype:
+            self._roundings[caller] = Rounding(dtype)
+        return self._roundings[caller](gradients)
 
     def refuse(self, reason: str, caller: str = "user 0", step: object = None) -> Reply:
         """Log a refusal and return it; for a request that cannot even be read, too."""

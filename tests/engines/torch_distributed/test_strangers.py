@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.engines.torch_distributed import group as torch_group
 from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
 from coterie.engines.torch_distributed.place import Place, stay_on_loopback

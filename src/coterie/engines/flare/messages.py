@@ -52,7 +52,7 @@ def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
     if reply.gradients is None:
         return {"refused": reply.refused}
     asked_as = _decoded(request["points"])
-    gradients = reply.gradients if asked_as is None else peer.rounded(reply.gradients, asked_as.dtype)
+    gradients = reply.gradients if asked_as is None else peer.rounded(reply.gradients, asked_as.dtype, caller)
     about = {"site": peer.user.name, "step": step, "seconds": reply.seconds, "examples": reply.examples}
     return {"gradients": _encoded(gradients), **about}
 

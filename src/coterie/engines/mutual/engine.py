@@ -112,8 +112,8 @@ def _check(meeting: Meeting, hellos: Mapping[int, Mapping[str, Any]]) -> None:
         if (hello["size"], hello["dtype"]) != (ours["size"], ours["dtype"]):
             raise ModelError(
                 f"rank {rank} ({printable(hello['name'])!r}) has a model of {hello['size']} parameters of "
-                f"{printable(hello['dtype'])}, this process one of {ours['size']} of {ours['dtype']}; build the same "
-                "model in every process"
+                f"{printable(hello['dtype'])}, this process one of {ours['size']} of {ours['dtype']}; build the "
+                "same model in every process"
             )
         if not hello["name"] or not hello["name"].isprintable():
             raise DataError(f"rank {rank} has the name {hello['name'][:80]!r}; a name must be printable text")

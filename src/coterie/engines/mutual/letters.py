@@ -25,17 +25,17 @@ def packed(content: Any) -> Tensor:
     arrays: list[np.ndarray[Any, Any]] = []
     text = json.dumps(_written(content, arrays)).encode()
     parts = [len(text).to_bytes(_HEAD, "little"), text, *(array.tobytes() for array in arrays)]
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
 
 def unpacked(letter: Tensor) -> Any:
     """Return what is in a letter; `ValueError` where it is none."""
-    data = letter.numpy().tobytes()
+    data = letter.numpy().data
     end = _HEAD + int.from_bytes(data[:_HEAD], "little")
     if not _HEAD <= end <= len(data):
         raise ValueError("the text of a letter is longer than the letter")
     try:
-        return _read(json.loads(data[_HEAD:end]), data[end:])
+        return _read(json.loads(bytes(data[_HEAD:end])), data[end:])
     except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"not a letter: {type(error).__name__}") from error
 
@@ -51,7 +51,7 @@ def _written(content: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
     return content
 
 
-def _read(content: Any, data: bytes) -> Any:
+def _read(content: Any, data: memoryview) -> Any:
     if not isinstance(content, dict):
         return content
     if set(content) != {ARRAY}:
@@ -61,4 +61,4 @@ def _read(content: Any, data: bytes) -> Any:
     whole = all(type(number) is int and number >= 0 for number in [*shape, begin])
     if dtype.kind not in _KINDS or not whole or begin + math.prod(shape) * dtype.itemsize > len(data):
         raise ValueError("a letter describes an array that it does not hold")
-    return np.frombuffer(data, dtype, math.prod(shape), begin).reshape(shape)
+    return np.ndarray(tuple(shape), dtype, data, begin)

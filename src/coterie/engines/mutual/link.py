@@ -3,11 +3,13 @@
 import contextlib
 import queue
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]  # it is there
 
 from coterie.engines.torch_distributed.group import in_short
 from coterie.engines.torch_distributed.seal import TAG_BYTES, Seal
@@ -22,6 +24,16 @@ _HEADS, _BODIES, _NOTHING = 1, 2, 3
 """What gloo tells messages apart by; nobody sends the last."""
 
 
+class Pair(Protocol):
+    """Two processes under gloo; torch does not say what can be done with them."""
+
+    def send(self, tensors: Sequence[Tensor], other: int, tag: int, /) -> dist.Work:
+        """Begin to send a tensor; what is returned must be kept until it is sent."""
+
+    def recv(self, tensors: Sequence[Tensor], other: int, tag: int, /) -> dist.Work:
+        """Begin to receive a tensor."""
+
+
 class Link:
     """The connection to one other process.
 
@@ -32,7 +44,7 @@ class Link:
         longest: how many bytes a letter may have.
     """
 
-    def __init__(self, pair: ProcessGroupGloo, other: int, seals: tuple[Seal, Seal] | None, longest: int) -> None:
+    def __init__(self, pair: Pair, other: int, seals: tuple[Seal, Seal] | None, longest: int) -> None:
         self._pair, self._other, self._seals, self._longest = pair, other, seals, longest
         self._outbox: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]  # it is there
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from coterie.engines.mutual.link import Pair
 from coterie.engines.torch_distributed.group import Group
 from coterie.engines.torch_distributed.place import Place, stay_on_loopback
 from coterie.engines.torch_distributed.seal import Seal
@@ -63,9 +64,7 @@ class Notes:
         found: dict[str, Any] | None = self._read(f"hello/{rank}", f"rank {rank}", dict, **HELLO)
         return found
 
-    def link_to(
-        self, other: int, goes_on: Callable[[], bool]
-    ) -> tuple[ProcessGroupGloo, tuple[Seal, Seal] | None] | None:
+    def link_to(self, other: int, goes_on: Callable[[], bool]) -> tuple[Pair, tuple[Seal, Seal] | None] | None:
         """Connect with another process once both are there; None where this should not go on any more.
 
         The other is rank 1 of the two where it has the higher rank, else rank 0.
@@ -82,7 +81,8 @@ class Notes:
             with contextlib.suppress(RuntimeError):  # the other is gone again
                 stay_on_loopback()
                 store = PrefixStore(name, group.store)
-                return ProcessGroupGloo(store, mine, 2, timedelta(seconds=CONNECTING)), self._seals(name, mine)
+                pair = ProcessGroupGloo(store, mine, 2, timedelta(seconds=CONNECTING))
+                return cast("Pair", pair), self._seals(name, mine)
         return None
 
     def _agreed(self, other: int, goes_on: Callable[[], bool]) -> tuple[Group, str] | None:
@@ -95,11 +95,11 @@ class Notes:
         tried = self._tried.get(two, 0)
         if rank < other:
             wanted = self._read(f"{two}/want", f"rank {other}", int)
-            if wanted is None or wanted <= tried or not self._leave(f"{two}/go/{wanted}", True):
+            if wanted is None or wanted <= tried or not self._leave(f"{two}/go/{wanted}", wanted):
                 return None
         else:
             wanted = tried + 1
-            while not self._read(f"{two}/go/{wanted}", f"rank {other}", bool):
+            while self._read(f"{two}/go/{wanted}", f"rank {other}", int) is None:
                 if not goes_on() or self.hello_of(other) != hello or not self._leave(f"{two}/want", wanted):
                     return None
                 time.sleep(POLL)
@@ -112,21 +112,23 @@ class Notes:
 
     def _read(self, key: str, whose: str, kind: type, **entries: Any) -> Any:
         """Return a note; None while it is not there."""
+        note = None
         with self._in_touch() as group:
             if group.store.check([key]):
-                return group.read_note(key, whose, kind, **entries)
-        return None
+                note = group.read_note(key, whose, kind, **entries)
+        return note
 
     def _leave(self, key: str, note: Any) -> bool:
         """Leave a note, and say whether that could be done."""
+        left = False
         with self._in_touch() as group:
             group.leave_note(key, note)
-            return True
-        return False
+            left = True
+        return left
 
     @contextlib.contextmanager
     def _in_touch(self) -> Iterator[Group]:
-        """Give the notes, with this process's hello among them; a store that is gone is looked for anew next time."""
+        """Give the notes, with this process's hello among them; a store that is gone is looked for anew later."""
         try:
             if self._group is None:
                 self._group = self._opened()

@@ -71,6 +71,7 @@ class Mate:
                 self._asked.clear()
                 self.linked.clear()
             else:
+                self.knows = False  # it may be another process now
                 self.linked.set()
         for answer in lost:
             answer.set_result(None)
@@ -146,7 +147,7 @@ class Processes:
         return Awaited(answers, time.monotonic() + timeout)
 
     def finish(self) -> None:
-        """Ask no more, and answer in the background until the others are done too, which keeps the process alive."""
+        """Ask no more, and answer until the others are done too, in a thread that keeps the process alive."""
         if not self._ending.is_set():
             self._ending.set()
             threading.Thread(target=self._until_all_are_done, name="coterie answers the others").start()

@@ -31,8 +31,8 @@ class Place:
         names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
         if missing := [name for name in names if name not in os.environ]:
             raise KnobError(
-                f"torch.distributed needs the environment variable {missing[0]}; start the processes with torchrun, "
-                f"or set {', '.join(names)} for each"
+                f"torch.distributed needs the environment variable {missing[0]}; start the processes with "
+                f"torchrun, or set {', '.join(names)} for each"
             )
         address, *numbers = (os.environ[name] for name in names)
         try:
