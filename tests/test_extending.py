@@ -162,12 +162,16 @@ def test_the_help_and_the_list_name_them(own: ModuleType) -> None:
     assert "  bounded              Cut every row to a multiple of the median length, and average." in listed
 
 
-def test_the_benchmark_compares_them_on_the_set(folder: Path) -> None:
+def test_the_benchmark_compares_them_on_the_set(
+    own: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     imports = [word for name in ("rule", "aggregator", "method", "set") for word in ("--import", f"own_{name}.py")]
     asked = ["--data", ".", "--sets", "clinics", "--methods", "clipped,half-way,wga-bounded"]
-    small = ["--conditions", "honest,permuted", "--users", "1", "--steps", "3", "--jobs", "2", "--out", "bench"]
-    coterie_command(folder, *imports, "bench", *asked, *small)  # the set is measured by two other processes
-    frame = pd.read_parquet(folder / "bench" / "results.parquet")
+    small = ["--conditions", "honest,permuted", "--users", "1", "--steps", "3", "--jobs", "2"]
+    monkeypatch.chdir(folder)
+    result = RUNNER.invoke(app, [*imports, "bench", *asked, *small, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    frame = pd.read_parquet(tmp_path / "results.parquet")  # of two other processes
     assert sorted(set(frame["method"])) == ["alone", "clipped", "half-way", "wga-bounded"]
     assert len(frame) == 2 * 4
     tried = dict(zip(frame["method"], frame["settings"], strict=True))

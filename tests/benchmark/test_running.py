@@ -93,7 +93,7 @@ def test_ctrl_c_loses_nothing_that_is_finished(
     pd.testing.assert_frame_equal(results(out), results(serial))
 
 
-def test_processes_stopped_and_resumed_give_the_table_of_one_process(serial: Path, tmp_path: Path) -> None:
+def test_processes_that_are_stopped_and_a_run_that_goes_on_give_the_table_of_one_process(serial: Path, tmp_path: Path) -> None:
     store = benchmark.Store(tmp_path / "parallel", 3)
     selection = benchmark.Selection(["digits"], ["wga-0.3", "pooled"], ["honest", "stranger"], None, 2, 1)
     cells = list(selection.cells(None))
@@ -105,7 +105,7 @@ def test_processes_stopped_and_resumed_give_the_table_of_one_process(serial: Pat
     assert all(cell in store for cell in first)
     kept = store.rows()  # every file is whole
     assert len(first) <= len(kept) <= len(cells)
-    for _ in benchmark.measure_cells(cells, selection, store, None, jobs=2):
+    for _ in benchmark.measure_cells(cells, selection, store, None):
         pass
     benchmark.write_results(store, tmp_path)
     pd.testing.assert_frame_equal(results(tmp_path), results(serial))

@@ -81,14 +81,18 @@ def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(monkey
     monkeypatch.setattr("coterie.benchmark.tuning.train_many", spy_many)
     task = make(people())
     tuned = Tuning(task, MODELS["linear"](3, 4), steps=2, batch_size=32, seed=0)
-    outcomes = {name: tuned.outcome(settings(name)) for name in names()}
+    whole = ("alone", "pooled", "fine-tuned", "wga-0.3", "wga", "wga-auto", "adaptive-guarded", "fedavg")
+    outcomes = {name: tuned.outcome(settings(name)) for name in whole}
+    tried = {(setting, lr) for name in whole for setting in settings(name) for lr in setting.lrs}
+    assert len(seen) == len(tried), "a setting that two methods share is trained once"
+    assert outcomes["alone"].settings == outcomes["wga"].settings == outcomes["fine-tuned"].settings == BUDGET
+    for name in names():
+        starts = {setting.start for setting in settings(name)} - {None}
+        assert sum(len(setting.lrs) for setting in (*settings(name), *starts) if setting) <= BUDGET
+        for setting in settings(name):
+            tuned.trial(setting, setting.lrs[-1])  # every method can be tried
     assert all(user.test is None for user in seen)
     assert task.me.test is not None
-    assert outcomes["alone"].settings == outcomes["wga"].settings == outcomes["fine-tuned"].settings == BUDGET
-    assert all(outcome.settings <= BUDGET for outcome in outcomes.values())
-    distinct = {setting for name in names() for setting in settings(name)}
-    # A setting that two methods share is trained once.
-    assert len(seen) == sum(len(setting.lrs) for setting in distinct)
 
 
 def test_the_setting_is_the_best_by_validation_and_scored_on_the_test_set() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import coterie
 
-KILLS = 50
+KILLS = 50 if os.environ.get("COTERIE_SLOW") else 15
 
 
 def test_killed_runs_resume_to_the_same_bits(tmp_path: Path) -> None:
@@ -32,4 +32,4 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path: Path) -> None:
     steps = [step for outcome in outcomes for step in outcome["killed_at"]]
     assert len(steps) >= KILLS
     for third in (range(1, 21), range(21, 41), range(41, 60)):
-        assert sum(step in third for step in steps) >= 5
+        assert sum(step in third for step in steps) >= KILLS // 10
