@@ -93,7 +93,7 @@ def test_ctrl_c_loses_nothing_that_is_finished(
     pd.testing.assert_frame_equal(results(out), results(serial))
 
 
-def test_processes_that_are_stopped_and_a_run_that_goes_on_give_the_table_of_one_process(serial: Path, tmp_path: Path) -> None:
+def test_processes_that_are_stopped_and_one_that_goes_on_give_its_table(serial: Path, tmp_path: Path) -> None:
     store = benchmark.Store(tmp_path / "parallel", 3)
     selection = benchmark.Selection(["digits"], ["wga-0.3", "pooled"], ["honest", "stranger"], None, 2, 1)
     cells = list(selection.cells(None))
