@@ -157,7 +157,7 @@ def test_the_help_and_the_list_name_them(own: ModuleType) -> None:
     shown = " ".join(re.sub(r"[│\s]+", " ", RUNNER.invoke(app, ["train", "--help"]).output).split())
     assert "data-interpolation, clipped." in shown
     assert "brier, recall." in shown
-    assert "tensorboard, mlflow, wandb, trackio, best;" in shown
+    assert "tensorboard, mlflow, wandb, trackio, best; tensorboard, where it is installed, if left out" in shown
     listed = RUNNER.invoke(app, ["list", "aggregators"]).output
     assert "  bounded              Cut every row to a multiple of the median length, and average." in listed
 

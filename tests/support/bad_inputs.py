@@ -139,7 +139,7 @@ TRAIN: dict[str, list[Any]] = {
     "evaluate_every": NOT_A_COUNT,
     "hooks": [print, coterie.Hook(), "hook", [coterie.Hook], [3], [None], 3],
     "out": [3, "", ["run"], b"\0", "\0"],
-    "trackers": ["tensorboard", ["unknown"], [3], 3, None],
+    "trackers": ["tensorboard", ["unknown"], [3], 3],
     "checkpoint_every": NOT_A_COUNT,
     "resume": ["yes", 1, None],
     "progress": ["yes", 1],

@@ -55,9 +55,11 @@ def test_rows_go_to_the_model_of_their_user_and_strangers_to_the_pooled_one(
 ) -> None:
     out, table = trained
     rows = table.drop(columns="ill").iloc[::-1].copy()
-    rows.iloc[3, 0], rows.iloc[7, 0] = "Davos", np.nan
+    rows.iloc[3, 0], rows.iloc[7, 0], rows.iloc[8, 0] = "Davos", np.nan, np.nan
     found = RUNNER.invoke(app, ["predict", str(out), str(_written(rows, out.parent / "new.csv"))])
     assert found.exit_code == 0, found.output
+    said = "3 of the rows go to the pooled model: 1 of users without a model ('Davos'), 2 whose 'hospital' is empty"
+    assert said in " ".join(found.stderr.split())
     routed = pd.read_csv(io.StringIO(found.stdout))
     places = files.read_json(out / FILE, "")["folders"]
     by_model = {name: predict(out / place, rows) for name, place in {**places, "pooled": "pooled"}.items()}
@@ -66,7 +68,7 @@ def test_rows_go_to_the_model_of_their_user_and_strangers_to_the_pooled_one(
         whose = name if name in places else "pooled"
         assert routed["model"][row] == whose
         assert routed["prediction"][row] == by_model[whose]["prediction"][row]
-    assert (routed["model"] == "pooled").sum() == 2
+    assert (routed["model"] == "pooled").sum() == 3
     with pytest.raises(DataError, match="no column 'hospital'"):
         predict(out, rows.drop(columns="hospital"))
 

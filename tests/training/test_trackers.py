@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import json
 import sqlite3
 import sys
@@ -155,3 +156,16 @@ def test_trackio_itself(make_users: Users, tmp_path: Path, monkeypatch: pytest.M
     with sqlite3.connect(next((tmp_path / "trackio").glob("*.db"))) as file:
         rows = [json.loads(row) for (row,) in file.execute("select metrics from metrics order by step")]
     assert [row["validation_loss"] for row in rows[:-1]] == run.record.curve("validation_loss")[1]
+
+
+def test_tensorboard_follows_where_it_is_installed_and_is_refused_where_it_is_named_and_is_not(
+    make_users: Users, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else real(name))
+    problem: Any = (network(), cross_entropy, *(users := make_users())[:1], users[1:], coterie.Alone())
+    coterie.train(*problem, steps=2, out=tmp_path / "run")
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    with pytest.raises(KnobError, match="needs 'tensorboard', which is not installed; `pip install tensorboard`"):
+        coterie.train(*problem, steps=2, out=tmp_path / "named", trackers=["tensorboard"])
+    assert not (tmp_path / "named").exists()

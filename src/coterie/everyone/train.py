@@ -53,7 +53,7 @@ def train_everyone(
     exchange_every: int = 1,
     local_steps: int = 1,
     out: Path | str | None = None,
-    trackers: Sequence[str] = ("tensorboard",),
+    trackers: Sequence[str] | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
     progress: bool | None = None,

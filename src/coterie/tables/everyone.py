@@ -1,5 +1,6 @@
 """From a table to a model for each of its users, in a folder each, and a pooled one for users who come later."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ import torch
 
 from coterie.arguments import SEED
 from coterie.data import TableUsers
+from coterie.data.reading import some
 from coterie.errors import DataError, FileError
 from coterie.everyone.folders import POOLED, folder_names
 from coterie.everyone.page import write_everyone_page
@@ -107,7 +109,8 @@ def routed(
 ) -> "pd.DataFrame":
     """Return everybody's predictions in the order of the rows: each row goes to the model of its user.
 
-    Rows of users who have none go to the pooled model. The column `model` says whose model it was.
+    Rows of users who have none, and rows without a user, go to the pooled model; a warning says how many. The
+    column `model` says whose model it was.
     """
     import pandas as pd
 
@@ -116,13 +119,26 @@ def routed(
     column, folders = str(about["user_column"]), _checked(about["folders"], folder / FILE, remedy)
     if column not in rows.columns:
         raise DataError(f"the table has no column {column!r}, which says whose model each row goes to; add it")
-    names = rows[column].astype(str).reset_index(drop=True)
+    rows = rows.reset_index(drop=True)
+    names = rows[column].astype(str).where(rows[column].notna(), "")
+    places = names.map(folders).fillna(POOLED)
+    if (pooled := names[places == POOLED]).size:
+        warnings.warn(_pooled(pooled, column), stacklevel=3)
     parts = []
-    for place, some in rows.reset_index(drop=True).groupby(names.map(folders).fillna(POOLED), sort=False):
-        found = predict(folder / str(place), some.reset_index(drop=True)).set_axis(some.index)
-        whose = POOLED if place == POOLED else names[some.index]
+    for place, own in rows.groupby(places, sort=False):
+        found = predict(folder / str(place), own.reset_index(drop=True)).set_axis(own.index)
+        whose = POOLED if place == POOLED else names[own.index]
         parts.append(found.assign(**{SERVED_BY: whose}))
     return pd.concat(parts).sort_index()
+
+
+def _pooled(names: "pd.Series[str]", column: str) -> str:
+    """Say which rows go to the pooled model, by the names of their users."""
+    strangers = names[names.str.strip() != ""]
+    known = [f"{len(strangers)} of users without a model ({some(strangers.unique())})"] if len(strangers) else []
+    empty = len(names) - len(strangers)
+    known += [f"{empty} whose {column!r} is empty"] if empty else []
+    return f"{len(names)} of the rows go to the pooled model: {', '.join(known)}"
 
 
 def _checked(folders: Any, path: Path, remedy: str) -> Mapping[str, str]:

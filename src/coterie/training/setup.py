@@ -60,7 +60,7 @@ def _engine(value: Any) -> Any:
 _YES_NO_AUTO = one_of(*(True, False, None))
 CHECKS: Mapping[str, Check] = {
     "out": optional(Check("be the path of a folder", _folder)),
-    "trackers": listed(instance(str, ""), "a list of names", {str: 'write `trackers=["tensorboard"]`'}),
+    "trackers": optional(listed(instance(str, ""), "a list of names", {str: 'write `trackers=["tensorboard"]`'})),
     "checkpoint_every": optional(COUNT),
     "resume": FLAG,
     "progress": _YES_NO_AUTO,
@@ -83,7 +83,7 @@ class RunOptions:
     """How a run is taken: what may differ between two runs of one specification. See `coterie.train`."""
 
     out: Path | str | None = None
-    trackers: Sequence[str] = ("tensorboard",)
+    trackers: Sequence[str] | None = None
     checkpoint_every: int | None = None
     resume: bool = False
     progress: bool | None = None
@@ -98,7 +98,7 @@ class RunOptions:
         check_fields(self, CHECKS)
         if self.resume and self.out is None:
             raise KnobError("`resume` has no effect without `out`; name the folder of the run, or leave it out")
-        if self.out is None and set(self.trackers) - {"tensorboard"}:
+        if self.out is None and self.trackers:
             raise KnobError("`trackers` follow a run that has a folder; name it by `out`, or leave them out")
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,8 +20,18 @@ TRACKERS: Registry[Callable[[Path], Hook]] = Registry("tracker", "coterie.tracke
 
 register_tracker = TRACKERS.register
 
+USUAL = "tensorboard"
+"""What follows a run where nothing else is named, if it is installed."""
+
 MAX_PARAMETER = 500
 """How many characters MLflow stores of a parameter, in all its versions."""
+
+
+def trackers_of(folder: Path, names: Sequence[str] | None) -> list[Hook]:
+    """Return the hooks that follow a run: those named; when None the usual one, where it is installed."""
+    if names is None:
+        names = [USUAL] if importlib.util.find_spec(USUAL) is not None else []
+    return [TRACKERS[name](folder) for name in names]
 
 
 class Tracker(Hook):
@@ -31,13 +41,11 @@ class Tracker(Hook):
     """
 
     package: ClassVar[str]
-    required: ClassVar[bool] = True
-    """Whether to refuse where the package is not installed; otherwise nothing is tracked."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.there = importlib.util.find_spec(self.package) is not None
-        if self.required and not self.there:
+        self.works = importlib.util.find_spec(self.package) is not None
+        if not self.works:
             raise KnobError(
                 f"this tracker needs {self.package!r}, which is not installed; `pip install {self.package}`"
             )
@@ -69,21 +77,20 @@ class Tracker(Hook):
         self._attempt(lambda: self.close(found, run.stopped is None))
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        if not self.there:
+        if not self.works:
             return
         try:
             action()
         except Exception as error:  # another package's, and perhaps its server's
-            self.there = False
+            self.works = False
             warnings.warn(f"{type(self).__name__} tracks this run no more: {error}", stacklevel=4)
 
 
 @register_tracker("tensorboard")
 class TensorBoard(Tracker):
-    """Write every point to TensorBoard, where it is installed, into `tensorboard` in the run's folder."""
+    """Write every point to TensorBoard, into `tensorboard` in the run's folder."""
 
     package = "tensorboard"
-    required = False
 
     def open(self, package: Any, configuration: Mapping[str, Any]) -> None:
         """Open the file."""

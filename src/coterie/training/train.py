@@ -33,7 +33,7 @@ from coterie.training.hooks import HookLike, ProgressHook
 from coterie.training.loop import TrainingLoop
 from coterie.training.run import Run
 from coterie.training.setup import RunOptions
-from coterie.training.trackers import TRACKERS
+from coterie.training.trackers import trackers_of
 from coterie.users.user import Loss, User
 
 
@@ -60,7 +60,7 @@ def train(
     exchange_every: int = 1,
     local_steps: int = 1,
     out: Path | str | None = None,
-    trackers: Sequence[str] = ("tensorboard",),
+    trackers: Sequence[str] | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
     progress: bool | None = None,
@@ -110,8 +110,8 @@ def train(
         local_steps: plain steps of the optimizer's size that every user takes from x, on a batch each, for one step
             of the run. The sum of what they follow takes the place of the user's gradient.
         out: a folder for the record, checkpoints and what trackers write.
-        trackers: names of trackers that follow a run with `out`: TensorBoard, where it is installed, and those that
-            are registered; see docs/extending.md.
+        trackers: names of trackers that follow a run with `out`; TensorBoard, where it is installed, when None.
+            Your own can be registered; see docs/extending.md.
         checkpoint_every: steps between checkpoints in `out`; a tenth of the run when None.
         resume: go on from the last checkpoint in `out`; from the start where there is none.
         progress: show a progress bar; None: when standard error is a terminal.
@@ -203,7 +203,7 @@ def set_up(
     save_every = max(1, spec.steps // 10) if options.checkpoint_every is None else options.checkpoint_every
     setup.check(spec)
     spec = setup.with_usable_peers(spec)
-    trackers = [] if folder is None else [TRACKERS[name](folder) for name in options.trackers]
+    trackers = [] if folder is None else trackers_of(folder, options.trackers)
     spec = setup.with_rule(spec, options.guard).prepared()
     guarded, guard = setup.guard_mode(options.guard, spec)
     engine = setup.opened(spec, options, stack)

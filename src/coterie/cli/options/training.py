@@ -142,7 +142,7 @@ class FitOptions:
         Option(
             "--tracker",
             metavar="NAME",
-            help="What follows the run, of {trackers}; tensorboard if left out; repeat it.",
+            help="What follows the run, of {trackers}; tensorboard, where it is installed, if left out; repeat it.",
         ),
     ] = field(default_factory=list)
     repeats: Annotated[
