@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from coterie.choosing.account import compared, sentence, stop_of
 from coterie.choosing.looks import Looks
 from coterie.choosing.when import Path
-from coterie.choosing.whom import GRAMS, Array, FittedWeights, shares, sizes
+from coterie.choosing.whom import GRAMS, Array, FittedWeights, added_noise, shares, sizes
 from coterie.engines.engine import Engine
 from coterie.gradients.trained_part import copied, load_trained_state, trained_state
 from coterie.learners.learner import Learner, NextStep
@@ -62,7 +62,7 @@ class TrunkAndBranch(Learner):
         self.n_folds = int(looks.folds.max()) + 1  # the parts of `points`: all own examples, then all but each fold
         self.n_trunks = self.n_folds if self.nested else 1  # one for each fold, judged without it; or one for all
         self.half = max(1, round(spec.steps / 2))
-        self.fitted = [FittedWeights(len(engine.names)) for _ in range(self.n_trunks)]
+        self.fitted = [FittedWeights(len(engine.names), self.half) for _ in range(self.n_trunks)]
         self.sizes = sizes(engine)
         self.by_size = shares(self.sizes)
         self._between_grams, self._between_looks = max(1, self.half // GRAMS), max(1, spec.steps // LOOKS)
@@ -105,7 +105,7 @@ class TrunkAndBranch(Learner):
         longest = torch.fmax(self.longest[:-1], (math.inf if self.spec.norm_bound is None else FAR) * usual)
         far = lengths > longest.unsqueeze(1)
         near = judged.without(far, f"more than {FAR:g} times as long as the median of all", self.engine.names)
-        take = partial(self._take_gram, own, near, longest, far.any(0).cpu().numpy())
+        take = partial(self._take_gram, own, near, longest, far.any(0).cpu().numpy(), float(usual.mean()))
         return NextStep(own.gradients[0], own.loss, near.left_out, take)
 
     def _sums(self, points: Tensor, weights: Tensor) -> Callable[[], Sums]:
@@ -115,15 +115,17 @@ class TrunkAndBranch(Learner):
             return self.points.ask(points, self.step, weights)
         return partial(Sums, self.heard["sums"], self.heard["answered"])
 
-    def _take_gram(self, own: Own, judged: Judged, longest: Tensor, far: NDArray[np.bool_]) -> None:
+    def _take_gram(self, own: Own, judged: Judged, longest: Tensor, far: NDArray[np.bool_], usual: float) -> None:
         """Step by the weights that were asked for, and fit those of the next steps."""
         self.longest.copy_(torch.cat([longest, longest.max()[None]]).nan_to_num(0.0))
-        sums = judged.sums(self.trunk_weights)
+        sums, added = judged.sums(self.trunk_weights), added_noise(self.engine, self.points.d)
         for fitted, theirs, ours in zip(self.fitted, judged.theirs, judged.ours, strict=True):
-            fitted.add(theirs, ours)
+            fitted.add(theirs, ours, added)
         told = sizes(self.engine)  # sites tell theirs when they answer
         self.sizes = np.where(np.isnan(told), self.sizes, told)
-        self.by_size = shares(np.where(far & ~far.all(), 0.0, self.sizes))
+        self.by_size = shares(
+            np.where(far & ~far.all(), 0.0, self.sizes), added / (self.spec.steps * max(usual * usual, 1e-30))
+        )
         self._weigh()
         self.grams += 1
         self.costs.compute([self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_trunks)

@@ -32,29 +32,54 @@ class FittedWeights:
 
     o is user 0's gradient on examples that the point was not fitted to. Row 0 is nobody: it takes weight where no
     peer points the right way. The weights are w = κ_{1..N}/Σκ_{1..N}. A peer that is missing keeps its entries.
+
+    A private peer adds noise of a known variance v_k = E‖ξ_k‖², new at every step. H has it on its diagonal, as if
+    it were the same in every step; over T steps only v_k/T of it stays. So v_k is taken off, and put back is
+
+        v_k min(1, 1/T + 2 √(N/(mG)))
+
+    whose second part is about what the noise of G matrices of rows of m numbers leaves in H.
+
+    Args:
+        n_peers: N.
+        steps: T, how many steps follow the weights.
     """
 
-    def __init__(self, n_peers: int) -> None:
+    def __init__(self, n_peers: int, steps: int = 1) -> None:
         self.gram, self.counts = np.zeros((1 + n_peers,) * 2), np.zeros((1 + n_peers,) * 2)
+        self.added, self.steps = np.zeros(1 + n_peers), steps  # running means of v_k
         self.kappa: list[Array] = []
         self.norms: list[Array] = []
         self.weights = np.full(n_peers, 1 / n_peers)
 
-    def add(self, rows: Tensor, own: Tensor) -> None:
-        """Take rows (N, d), not numbers where a peer is missing, and o (d,) into the mean, and fit again."""
+    def add(self, rows: Tensor, own: Tensor, added: Array | None = None) -> None:
+        """Take rows (N, m), not numbers where a peer is missing, and o (m,) into the mean, and fit again.
+
+        `added`, (N,), is the variance of the noise that each peer has added to its row; none when None.
+        """
         lacking = torch.cat([torch.zeros_like(own)[None], rows]) - own
         fresh = (lacking @ lacking.T).double().cpu().numpy()
         there = np.isfinite(fresh)
         self.counts += there
         rate = np.where(there, np.maximum(1 / np.maximum(self.counts, 1), 1 / GRAM_MEMORY), 0.0)
-        self.gram += np.where(there, fresh - self.gram, 0.0) * rate
         self.norms.append(rows.norm(dim=1).double().cpu().numpy())
+        if added is not None:  # no more is believed than there can be
+            noise = np.append(0.0, np.fmin(added, self.norms[-1] ** 2))
+            self.added += (noise - self.added) * np.diag(rate)
+            fresh = fresh - np.diag(noise)
+        self.gram += np.where(there, fresh - self.gram, 0.0) * rate
         answered = np.append(True, np.diag(self.counts)[1:] > 0)  # ever: the others get nothing
-        kappa, gram = np.zeros(len(self.gram)), self.gram[np.ix_(answered, answered)]
+        kappa, gram = np.zeros(len(self.gram)), (self.gram + self._noise_left(rows))[np.ix_(answered, answered)]
         kappa[answered] = simplex_minimum((1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram)))
         self.kappa.append(kappa)
         if kappa[1:].sum() > 1e-9:
             self.weights = kappa[1:] / kappa[1:].sum()
+
+    def _noise_left(self, rows: Tensor) -> Array:
+        """Return what of the noise that peers add counts against them, on a diagonal."""
+        n, m = rows.shape
+        unknown = 2 * np.sqrt(n / (m * np.maximum(np.diag(self.counts), 1)))
+        return np.diag(self.added * np.minimum(1.0, 1 / self.steps + unknown))
 
     def tau(self) -> Array:
         """Return the weights averaged over the last third, small ones set to zero; equal where nobody counted."""
@@ -85,7 +110,7 @@ class FittedWeights:
         """Take up a state."""
         arrays = {name: value.cpu().numpy().copy() for name, value in state.items()}
         self.gram, self.counts, self.weights = arrays["gram"], arrays["counts"], arrays["weights"]
-        self.kappa, self.norms = list(arrays["kappa"]), list(arrays["norms"])
+        self.kappa, self.norms, self.added = list(arrays["kappa"]), list(arrays["norms"]), arrays["added"]
 
 
 def sizes(engine: Engine) -> Array:
@@ -94,8 +119,21 @@ def sizes(engine: Engine) -> Array:
     return np.array([float(known.get(name) or np.nan) for name in engine.names])
 
 
-def shares(sizes: Array) -> Array:
-    """Return the peers' shares of all examples; one whose number is not known counts as the mean of the others."""
+def added_noise(engine: Engine, d: int) -> Array:
+    """Return the variance of the noise that each peer adds to a gradient of d numbers; 0 where none is told."""
+    told = engine.capabilities.noise
+    return np.array([d * told.get(name, 0.0) ** 2 for name in engine.names])
+
+
+def shares(sizes: Array, noise: Array | float = 0.0) -> Array:
+    """Return the peers' shares of all examples; one whose number is not known counts as the mean of the others.
+
+    One that adds noise counts less: `noise` is the variance of that over a run, in squares of a usual gradient.
+
+    Example:
+        >>> shares(np.array([30.0, 30.0, np.nan]), np.array([0.0, 2.0, 0.0])).round(3).tolist()
+        [0.429, 0.143, 0.429]
+    """
     mean = 1.0 if np.isnan(sizes).all() else np.nanmean(sizes)
-    counts = np.where(np.isnan(sizes), mean, sizes)
+    counts = np.where(np.isnan(sizes), mean, sizes) / (1 + np.nan_to_num(noise))
     return np.asarray(counts / counts.sum())

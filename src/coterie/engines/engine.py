@@ -32,6 +32,7 @@ class Capabilities:
         rows_not_captured: the same for a rule that needs rows.
         not_stacked: why the model cannot be passed in many copies at once; None where it can.
         examples: how many examples each user has, user 0 included; None for a stream. Empty where not known.
+        noise: the standard deviation of what private peers add to each number of a gradient, as far as it is known.
         batch_size: how many examples a user draws for a gradient at most; None where not known.
         batch_dependent: another batch size may mean another objective, as with BatchNorm.
         many_points: peers can be asked at several points in one exchange; the engine is then `AsksAtPoints`.
@@ -52,6 +53,7 @@ class Capabilities:
     rows_not_captured: str | None = NOT_IN_MEMORY
     not_stacked: str | None = NOT_IN_MEMORY
     examples: Mapping[str, int | None] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
     batch_size: int | None = None
     batch_dependent: bool = False
     many_points: bool = False

@@ -210,7 +210,9 @@ class Peer:
         except Exception as error:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             return Reply(refused="it failed")
-        return Reply(answers[0], examples=self.size)
+        steps = 1 if request.work is None else request.work.count
+        noise = private.deviation(event) * math.sqrt(steps)  # of a sum over steps
+        return Reply(answers[0], examples=self.size, noise=noise)
 
     def _over_budget(self, event: Event, count: int) -> str | None:
         """Return why so many more private gradients are too many, if they are; called under the log's lock."""

@@ -58,6 +58,10 @@ class PrivateGradients:
         rate = min(1.0, batch_size / len(self.user))
         return Event(rate, self.privacy.noise_at(rate, self._gradients))
 
+    def deviation(self, event: Event) -> float:
+        """Return the standard deviation of the noise on each number of a gradient."""
+        return event.noise * self.privacy.clip / (event.rate * len(self.user))
+
     def gradient(self, x: Tensor, buffers: Buffers = None, *, event: Event, seed: int = 0, step: int = 0) -> Tensor:
         """Return a gradient at x, like the mean over a batch; the seed is that of random transforms."""
         chosen = poisson_sample(len(self.user), event.rate)

@@ -89,6 +89,7 @@ class Reply:
     refused: str | None = None
     seconds: float = 0.0
     examples: int | None = None  # about how many the peer has; None for a stream
+    noise: float | None = None  # the standard deviation of what a private peer added to each number
 
 
 def to_array(tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -15,7 +15,7 @@ from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.flare.messages import pack_request, read_reply, request_bytes
 from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import Replies, Sites
-from coterie.engines.flare.standing import Standing, seconds_told, whole_number
+from coterie.engines.flare.standing import Standing, noise_told, seconds_told, whole_number
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.requests import Request
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
@@ -95,6 +95,7 @@ class Flare:
         self._alone, self.compress = False, compress
         self._rounding = None if compress is None else Rounding(HALVES[compress])
         self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
+        self._noise: dict[str, float] = {}
         self._frozen = frozen_digest(model)
         self._sums: SecureSums | None = None
         if secure_sums:
@@ -103,12 +104,17 @@ class Flare:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do; numbers of examples as far as sites have told them."""
+        """What this engine can do; numbers of examples, and noise, as far as sites have told them."""
         told = self._examples
         if self._sums is not None:
             return Capabilities(rows=False, batch_size=self.batch_size, examples=told)
         return Capabilities(
-            rows_at_hand=True, batch_size=self.batch_size, many_points=True, examples=told, local_work=True
+            rows_at_hand=True,
+            batch_size=self.batch_size,
+            many_points=True,
+            examples=told,
+            noise=self._noise,
+            local_work=True,
         )
 
     @property
@@ -278,6 +284,7 @@ class Flare:
         if isinstance(answer, Tensor):
             self._received(name, reply["gradients"].nbytes)
             self._examples[name] = whole_number(reply.get("examples"))
+            self._noise[name] = noise_told(reply.get("noise"))
             self._traffic[name].seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
         return "no answer" if answer is None else answer
 

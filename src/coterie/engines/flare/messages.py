@@ -54,6 +54,7 @@ def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
     asked_as = _decoded(request["points"])
     gradients = reply.gradients if asked_as is None else peer.rounded(reply.gradients, asked_as.dtype, caller)
     about = {"site": peer.user.name, "step": step, "seconds": reply.seconds, "examples": reply.examples}
+    about |= {} if reply.noise is None else {"noise": reply.noise}
     return {"gradients": _encoded(gradients), **about}
 
 

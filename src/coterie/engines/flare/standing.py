@@ -1,5 +1,6 @@
 """How a site stands with user 0, and what can be true of what it tells."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,3 +26,8 @@ def whole_number(reported: Any) -> int | None:
 def seconds_told(reported: Any, most: float) -> float:
     """Return the seconds that a site says it computed, as far as they can be true."""
     return reported if isinstance(reported, float) and 0 <= reported <= most else 0.0
+
+
+def noise_told(reported: Any) -> float:
+    """Return the standard deviation of the noise that a site says it adds to each number; 0 where it says none."""
+    return reported if isinstance(reported, float) and 0 <= reported < math.inf else 0.0
