@@ -7,6 +7,9 @@ record counts it. Too long is more than a few times
     the longest sum before, where only sums are at hand;
 
 or than as many times g_0, where that is longer. The first sum has nothing to be compared with.
+
+A rule that only sums gradients has no defence of its own against one that is turned round. Where each is at hand
+all the same, what is opposed to user 0 and to most of the others is left out too: see `Opposition`.
 """
 
 from collections.abc import Mapping
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from coterie.gradients.gradients import Gradients
+from coterie.gradients.opposition import Opposition
 
 FACTOR = 3.0
 """How many times as long as the median is too long: honest peers of real data sets stay below."""
@@ -23,6 +27,9 @@ LEAST_ROWS = 3
 """How many peers it takes for their median to be one of the good ones, if one of them is bad."""
 GROWTH = 1.1
 """By what factor the longest sum that is remembered may grow in a step: sums that grow tenfold need 24 steps."""
+
+AGAINST = "it keeps pointing against user 0 and most of the others"
+"""Why a gradient that is turned round is left out."""
 
 
 class NormBound:
@@ -43,16 +50,17 @@ class NormBound:
     def __init__(self, factor: float | Tensor, x: Tensor) -> None:
         self.factor = factor
         self.longest = torch.zeros(x.shape[:-1], dtype=_dtype(x), device=x.device)
+        self.opposition = Opposition()
 
     def kept(self, g: Gradients, weights: Mapping[str, float], *, rows: bool) -> Gradients:
         """Return the gradients less what is too long: as rows, or as their weighted sum."""
         if g.rows is not None and len(g.rows) >= LEAST_ROWS:
-            good = (~long_rows(g.rows, g.own, self.factor)).tolist()
-            names = tuple(name for name, ok in zip(g.names, good, strict=True) if ok)
-            if rows and len(names) == len(g.names):
+            why_not = self._why_not(g, g.rows, rows=rows)
+            if rows and not why_not:
                 return g
-            why = f"more than {self.factor:g} times as long as the median of all"
-            left_out = dict(g.left_out) | {name: why for name in g.names if name not in names}
+            good = [name not in why_not for name in g.names]
+            names = tuple(name for name in g.names if name not in why_not)
+            left_out = dict(g.left_out) | why_not
             matrix = g.rows if all(good) else g.rows[torch.tensor(good, device=g.rows.device)]
             return g.with_peers(matrix, names, weights, left_out, rows=rows)
         total = _total(g)
@@ -62,6 +70,17 @@ class NormBound:
         left_out = dict(g.left_out) | {name: why for name in weights if name not in g.left_out}
         none = g.own.new_empty(0, *g.own.shape)
         return replace(g, rows=none, names=(), peers=None).with_peers(none, (), weights, left_out, rows=rows)
+
+    def _why_not(self, g: Gradients, matrix: Tensor, *, rows: bool) -> dict[str, str]:
+        """Return which of the peers' gradients are left out, each with the reason."""
+        too_long = long_rows(matrix, g.own, self.factor).tolist()
+        why: dict[str, str] = {}
+        if not rows:
+            opposed = self.opposition.opposed(g.own, matrix, g.names)
+            why |= {name: AGAINST for name, is_so in zip(g.names, opposed, strict=True) if is_so}
+        far = f"more than {self.factor:g} times as long as the median of all"
+        why |= {name: far for name, is_so in zip(g.names, too_long, strict=True) if is_so}
+        return why
 
     def exceeded(self, g: Gradients) -> Tensor:
         """Say whether something is too long, without a wait for the device."""

@@ -217,6 +217,7 @@ class Learner:
             "rule": self.state,
             "heard": self.heard,
             "longest": self.bound and self.bound.longest,
+            "opposition": self.bound and self.bound.opposition.state_dict(),
             "best": self.best,
         }
 
@@ -230,6 +231,7 @@ class Learner:
         self.state, self.best, self.heard = state["rule"], state["best"], state.get("heard")
         if self.bound is not None:
             self.bound.longest.copy_(state["longest"])
+            self.bound.opposition.load_state_dict(state["opposition"])
 
 
 def one_rate(optimizer: Optimizer) -> float:

@@ -103,8 +103,9 @@ def train(
         hooks: called as the run goes on: functions of a `Step`, called after every step, or instances of
             `coterie.Hook`. One that returns True from a step ends the run.
         norm_bound: leave out of a step what is more than so many times as long as the median of all peers'
-            gradients, or, where only their sum is at hand, as the longest sum before. The record counts it as left
-            out; None leaves out nothing.
+            gradients, or, where only their sum is at hand, as the longest sum before; and where each is at hand,
+            what keeps pointing against user 0 and most of the others. The record counts it as left out; None leaves
+            out nothing. See docs/reliability.md.
         exchange_every: steps that user 0 takes for each exchange with the peers; in those between it uses what they
             last said, and the rule learns nothing of them. See docs/exchanges.md.
         local_steps: plain steps of the optimizer's size that every user takes from x, on a batch each, for one step
