@@ -31,7 +31,7 @@ def left_out(name: str, condition: str, me: str, data: Path | None) -> tuple[int
         load(kind, data), me, condition=condition, own_examples=kind.own_examples, most_peers=kind.most_peers
     )
     with seeded(0, "model", 0):
-        model = MODELS[kind.models[0]](task.n_inputs, task.n_outputs)
+        model = MODELS[str(kind.models[0])](task.n_inputs, task.n_outputs)
 
     def engine(*problem: Any, **settings: Any) -> coterie.Engine:
         return Attacked(coterie.InProcess(*problem, **settings), [task.peers[0].name], Scaled(1.0))
