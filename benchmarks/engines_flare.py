@@ -79,9 +79,9 @@ class Site:
         return self.responder().gradients(request)
 
     @publish
-    def offer(self) -> Any:
+    def offer(self, batch_size: Any) -> Any:
         """Return a key for masked sums."""
-        return self.responder().offer()
+        return self.responder().offer(batch_size)
 
     @publish
     def join(self, agreement: Any) -> Any:

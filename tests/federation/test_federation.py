@@ -410,7 +410,7 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
         monkeypatch.setattr(site_job, "collab", asked)
         assert site.gradients(request) == {"refused": "it answers user 0 only"}
-        assert site.part(request) == site.join({}) == site.offer() == {"refused": "it answers user 0 only"}
+        assert site.part(request) == site.join({}) == site.offer(4) == {"refused": "it answers user 0 only"}
         assert site.ready() == {"willing": False}
     monkeypatch.setattr(site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server")))
     assert site.ready() == {"willing": True, "left": 1, "examples": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_every_example_takes_part_by_itself() -> None:
         *(({"noise": value}, "noise") for value in (0, math.nan, math.inf, -1.0, 0.001)),
     ],
 )
-def test_what_promises_nothing_is_refused(wrong: dict[str, float], name: str) -> None:
+def test_what_promises_nothing_is_refused(wrong: dict[str, Any], name: str) -> None:
     with pytest.raises(KnobError, match=f"`{name}`"):
         Privacy(**({"epsilon": 1.0, "delta": 1e-5, "clip": 1.0} | wrong))
 

@@ -75,7 +75,7 @@ def peer_of(user: coterie.User, **settings: Any) -> Peer:
     """Return a peer whose gradients are `drawn`."""
     peer = Peer(user, Passes(model(), LOSS), **settings)
     peer.identity = _identity(user.name)
-    peer._gradients = lambda request: (drawn(user.name, request.step)[None], 4)  # type: ignore[method-assign]
+    peer._gradients = lambda request, added=None: (drawn(user.name, request.step)[None], 4)  # type: ignore[method-assign]
     return peer
 
 
@@ -116,7 +116,10 @@ class Ring:
         self.wire.send_request = self._deliver  # type: ignore[method-assign]
         groups = [Group(store, rank, n + 1, 1.0) for rank in range(n + 1)]
         peers = [peer_of(user, **settings) for user in self.people[1:]]
-        self.parts = [MaskedPart(p, sums or SumsOnly(), g, {}) for p, g in zip(peers, groups[1:], strict=True)]
+        self.parts = [
+            MaskedPart(p, sums or SumsOnly(), g, {"batch_size": 4}, {})
+            for p, g in zip(peers, groups[1:], strict=True)
+        ]
         self.lead = SecureSums(MaskedSums(misses=2), groups[0], self.wire, self.names)
         self.told: dict[str, Tensor] = {}
         self.passed: list[Tensor] = []

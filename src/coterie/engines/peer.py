@@ -29,6 +29,7 @@ from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
 from coterie.privacy.accountant import MAX_KINDS, Budget, Event, dp_accounting_packages, epsilon_of
 from coterie.privacy.keys import Identity
+from coterie.privacy.masks import NoiseShare
 from coterie.privacy.privacy import Privacy
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
@@ -156,18 +157,35 @@ class Peer:
         kept = self._secret
         return Identity(self.user.name, None if kept is None else secret_bytes(kept, "identity in masked sums"))
 
-    def answer(self, request: Request, caller: str = "user 0") -> Reply:
+    @property
+    def margin(self) -> int | None:
+        """How many others may tell their noise where it is split over the sites of a sum; None where it is not."""
+        return None if self._private is None else self._private.privacy.margin
+
+    @property
+    def is_private(self) -> bool:
+        """Whether something is promised about each example."""
+        return self._private is not None
+
+    def noise_terms(self, batch_size: Any) -> dict[str, Any]:
+        """Return what noise a masked sum must have for such batches; nothing where none is split."""
+        if self._private is None or type(batch_size) is not int or batch_size < 1:
+            return {}
+        return self._private.noise_terms(batch_size, self.size or 1)
+
+    def answer(self, request: Request, caller: str = "user 0", share: NoiseShare | None = None) -> Reply:
         """Return the gradients at the points on the batch of (seed, user, step), or why there are none.
 
         Every gradient counts against the caps, those of steps of its own too, each of which is clipped. With caps
         on the norm or a log, one that is not finite is not given: its row is not numbers, and where that holds for
-        all the request is refused. An error is logged and raised. The log also names the caller.
+        all the request is refused. An error is logged and raised. The log also names the caller. The `share` is of
+        the noise of a masked sum, where the answer is a part of one and its sites split the noise.
         """
         began = time.perf_counter()
         if reason := self._misfit(request) or self._exceeded_cap(request):
             return self.refuse(reason, caller, request.step)
         if self._private is not None:
-            return self._answer_privately(request, self._private, caller)
+            return self._answer_privately(request, self._private, caller, share)
         counts = self._secret is not None or self.ledger.path is not None
         try:
             answers = self._gradients(request) if request.work is None else self._worked(request, counts=counts)
@@ -195,23 +213,29 @@ class Peer:
             return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
         return Reply(gradients, seconds=time.perf_counter() - began, examples=self.size)
 
-    def _answer_privately(self, request: Request, private: PrivateGradients, caller: str) -> Reply:
+    def _answer_privately(
+        self, request: Request, private: PrivateGradients, caller: str, share: NoiseShare | None
+    ) -> Reply:
         """Write down what the answer costs, then make it; whatever happens in between, it is spent.
 
         Neither a time nor an error's kind leaves: both would tell of the sample.
         """
         event = private.event(request.batch_size)
+        if reason := private.too_little_noise(event, share, works=request.work is not None):
+            return self.refuse(reason, caller, request.step)
         why_not = functools.partial(self._over_budget, event, request.gradients)
-        line = {"caller": caller, "step": repr(request.step)}
+        line: dict[str, Any] = {"caller": caller, "step": repr(request.step)}
+        line |= {} if share is None else {"sites": share.sites, "margin": share.margin}
         if reason := self.ledger.spend(event, request.gradients, why_not, **line):
             return self.refuse(reason, caller, request.step)
+        added = None if share is None else share.added
         try:
-            answers = self._gradients(request) if request.work is None else self._worked(request, counts=False)
+            answers = self._worked(request, counts=False) if request.work else self._gradients(request, added)
         except Exception as error:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             return Reply(refused="it failed")
         steps = 1 if request.work is None else request.work.count
-        noise = private.deviation(event) * math.sqrt(steps)  # of a sum over steps
+        noise = (private.deviation(event) if added is None else added) * math.sqrt(steps)  # of a sum over steps
         return Reply(answers[0], examples=self.size, noise=noise)
 
     def _over_budget(self, event: Event, count: int) -> str | None:
@@ -262,9 +286,9 @@ class Peer:
             return f"it has {left} gradients left to give, and was asked for {asked}"
         return None
 
-    def _gradients(self, request: Request) -> tuple[Tensor, int]:
-        """Return the gradient at each point, and over how many examples each is."""
-        gradient, examples = self._drawn(request, request.step)
+    def _gradients(self, request: Request, added: float | None = None) -> tuple[Tensor, int]:
+        """Return the gradient at each point, and over how many examples each is; with noise as in `gradient`."""
+        gradient, examples = self._drawn(request, request.step, added)
         points = enumerate(request.points)
         return torch.stack([gradient(point, self._buffers(request, p)) for p, point in points]), examples
 
@@ -289,13 +313,14 @@ class Peer:
             buffers[name].copy_(rows[place if len(rows) > 1 else 0])
         return buffers
 
-    def _drawn(self, request: Request, step: int) -> tuple[GradientAt, int]:
+    def _drawn(self, request: Request, step: int, added: float | None = None) -> tuple[GradientAt, int]:
         """Return what gives gradients on a step's batch, and over how many examples; private ones draw anew."""
         seed, name = self._seed(request), self.user.name
         if self._private is not None:
             event = self._private.event(request.batch_size)
             size = round(event.rate * len(self.user))
-            return functools.partial(self._private.gradient, event=event, seed=seed, step=step), size
+            how: dict[str, Any] = {"event": event, "added": added, "seed": seed, "step": step}
+            return functools.partial(self._private.gradient, **how), size
         batch = self._batch(request, step)
 
         def gradient(x: Tensor, buffers: dict[str, Tensor]) -> Tensor:

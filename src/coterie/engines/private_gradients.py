@@ -1,6 +1,7 @@
 """Private gradients of one user: a secret sample, each example clipped, noise on the sum."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from coterie.engines.in_process.passes import Buffers, Passes
 from coterie.errors import CoterieError, DataError, ModelError
 from coterie.privacy.accountant import Event
 from coterie.privacy.clipping import clipped_sum, noisy
+from coterie.privacy.masks import NoiseShare
 from coterie.privacy.privacy import Privacy
 from coterie.privacy.randomness import poisson_sample
 from coterie.users.examples import InMemory
@@ -58,18 +60,53 @@ class PrivateGradients:
         rate = min(1.0, batch_size / len(self.user))
         return Event(rate, self.privacy.noise_at(rate, self._gradients))
 
-    def deviation(self, event: Event) -> float:
-        """Return the standard deviation of the noise on each number of a gradient."""
-        return event.noise * self.privacy.clip / (event.rate * len(self.user))
+    def deviation(self, event: Event, over: float | None = None) -> float:
+        """Return the standard deviation of the noise on each number of a gradient; `over` so many examples."""
+        return event.noise * self.privacy.clip / (event.rate * len(self.user) if over is None else over)
 
-    def gradient(self, x: Tensor, buffers: Buffers = None, *, event: Event, seed: int = 0, step: int = 0) -> Tensor:
-        """Return a gradient at x, like the mean over a batch; the seed is that of random transforms."""
+    def noise_terms(self, batch_size: int, told: int) -> dict[str, Any]:
+        """Return what noise a masked sum must have, in units of this gradient; nothing where none is split.
+
+        `told`: how many examples others know of; the noise does not tell how many there are.
+        """
+        if self.privacy.margin is None:
+            return {}
+        noise = self.deviation(self.event(batch_size), min(batch_size, told))
+        return {"noise": noise, "margin": self.privacy.margin}
+
+    def too_little_noise(self, event: Event, share: NoiseShare | None, *, works: bool) -> str | None:
+        """Return why an answer would have too little noise, if it had: where sites split it, and not all add."""
+        if self.privacy.margin is None:
+            return None if share is None else "it does not split its noise"
+        if share is None or works:
+            return "its noise is split over the sites of masked sums, and it gives parts of these only"
+        if share.of_sum < self.deviation(event):
+            return (
+                f"the sum has noise of {share.of_sum:.3g} to its gradient, and it needs {self.deviation(event):.3g}"
+            )
+        return None
+
+    def gradient(
+        self,
+        x: Tensor,
+        buffers: Buffers = None,
+        *,
+        event: Event,
+        added: float | None = None,
+        seed: int = 0,
+        step: int = 0,
+    ) -> Tensor:
+        """Return a gradient at x, like the mean over a batch; the seed is that of random transforms.
+
+        With `added` its noise has this standard deviation, in place of the event's: the rest is others' to add.
+        """
         chosen = poisson_sample(len(self.user), event.rate)
         first, *others = torch.split(chosen, MOST_AT_ONCE)
         total = self._clipped(x, first, buffers, seed, step)
         for some in others:
             total = total.double() + self._clipped(x, some, buffers, seed, step)
-        return noisy(total, self.privacy.clip, event.noise, over=event.rate * len(self.user)).to(x.dtype)
+        noise = event.noise if added is None else event.noise * added / self.deviation(event)
+        return noisy(total, self.privacy.clip, noise, over=event.rate * len(self.user)).to(x.dtype)
 
     def _clipped(self, x: Tensor, chosen: Tensor, buffers: Buffers, seed: int, step: int) -> Tensor:
         """Return the sum of these examples' clipped gradients."""

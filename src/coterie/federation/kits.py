@@ -72,6 +72,7 @@ examples = {examples}     # no gradient of fewer rows than this
 # delta = 1e-5          # less than one over the number of your rows
 # clip = 1.0            # each row's gradient is clipped to this norm
 # noise = 1.0           # in multiples of `clip`; left out: the least with which epsilon lasts for `gradients` above
+# margin = 1            # with [sums] and its keys: sites split the noise, of whom so many others may tell theirs
 
 # [sums]                # give gradients under masks only: user 0 sees their sum with other sites'
 # peers = 3             # of at least so many sites

@@ -44,9 +44,9 @@ class Site:
         return self._answer("gradients", request=request)
 
     @publish
-    def offer(self) -> dict[str, Any]:
-        """Return a key for masked sums."""
-        return self._answer("offer")
+    def offer(self, batch_size: Any) -> dict[str, Any]:
+        """Return a key for masked sums, and the noise that they need."""
+        return self._answer("offer", batch_size=batch_size)
 
     @publish
     def join(self, agreement: Any) -> dict[str, Any]:

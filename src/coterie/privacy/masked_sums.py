@@ -1,6 +1,7 @@
 """Masked sums as user 0 has them, whatever carries the messages: who takes part, who is lost, what the sum is."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -12,6 +13,7 @@ from coterie.errors import KnobError, MaskError, printable
 from coterie.gradients.gradients import Gradients, complete
 from coterie.privacy.keys import Offer, check_installed
 from coterie.privacy.masks import Agreement, Words, revealed
+from coterie.privacy.sums import ROUNDING
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +116,16 @@ class MaskedSums:
                 offers[name] = Offer.read(name, replies.get(name))
             except MaskError as error:
                 self._lose(name, step, "no answer" if replies.get(name) is None else str(error))
-        if len(offers) < len(here):
+        split = {name: told for name in offers if (told := _noise_told(replies[name])) is not None}
+        if split and len(split) < len(offers):
+            for name in offers.keys() - split.keys():
+                self._lose(name, step, "adds no share of the noise that the others split")
+        if self.lost.keys() & set(here):
             return None
-        agreed = Agreement({name: self._tau[name] for name in here}, self.largest, offers)
+        noise = max((self._tau[name] * needed for name, (needed, _) in split.items()), default=0.0)
+        margin = max((margin for _, margin in split.values()), default=0)
+        tau = {name: self._tau[name] for name in here}
+        agreed = Agreement(tau, self.largest, offers, noise * (1 + ROUNDING), margin)
         replies = ask(here, "join", agreement=agreed.message())
         for name in here:
             if (reason := _why_not_joined(replies.get(name), agreed)) is not None:
@@ -129,6 +138,14 @@ class MaskedSums:
     def _lose(self, name: str, step: int, reason: str) -> None:
         self.lost[name], self._agreed = reason, None
         logger.warning("step %d: %s is lost (%s); the others agree on new keys", step, name, reason)
+
+
+def _noise_told(reply: Any) -> tuple[float, int] | None:
+    """Return the noise that a sum must have for a site, in units of its gradient, and the margin; None without."""
+    noise, margin = (reply.get("noise"), reply.get("margin")) if isinstance(reply, dict) else (None, None)
+    if type(noise) is not float or not 0 < noise < math.inf or type(margin) is not int or margin < 0:
+        return None
+    return noise, margin
 
 
 def _why_not_joined(reply: Any, agreed: Agreement) -> str | None:

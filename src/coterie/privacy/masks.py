@@ -35,16 +35,22 @@ class Agreement:
         weights: τ, the weight of each site.
         largest: what no entry of a gradient exceeds; one that does is an error.
         offers: the key of each site.
+        noise: the standard deviation of the noise that the sum has, where the sites split it: also without that of
+            `margin` of them. Each site adds a share.
+        margin: see there.
     """
 
     weights: Mapping[str, float]
     largest: float
     offers: Mapping[str, Offer]
+    noise: float = 0.0
+    margin: int = 0
 
     def message(self) -> dict[str, Any]:
         """Return it as plain data."""
         offers = {site: offer.message() for site, offer in self.offers.items()}
-        return {"weights": dict(self.weights), "largest": self.largest, "offers": offers}
+        told = {"weights": dict(self.weights), "largest": self.largest, "offers": offers}
+        return told | {"noise": self.noise, "margin": self.margin}
 
     @classmethod
     def read(cls, message: Any) -> "Agreement":
@@ -57,22 +63,56 @@ class Agreement:
             raise MaskError("the weights of a sum must be positive numbers by site")
         if not _is_positive(largest):
             raise MaskError("the largest entry of a sum must be a positive number")
+        noise, margin = fields.get("noise", 0.0), fields.get("margin", 0)
+        if not (_is_positive(noise) or (type(noise) in (int, float) and noise == 0)):
+            raise MaskError("the noise of a sum must be a number, at least 0")
+        if type(margin) is not int or not 0 <= margin < len(weights):
+            raise MaskError("the margin of a sum must be a whole number, less than that of its sites")
         if not isinstance(offers, dict) or set(offers) != set(weights):
             raise MaskError("every site of a sum must have a key, and nobody else")
         read = {site: Offer.read(site, offer) for site, offer in offers.items()}
         if len({offer.key for offer in read.values()} | {o.identity for o in read.values()}) != 2 * len(read):
             raise MaskError("two sites of a sum have the same key")
-        return cls(weights, float(largest), read)
+        return cls(weights, float(largest), read, float(noise), margin)
 
     @property
     def digest(self) -> bytes:
         """What is the same at all sites that agreed on the same."""
         return digest_of(self.message())
 
+    def share_of(self, site: str) -> "NoiseShare | None":
+        """Return the noise that this site is to add; None where none is split.
+
+        Each adds 1/(n − m) of the variance, so that any n − m sites have it all.
+
+        Example:
+            >>> agreed = Agreement({"a": 0.4, "b": 0.3, "c": 0.3}, 16.0, {}, noise=0.06, margin=1)
+            >>> share = agreed.share_of("b")
+            >>> round(share.of_sum, 6), round(share.added, 6)
+            (0.2, 0.141421)
+        """
+        if not self.noise:
+            return None
+        of_sum, sites = self.noise / self.weights[site], len(self.weights)
+        return NoiseShare(of_sum / math.sqrt(sites - self.margin), of_sum, sites, self.margin)
+
     @property
     def scale(self) -> float:
         """How many units of the whole numbers are 1: the largest sum, rounded at every site, does not wrap."""
         return (2**31 - 1 - len(self.weights)) / (self.largest * math.fsum(self.weights.values()))
+
+
+@dataclass(frozen=True)
+class NoiseShare:
+    """The noise that one site adds to its gradient so that a sum has enough, as standard deviations.
+
+    All are in units of its gradient: what the sum has, divided by its weight.
+    """
+
+    added: float
+    of_sum: float
+    sites: int
+    margin: int
 
 
 class Masks:
@@ -105,8 +145,12 @@ class Masks:
                 derive = HKDF(hashes.SHA256(), length=32, salt=agreement.digest, info=b"coterie: masks of a pair")
                 self._keys[other] = derive.derive(shared_secret(private, offer))
 
-    def masked(self, gradient: np.ndarray[Any, Any], context: bytes) -> Words:
-        """Return τ_k g_k as whole numbers under the masks of this context, in which nothing else may be masked."""
+    def masked(self, gradient: np.ndarray[Any, Any], context: bytes, *, cut: bool = False) -> Words:
+        """Return τ_k g_k as whole numbers under the masks of this context, in which nothing else may be masked.
+
+        `cut`: an entry that is too large is cut, not refused: of a private gradient no refusal may tell.
+        """
+        gradient = gradient.clip(-self.agreement.largest, self.agreement.largest) if cut else gradient
         part = np.zeros(gradient.size + N_CHECKS, np.uint32)
         part[: gradient.size] = whole_numbers(gradient, self.agreement.weights[self.site], self.agreement)
         mask, zeros = np.empty_like(part), bytes(part.nbytes)

@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 
-from coterie.errors import MaskError
+from coterie.errors import KnobError, MaskError
 from coterie.privacy.keys import Identity, check_known
 from coterie.privacy.masks import Agreement, Masks
 from coterie.privacy.sums import SumsOnly
 
 MAX_ROUND = 2**62
+SPREAD = 8.0
+"""So many standard deviations of noise must fit into a part: one entry in 10¹⁵ is larger, and is cut."""
 
 
 class Member:
@@ -17,6 +19,11 @@ class Member:
 
     In a job the sites of its sums are those of the first, less those that were lost since, and each keeps its
     weight. No mask is used twice: a round is larger than the last.
+
+    Args:
+        identity: by what the others know it.
+        sums: which sums it takes part in.
+        margin: it splits its noise with the other sites, of which so many may tell theirs; see `Privacy`.
 
     Example:
         >>> members = {site: Member(Identity(site), SumsOnly()) for site in ("basel", "bern", "biel")}
@@ -32,8 +39,9 @@ class Member:
         coterie.errors.MaskError: the number of a round must be larger than the last
     """
 
-    def __init__(self, identity: Identity, sums: SumsOnly) -> None:
-        self.identity, self.sums = identity, sums
+    def __init__(self, identity: Identity, sums: SumsOnly, margin: int | None = None) -> None:
+        check_margin(margin, sums)
+        self.identity, self.sums, self.margin = identity, sums, margin
         self._private: Any = None  # the key of the offer that is open
         self._masks: Masks | None = None
         self._last: Agreement | None = None  # what it has agreed to last
@@ -73,8 +81,38 @@ class Member:
         if not self.sums.allowed(torch.tensor([list(weights.values())], dtype=torch.float64)).item():
             raise MaskError(f"it gives {self.sums}")
         check_known(agreed.offers, self.sums.keys, me)
+        self._check_noise(agreed)
         if self._last is not None:
             _check_same_job(self._last, agreed)
+
+    def _check_noise(self, agreed: Agreement) -> None:
+        """Refuse a sum whose noise is split where this peer's is not, or the other way round, or by too few."""
+        share = agreed.share_of(self.identity.site)
+        if (share is None) != (self.margin is None):
+            said = "splits its noise" if share is None else "does not split its noise"
+            raise MaskError(f"it {said} over the sites of a sum, and the sum says otherwise")
+        if share is not None and self.margin is not None and share.margin < self.margin:
+            raise MaskError(f"the sum's noise has a margin of {share.margin} sites, and it asks for {self.margin}")
+        if share is not None and SPREAD * share.added > agreed.largest:
+            raise MaskError(f"the noise is too large for entries of at most {agreed.largest:g}")
+
+
+def check_margin(margin: int | None, sums: SumsOnly | None) -> None:
+    """Refuse to split noise where there is nobody to split it with: without masks, or where sites are not known."""
+    if margin is None:
+        return
+    if sums is None:
+        raise KnobError(
+            "`margin` splits the noise over the sites of masked sums, and this peer gives its gradients on their "
+            "own too, with too little noise; give masked sums only (`[sums]`, `secure_sums`), or leave `margin` out"
+        )
+    if not sums.keys:
+        raise KnobError(
+            "`margin` splits the noise over other sites, and user 0 could be all of them: tell the fingerprints of "
+            "their keys (`keys` in [sums]), or leave `margin` out"
+        )
+    if not margin < sums.peers:
+        raise KnobError(f"`margin` must be less than `peers` of a sum, {sums.peers}, got {margin}")
 
 
 def _check_same_job(before: Agreement, agreed: Agreement) -> None:

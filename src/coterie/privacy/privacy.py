@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coterie.arguments import POSITIVE, check_fields, optional, real
+from coterie.arguments import POSITIVE, check_fields, optional, real, whole
 from coterie.errors import KnobError
 from coterie.privacy.accountant import NOISE, least_noise
 
@@ -19,6 +19,9 @@ class Privacy:
         clip: the norm that each example's gradient is clipped to.
         noise: the noise on the sum of a batch, its standard deviation in multiples of `clip`. When None the least
             with which `epsilon` lasts for all the gradients that the peer gives.
+        margin: give parts of masked sums only, and let their sites split the noise: the sum has all of it, also
+            without that of `margin` other sites. The promise is then against those who see sums, together with so
+            many sites. All of it is the peer's own when None.
 
     Example:
         >>> Privacy(epsilon=2.0, delta=1e-5, clip=1.0).in_words()
@@ -29,10 +32,11 @@ class Privacy:
     delta: float
     clip: float
     noise: float | None = None
+    margin: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {"epsilon": POSITIVE, "delta": DELTA, "clip": POSITIVE}
-        check_fields(self, {**sizes, "noise": optional(NOISE)})
+        check_fields(self, {**sizes, "noise": optional(NOISE), "margin": optional(whole(0))})
 
     def check(self, examples: int, gradients: int | None) -> None:
         """Refuse what does not fit a peer of so many examples that gives so many gradients in all."""
@@ -56,4 +60,9 @@ class Privacy:
     def in_words(self) -> str:
         """Return the promise in words."""
         noise = "" if self.noise is None else f", with noise of {self.noise:g} times that"
-        return f"ε = {self.epsilon:g} at δ = {self.delta:g} for every example, clipped to norm {self.clip:g}{noise}"
+        said = f"ε = {self.epsilon:g} at δ = {self.delta:g} for every example, clipped to norm {self.clip:g}{noise}"
+        if self.margin is None:
+            return said
+        return (
+            f"{said}, split over the sites of masked sums: against who sees these, with {self.margin} of the sites"
+        )

@@ -154,7 +154,7 @@ def test_what_cannot_be_added_costs_steps_and_is_never_in_a_sum(bad: float) -> N
     sites = Sites(people[1:])
     made = engine(people, sites, misses=2)
     good = sites.responders["peer 1"].peer._gradients
-    spoiled = lambda request: (torch.full((1, 12), bad, dtype=torch.float64), 4)  # noqa: E731
+    spoiled = lambda request, added=None: (torch.full((1, 12), bad, dtype=torch.float64), 4)  # noqa: E731
     said = []
     for step, is_bad in enumerate([False, True, False, True, True, False]):
         sites.responders["peer 1"].peer._gradients = spoiled if is_bad else good  # type: ignore[method-assign]

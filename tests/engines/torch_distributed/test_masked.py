@@ -162,7 +162,7 @@ def test_a_peer_takes_part_in_sums_of_its_own_choice() -> None:
 def test_what_cannot_be_added_costs_its_step(bad: float) -> None:
     ring, tau = Ring(4), tau_of(4)
     peer = ring.parts[1].peer
-    good, spoiled = peer._gradients, lambda request: (torch.full((1, D), bad, dtype=torch.float64), 4)
+    good, spoiled = peer._gradients, lambda request, added=None: (torch.full((1, D), bad, dtype=torch.float64), 4)
     answered = []
     for step, is_bad in enumerate([False, True, False, True, True, False]):
         peer._gradients = spoiled if is_bad else good  # type: ignore[method-assign]

@@ -100,7 +100,9 @@ class Flare:
         self._sums: SecureSums | None = None
         if secure_sums:
             sums = MaskedSums(misses=misses, minimum=minimum, largest=largest)
-            self._sums = SecureSums(sums, sites, timeout, self._post, self._received)
+            self._sums = SecureSums(
+                sums, sites, timeout, batch_size=batch_size, send=self._post, received=self._received
+            )
 
     @property
     def capabilities(self) -> Capabilities:

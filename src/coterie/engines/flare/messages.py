@@ -14,7 +14,7 @@ from coterie.engines.peer import Peer
 from coterie.engines.requests import Request, to_array
 from coterie.errors import printable
 from coterie.gradients.parameters import Parameters
-from coterie.privacy.masks import N_CHECKS, Words
+from coterie.privacy.masks import N_CHECKS, NoiseShare, Words
 
 FLOATS = (np.float16, np.float32, np.float64)
 MAX_EXTRA_BYTES = 4096
@@ -38,15 +38,15 @@ def request_bytes(message: dict[str, Any]) -> int:
     return sum(array.nbytes for array in arrays if array is not None)
 
 
-def answer_message(peer: Peer, caller: str, request: Any) -> dict[str, Any]:
-    """Return a peer's reply to a message, as a message.
+def answer_message(peer: Peer, caller: str, request: Any, share: NoiseShare | None = None) -> dict[str, Any]:
+    """Return a peer's reply to a message, as a message; with a share of the noise of a masked sum.
 
     Of an error only its kind leaves the site: its text may hold what is in the data.
     """
     step = request.get("step") if isinstance(request, dict) else None
     try:
         read = _read_request(peer, request)
-        reply = peer.refuse(read, caller, step) if isinstance(read, str) else peer.answer(read, caller)
+        reply = peer.refuse(read, caller, step) if isinstance(read, str) else peer.answer(read, caller, share)
     except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
         return {"refused": f"it failed with {type(error).__name__}"}
     if reply.gradients is None:

@@ -7,7 +7,7 @@ from coterie.engines.flare.messages import answer_message
 from coterie.engines.peer import Peer
 from coterie.errors import MaskError
 from coterie.privacy.masks import digest_of
-from coterie.privacy.member import Member
+from coterie.privacy.member import Member, check_margin
 from coterie.privacy.sums import SumsOnly
 
 
@@ -34,6 +34,7 @@ class Responder:
 
     def __init__(self, peer: Peer, sums: SumsOnly | None = None) -> None:
         self.peer, self.only_sums, self.sums = peer, sums is not None, sums or SumsOnly()
+        check_margin(peer.margin, sums)
 
     def ready(self) -> dict[str, Any]:
         """Say whether there is a gradient to give, and what is given at most."""
@@ -48,11 +49,11 @@ class Responder:
     @functools.cached_property
     def member(self) -> Member:
         """What it is in masked sums."""
-        return Member(self.peer.identity, self.sums)
+        return Member(self.peer.identity, self.sums, self.peer.margin)
 
-    def offer(self) -> dict[str, Any]:
-        """Return a new key for one agreement."""
-        return dict(self.member.offer())
+    def offer(self, batch_size: Any = None) -> dict[str, Any]:
+        """Return a new key for one agreement, and the noise that the sum must have for such batches."""
+        return self.member.offer() | self.peer.noise_terms(batch_size)
 
     def join(self, agreement: Any, caller: str = "user 0") -> dict[str, Any]:
         """Take part in the sums of an agreement, with the key offered last; say so, or why not."""
@@ -73,11 +74,12 @@ class Responder:
         fields = request if isinstance(request, dict) else {}
         try:
             context, masks = digest_of(request), self.member.next_round(fields.get("round"), fields.get("work"))
-            reply = answer_message(self.peer, caller, request)
+            share = masks.agreement.share_of(masks.site)
+            reply = answer_message(self.peer, caller, request, share)
             if "gradients" not in reply:
                 return reply
-            gradients = reply.pop("gradients")
-            return reply | {"round": fields["round"], "part": masks.masked(gradients, context)}
+            part = masks.masked(reply.pop("gradients"), context, cut=self.peer.is_private)
+            return reply | {"round": fields["round"], "part": part}
         except Exception as error:
             return self._refused(_reason(error), caller, request)
 

@@ -20,6 +20,7 @@ class SecureSums:
         sums: who takes part.
         sites: what carries the messages by which sites agree on keys.
         timeout: seconds to wait for a site.
+        batch_size: how many examples a gradient is of, which says how much noise it needs.
         send: sends a request to sites, and counts it.
         received: counts the bytes that a site has sent.
     """
@@ -29,10 +30,13 @@ class SecureSums:
         sums: MaskedSums,
         sites: Sites,
         timeout: float,
+        *,
+        batch_size: int,
         send: Callable[[Sequence[str], str, dict[str, Any]], Replies],
         received: Callable[[str, int], None],
     ) -> None:
         self.sums, self._sites, self._timeout, self._send, self._received = sums, sites, timeout, send, received
+        self._offer = {"batch_size": batch_size}
         self._round = 0  # it goes on over agreements, so that a late request is of none but its own
 
     def ask(
@@ -48,6 +52,7 @@ class SecureSums:
         return partial(self._added, sent, names, request, self._round)
 
     def _asked(self, names: Sequence[str], method: str, **arguments: Any) -> Mapping[str, Any]:
+        arguments |= self._offer if method == "offer" else {}
         return self._sites.ask(names, method, self._timeout, **arguments).wait()
 
     def _added(

@@ -69,12 +69,16 @@ class MaskedPart:
         peer: what computes the gradients.
         sums: which sums it takes part in.
         group: where notes are left.
-        shared: what all peers must have alike: the run, and the tensors of the model that are not trained.
+        run: user 0's note of the run, which all peers must have alike.
+        constants: the tensors of the model that are not trained, in the same way.
     """
 
-    def __init__(self, peer: Peer, sums: SumsOnly, group: Group, shared: dict[str, Any]) -> None:
-        self.peer, self._group, self._shared = peer, group, digest_of(shared).hex()
-        self.member = Member(peer.identity, sums)
+    def __init__(
+        self, peer: Peer, sums: SumsOnly, group: Group, run: dict[str, Any], constants: dict[str, Any]
+    ) -> None:
+        self.peer, self._group, self._batch_size = peer, group, run["batch_size"]
+        self._shared = digest_of({"run": run, "constants": constants}).hex()
+        self.member = Member(peer.identity, sums, peer.margin)
         self._takes_part, self._round = False, 0
         logger.warning("%s: masked sums; its key has the fingerprint %s", peer.user.name, peer.identity.fingerprint)
 
@@ -82,7 +86,8 @@ class MaskedPart:
         """Offer a key, or join the sums of an agreement if it is to take part and consents."""
         rank = self._group.rank
         if ask is Ask.OFFER:
-            self._group.leave_note(_key("offer", number, rank), self.member.offer())
+            offer = self.member.offer() | self.peer.noise_terms(self._batch_size)
+            self._group.leave_note(_key("offer", number, rank), offer)
             return
         agreement = self._group.read_note(_key("agreement", number), "user 0", weights=dict)
         self._takes_part, self._round = self.peer.user.name in agreement["weights"], 0
@@ -111,13 +116,14 @@ class MaskedPart:
             context = digest_of({"shared": self._shared, "round": self._round, "message": message.cpu().numpy()})
             masks = self.member.next_round(self._round, request.work)
             with blaming("the model or the loss"):
-                reply = self.peer.answer(request)
+                reply = self.peer.answer(request, share=masks.agreement.share_of(masks.site))
             if reply.gradients is None:
                 return None, Outcome.REFUSED
-            return masks.masked(to_array(reply.gradients), context), Outcome.GRADIENT
+            part = masks.masked(to_array(reply.gradients), context, cut=self.peer.is_private)
         except MaskError as error:
             self.peer.refuse(str(error), step=request.step)
             return None, Outcome.REFUSED
+        return part, Outcome.GRADIENT
 
 
 def constants_of(model: nn.Module) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from coterie.engines.torch_distributed.secure_sums import MaskedPart, constants_
 from coterie.engines.torch_distributed.wire import Outcome, Wire
 from coterie.errors import CoterieError, KnobError, PeerLost, blaming, printable
 from coterie.gradients.parameters import Parameters
+from coterie.privacy.member import check_margin
 from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
 from coterie.users.user import Loss, User
@@ -121,8 +122,8 @@ class _Worker:
         self._take_points(1)
         self._masked: MaskedPart | None = None
         if run["secure_sums"]:
-            shared = {"run": run, "constants": constants_of(self.peer.passes.model)}
-            self._masked = MaskedPart(self.peer, self.sums_only or SumsOnly(), group, shared)
+            constants = constants_of(self.peer.passes.model)
+            self._masked = MaskedPart(self.peer, self.sums_only or SumsOnly(), group, run, constants)
         self.answered, self.since = 0, time.perf_counter()
 
     def answer(self, told_to_end: bool) -> bool:
@@ -229,8 +230,7 @@ class _Worker:
         hello |= {"size": parameters.size, "dtype": str(parameters.dtype)}
         hello["sums_only"] = [self.sums_only.peers, self.sums_only.share] if self.sums_only else None
         try:
-            if self.masked_only and not run["secure_sums"]:
-                raise KnobError(f"{user.name!r} gives masked sums only; set `secure_sums` at user 0")
+            self._check_masks(user.name)
             engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
             peer = engine.peer(user.name, *self.given)
         except CoterieError as error:
@@ -248,6 +248,14 @@ class _Worker:
         if self.sums_only and self.sketch > max(1, parameters.size // 2):
             raise PeerLost(f"asked for sketches of {self.sketch} numbers, but gives sums only")
         return peer
+
+    def _check_masks(self, name: str) -> None:
+        """Refuse a run without masks that this peer gives nothing without."""
+        if self.masked_only and not self.run["secure_sums"]:
+            raise KnobError(f"{name!r} gives masked sums only; set `secure_sums` at user 0")
+        privacy = self.given[2]
+        if privacy is not None:
+            check_margin(privacy.margin, self.sums_only if self.masked_only else None)
 
     def _over(self, message: Any) -> None:
         try:
