@@ -3,7 +3,7 @@
     python benchmarks/privacy_accuracy.py [--data DIR] [--sets digits,wisdm] [--users 8] [--jobs 16]
     python benchmarks/privacy_accuracy.py --short           # half a minute: two users of digits, few ε
 
-Users of a set are user 0 in turn, with the examples and peers of `coterie bench`, honest, and a linear model. Every
+Users of a set are user 0 in turn, with the examples and peers of `coterie bench`, and a linear model. Every
 peer promises (ε, δ) for each of its examples, and its noise is the least with which ε lasts for the run; ∞ is no
 promise, with gradients that are neither clipped nor noisy. *Guarded* is the default, *free* the same with
 `guard="off"`. The step size of each line is that of the least mean validation loss over the users. Differences to
@@ -42,7 +42,8 @@ def scores(name: str, me: str, epsilon: float | None, settings: argparse.Namespa
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     kind = SETS[name]
-    task = task_of(load(kind, settings.data), me, own_examples=kind.own_examples, most_peers=kind.most_peers)
+    sizes = {"own_examples": kind.own_examples, "most_peers": kind.most_peers}
+    task = task_of(load(kind, settings.data), me, condition=settings.condition, **sizes)
     with seeded(0, "model", 0):
         model = MODELS["linear"](task.n_inputs, task.n_outputs)
     how: dict[str, Any] = {
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=None, help="the folder of all data; digits need none")
     parser.add_argument("--sets", default="digits")
     parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--condition", default="honest", help="of the peers, as in `coterie bench`")
     parser.add_argument("--epsilons", default="inf,8,4,2,1")
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--clip", type=float, default=1.0)

@@ -14,6 +14,7 @@ from coterie.cli import terminal
 from coterie.cli.options.groups import grouped
 from coterie.cli.terminal import record_of, rich_table
 from coterie.errors import DataError, KnobError
+from coterie.privacy.privacy import Privacy
 from coterie.recording.record import Record
 from coterie.reporting.phrases import (
     cells,
@@ -22,6 +23,8 @@ from coterie.reporting.phrases import (
     exchange_sentence,
     note,
     numbers,
+    promise_cells,
+    promise_sentences,
     verdict,
 )
 from coterie.theory.estimates import Estimates
@@ -78,21 +81,55 @@ class Asked:
     out: Annotated[Path | None, Option(help="Folder for a page with sliders and the gain-factor picture.")] = None
 
 
+@dataclass
+class Promised:
+    """Peers that promise privacy: what does it cost, and from how many peers on does it pay?"""
+
+    epsilon: Annotated[
+        float | None, Option(help="ε that each peer promises for each of its rows, over the whole run.")
+    ] = None
+    delta: Annotated[float, Option(help="With --epsilon: δ, less than one over --examples.")] = 1e-5
+    clip: Annotated[
+        float, Option(help="With --epsilon: the norm that each row's gradient is clipped to. Few should be longer.")
+    ] = 1.0
+    examples: Annotated[
+        int | None, Option(min=1, help="With --epsilon: how many rows a peer has; else the run's mean.")
+    ] = None
+    parameters: Annotated[int | None, Option(min=1, help="With --epsilon: d, how many the model trains.")] = None
+    batch_size: Annotated[
+        int | None, Option(min=1, help="With --epsilon: rows behind a gradient; all of them if left out.")
+    ] = None
+    gradients: Annotated[
+        int | None,
+        Option(
+            min=1, help="With --epsilon: how many a peer gives; one a step if left out, adaptive averaging: 4.5."
+        ),
+    ] = None
+
+
 @grouped
-def plan(measured: Measured, given: Given, asked: Asked) -> None:
+def plan(measured: Measured, given: Given, promised: Promised, asked: Asked) -> None:
     """Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound.
 
     The constants are given by options, or measured: by a run (`coterie plan RUN`), or now, on a table (--data). An
     option goes before what was measured. Measured peers count as alike, with the mean of their constants.
 
-    Example: coterie plan run --steps 5000 --out plan
+    With --epsilon peers promise that (ε, δ) holds for each of their rows. For that they add noise to every gradient:
+    less of it with more rows, fewer parameters, fewer gradients. Averaging then needs more peers for the same gain;
+    how many, and what is lost with those there are, is printed below the table.
+
+    Example: coterie plan run --steps 5000 --epsilon 4 --parameters 650 --out plan
     """
     problem, steps = _problem(measured, given, asked.steps)
     choices = theory.plan(problem, steps, asked.alpha)
+    promise = None if promised.epsilon is None else _promise(promised, promised.epsilon, measured, steps)
+    cost = None if promise is None else theory.promise_cost(problem, steps, promise, asked.alpha)
     if asked.as_json:
-        _print_json(problem, steps, choices, asked.exchange_cost)
+        _print_json(problem, steps, choices, asked.exchange_cost, cost)
     else:
         _print_tables(problem, steps, choices, asked.exchange_cost)
+        if promise is not None and cost is not None:
+            _print_promise(promise, cost, choices["alone"], int(problem.n_peers))
     if asked.out is not None:
         from coterie.reporting.plan_page import write_plan_page
 
@@ -118,6 +155,20 @@ def _problem(measured: Measured, given: Given, steps: int | None) -> tuple[theor
     return theory.Constants(**constants), 1000 if steps is None else steps
 
 
+def _promise(promised: Promised, epsilon: float, measured: Measured, steps: int) -> theory.Promise:
+    """Return what peers promise; how many rows they have is a run's to tell where it is not said."""
+    examples = promised.examples
+    if examples is None and measured.run is not None:
+        told = [n for n in record_of(measured.run).configuration.peers.values() if isinstance(n, int)]
+        examples = round(np.mean(told)) if told else None
+    for name, value in {"examples": examples, "parameters": promised.parameters}.items():
+        if value is None:
+            raise KnobError(f"`--{name}` is missing: the noise behind `--epsilon` depends on it")
+    privacy = Privacy(epsilon, promised.delta, promised.clip)
+    count = promised.gradients or steps
+    return theory.Promise(privacy, examples or 0, promised.parameters or 0, count, promised.batch_size)
+
+
 def _on_table(data: Path, roles: Measured, steps: int) -> Estimates:
     from coterie.tables.measure import measured
 
@@ -126,12 +177,19 @@ def _on_table(data: Path, roles: Measured, steps: int) -> Estimates:
 
 
 def _print_json(
-    problem: theory.Constants, steps: int, choices: dict[str, theory.Choice], exchange_cost: float | None
+    problem: theory.Constants,
+    steps: int,
+    choices: dict[str, theory.Choice],
+    exchange_cost: float | None,
+    cost: theory.PromiseCost | None,
 ) -> None:
     shown: dict[str, Any] = {name: numbers(choice) for name, choice in choices.items()}
     if exchange_cost is not None:
         fewer = exchange_choices(problem, steps, exchange_cost)
         shown["exchanges"] = {kind: asdict(one) for kind, one in fewer.items()}
+    if cost is not None:
+        choice = {name: numbers(each) for name, each in (("plain", cost.plain), ("private", cost.private))}
+        shown["promise"] = {"noise": cost.noise, "worth": cost.worth, **choice, "pays_from": cost.pays_from}
     typer.echo(json.dumps(shown, indent=2))
 
 
@@ -149,6 +207,14 @@ def _print_tables(
         console.print(
             exchange_sentence(exchange_choices(problem, steps, exchange_cost), exchange_cost), highlight=False
         )
+
+
+def _print_promise(promise: theory.Promise, cost: theory.PromiseCost, alone: theory.Choice, n_peers: int) -> None:
+    console = terminal.console()
+    title = f"With peers that promise {promise.privacy.in_words()}"
+    console.print(rich_table(title, promise_cells(alone, cost)))
+    for sentence in promise_sentences(promise, cost, n_peers):
+        console.print(sentence, highlight=False)
 
 
 def _estimates(record: Record, run: Path) -> Estimates:

@@ -9,7 +9,7 @@ from coterie.theory.constants import Constants
 from coterie.theory.correction import hessian_gap_limit
 from coterie.theory.descent import oracle
 from coterie.theory.exchanges import Exchanges, alone_in_time, best_exchanges
-from coterie.theory.plan import Choice
+from coterie.theory.plan import PAYS, Choice, Promise, PromiseCost
 
 TITLES = {"alone": "Alone", "wga": "WGA", "bc_oracle": "BC, oracle", "bc": "BC"}
 
@@ -17,7 +17,7 @@ TITLES = {"alone": "Alone", "wga": "WGA", "bc_oracle": "BC, oracle", "bc": "BC"}
 def verdict(problem: Constants, choices: Mapping[str, Choice], steps: int) -> list[str]:
     """Say in plain words whether averaging pays, and whether bias correction does."""
     wga, bc = choices["wga"], choices["bc"]
-    if wga.speedup > 1.05:
+    if wga.speedup > PAYS:
         first = (
             f"Collaboration pays: averaging with alpha = {wga.alpha:.3g} needs {wga.speedup:.3g} times fewer "
             "steps than training alone."
@@ -27,7 +27,7 @@ def verdict(problem: Constants, choices: Mapping[str, Choice], steps: int) -> li
             "Averaging does not pay: over this many steps the peers' bias outweighs the noise they would save "
             f"(speedup {wga.speedup:.3g})."
         )
-    if bc.speedup > 1.05:
+    if bc.speedup > PAYS:
         second = (
             f"Bias correction pays by its bound on the mean over the run: {bc.speedup:.3g} times fewer steps "
             f"than training alone, with alpha = {bc.alpha:.3g} and beta = {bc.beta:.3g}."
@@ -130,3 +130,32 @@ def exchange_sentence(choices: Mapping[str, Exchanges], cost: float) -> str:
     if choices["alone"].bound >= best.bound:
         return said
     return said + " Alone's is lower: it takes steps, each on fresh own examples, in the time of exchanges."
+
+
+def promise_cells(alone: Choice, cost: PromiseCost) -> list[dict[str, str]]:
+    """Return a table of training alone, of averaging with plain peers, and with those that keep their promise."""
+    rows = {"Alone": alone, "WGA, plain peers": cost.plain, "WGA, private peers": cost.private}
+    shown = [(title, cells("wga", numbers(choice))) for title, choice in rows.items()]
+    return [{key: cell for key, cell in (row | {"method": title}).items() if key != "beta"} for title, row in shown]
+
+
+def promise_sentences(promise: Promise, cost: PromiseCost, n_peers: int) -> list[str]:
+    """Say what a promise costs, and from how many peers on collaboration pays."""
+    size = min(promise.batch_size or promise.examples, promise.examples)
+    first = (
+        f"For this ε over {promise.gradients} gradients of {size} rows a peer adds noise of norm {cost.noise:.3g} to "
+        f"each: it is worth {cost.worth:.2g} of a plain peer."
+    )
+    ahead = f"{cost.private.speedup:.3g} times fewer steps than training alone, where plain ones would need"
+    second = f"With {n_peers} such peers averaging needs {ahead} {cost.plain.speedup:.3g} times fewer."
+    if cost.pays_from is None:
+        third = "No number of such peers pays: their bias outweighs what they save."
+    elif cost.pays_from <= n_peers:
+        third = f"It pays from {_count(cost.pays_from)} on (a speedup of {PAYS:g})."
+    else:
+        third = f"It does not pay yet: it would from {_count(cost.pays_from)} on (a speedup of {PAYS:g})."
+    return [first, second, third]
+
+
+def _count(peers: int) -> str:
+    return "1 such peer" if peers == 1 else f"{peers} such peers"

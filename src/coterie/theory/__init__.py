@@ -29,7 +29,16 @@ from coterie.theory.correction import (
 from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone, steps_alone_to_loss
 from coterie.theory.exchanges import Exchanges, alone_in_time, best_exchanges, local_bound, stale_bound
 from coterie.theory.peers import Averaging, CorrectedPeers, Peers, best_averaging, best_corrected_peers
-from coterie.theory.plan import Choice, plan, plan_for_peers
+from coterie.theory.plan import (
+    Choice,
+    Promise,
+    PromiseCost,
+    peers_needed,
+    plan,
+    plan_for_peers,
+    promise_cost,
+    with_added_noise,
+)
 
 __all__ = [
     "Averaging",
@@ -41,6 +50,8 @@ __all__ = [
     "Exchanges",
     "Numbers",
     "Peers",
+    "Promise",
+    "PromiseCost",
     "alone",
     "alone_in_time",
     "averaging",
@@ -61,9 +72,12 @@ __all__ = [
     "mean_estimation",
     "oracle",
     "oracle_speedup",
+    "peers_needed",
     "plan",
     "plan_for_peers",
+    "promise_cost",
     "stale_bound",
     "steps_alone",
     "steps_alone_to_loss",
+    "with_added_noise",
 ]
