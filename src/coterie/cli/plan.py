@@ -114,9 +114,9 @@ def plan(measured: Measured, given: Given, promised: Promised, asked: Asked) -> 
     The constants are given by options, or measured: by a run (`coterie plan RUN`), or now, on a table (--data). An
     option goes before what was measured. Measured peers count as alike, with the mean of their constants.
 
-    With --epsilon peers promise that (ε, δ) holds for each of their rows. For that they add noise to every gradient:
-    less of it with more rows, fewer parameters, fewer gradients. Averaging then needs more peers for the same gain;
-    how many, and what is lost with those there are, is printed below the table.
+    With --epsilon peers promise (ε, δ) for each of their rows. For that they add noise to every gradient: less of
+    it with more rows, fewer parameters, fewer gradients. Averaging then needs more peers for the same gain; how
+    many, and what is lost with those there are, is printed below the table.
 
     Example: coterie plan run --steps 5000 --epsilon 4 --parameters 650 --out plan
     """

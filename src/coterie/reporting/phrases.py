@@ -143,8 +143,8 @@ def promise_sentences(promise: Promise, cost: PromiseCost, n_peers: int) -> list
     """Say what a promise costs, and from how many peers on collaboration pays."""
     size = min(promise.batch_size or promise.examples, promise.examples)
     first = (
-        f"For this ε over {promise.gradients} gradients of {size} rows a peer adds noise of norm {cost.noise:.3g} to "
-        f"each: it is worth {cost.worth:.2g} of a plain peer."
+        f"For this ε over {promise.gradients} gradients of {size} rows a peer adds noise of norm {cost.noise:.3g} "
+        f"to each: it is worth {cost.worth:.2g} of a plain peer."
     )
     ahead = f"{cost.private.speedup:.3g} times fewer steps than training alone, where plain ones would need"
     second = f"With {n_peers} such peers averaging needs {ahead} {cost.plain.speedup:.3g} times fewer."

@@ -102,8 +102,8 @@ class Promise:
         B is the batch size and z the least noise, in multiples of `clip`, with which (ε, δ) last for all gradients.
 
         Example:
-            >>> promise = Promise(Privacy(4.0, 1e-5, clip=1.0, noise=2.0), examples=100, parameters=400, gradients=9)
-            >>> promise.noise()
+            >>> privacy = Privacy(4.0, 1e-5, clip=1.0, noise=2.0)
+            >>> Promise(privacy, examples=100, parameters=400, gradients=9).noise()
             0.4
         """
         self.privacy.check(self.examples, self.gradients)
@@ -155,8 +155,8 @@ def promise_cost(problem: Constants, steps: int, promise: Promise, alpha: Number
     private = with_added_noise(problem, noise)
     own = float(problem.noise if problem.peer_noise is None else problem.peer_noise)
     worth = own**2 / (own**2 + noise**2) if own or noise else 1.0
-    averaged = (_averaged(each, steps, alpha) for each in (problem, private))
-    return PromiseCost(noise, worth, *averaged, pays_from=peers_needed(private, steps))
+    plain, noisy = _averaged(problem, steps, alpha), _averaged(private, steps, alpha)
+    return PromiseCost(noise, worth, plain, noisy, peers_needed(private, steps))
 
 
 def peers_needed(problem: Constants, steps: Numbers, speedup: float = PAYS, most: int = 10**9) -> int | None:
