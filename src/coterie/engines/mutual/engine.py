@@ -11,25 +11,25 @@ from typing import Any
 from torch import nn
 
 from coterie.engines.caps import Caps
-from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.engine import MASKED_NVFLARE, Flare
+from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.mutual.meeting import Meeting, who_is_there
-from coterie.engines.mutual.processes import Processes
+from coterie.engines.mutual.meeting import HELLO, Meeting
+from coterie.engines.mutual.processes import Mate, Processes
 from coterie.engines.peer import Peer
 from coterie.engines.requests import MAX_POINTS
 from coterie.engines.rounding import Compress
-from coterie.engines.torch_distributed.place import Place
-from coterie.engines.torch_distributed.seal import shared_secret
-from coterie.errors import DataError, KnobError, ModelError, printable
+from coterie.errors import DataError, ModelError, printable
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.privacy import Privacy
+from coterie.privacy.sums import SumsOnly
 from coterie.users.user import Loss, User
 
 MAX_EXTRA_BYTES = 2**16
 """How many bytes a letter may have beside its numbers."""
 
-_meetings: dict[Place, int] = {}
-"""For each address, how many engines this process has made."""
+_ENTRIES: dict[str, Any] = {"name": str, "examples": int | str, "size": int, "dtype": str, "token": str}
+"""What a process says of itself, and of which types it is."""
 
 
 class Mutual(Flare):
@@ -45,10 +45,11 @@ class Mutual(Flare):
         model, loss, me, batch_size, seed: as for `InProcess`; examples stay in their process.
         peers: none, as their examples are elsewhere.
         timeout: seconds to wait for another process in one step. One that is lost is not waited for.
-        misses, probe_every, minimum, compress: as for `Flare`.
+        misses, probe_every, minimum, compress, secure_sums, largest: as for `Flare`.
         caps, log, privacy: what this process gives the others; as for `serve`.
+        sums: give masked sums only, such as these; the others then need `secure_sums`.
         patience: seconds to wait for the others at the start, and at the end for one that asks nothing any more.
-        place: where the processes meet; what their environment says when None.
+        meeting: where the processes have met before; with `patience` of its own.
     """
 
     def __init__(
@@ -65,25 +66,27 @@ class Mutual(Flare):
         probe_every: int = 10,
         minimum: int = 1,
         compress: Compress | None = None,
+        secure_sums: bool = False,
+        largest: float = 16.0,
         caps: Caps | None = None,
         log: Path | None = None,
         privacy: Privacy | None = None,
+        sums: SumsOnly | None = None,
         patience: float = 120.0,
-        place: Place | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
-        if not patience > 0:
-            raise KnobError(f"`patience` must be a positive number of seconds, got {patience}")
-        place = place or Place.told()
         mine = InProcess(copy.deepcopy(model), loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
         peer = mine.peer(me.name, caps, log, privacy)
-        number = _meetings[place] = _meetings.get(place, -1) + 1
-        meeting = Meeting(place, _hello(peer), patience, shared_secret(), number)
-        hellos = who_is_there(meeting)
-        _check(meeting, hellos)
+        meeting = meeting or Meeting(patience)
+        hello = _hello(peer)
+        hellos = meeting.exchange(HELLO, hello | {"token": meeting.token}, **_ENTRIES)
+        _check(hello, hellos)
         names = {rank: hello["name"] for rank, hello in hellos.items()}
         how: dict[str, Any] = {"timeout": timeout, "misses": misses, "probe_every": probe_every, "minimum": minimum}
         how |= {"batch_size": batch_size, "seed": seed, "compress": compress, "names": [*names.values()]}
-        self._others = Processes(meeting, names, peer, _longest(model))
+        how |= {"secure_sums": secure_sums, "largest": largest}
+        mates = [Mate(rank, name, Responder(peer, sums)) for rank, name in names.items()]
+        self._others = Processes(meeting, mates, _longest(model))
         super().__init__(model, loss, me, peers, sites=self._others, **how)
         self._told = {hello["name"]: hello["examples"] for hello in hellos.values()}
         self._examples |= {name: None if isinstance(n, str) else n for name, n in self._told.items()}
@@ -91,7 +94,9 @@ class Mutual(Flare):
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
-        return super().describe() | {"engine": "torch.distributed, everybody trains", "peers": self._told}
+        described = super().describe()
+        masked = ", masked sums" if described["engine"] == MASKED_NVFLARE else ""
+        return described | {"engine": f"torch.distributed, everybody trains{masked}", "peers": self._told}
 
     def close(self) -> None:
         """Ask no more; the others are answered until they are done, in the background."""
@@ -105,9 +110,8 @@ def _hello(peer: Peer) -> dict[str, Any]:
     return {"name": peer.user.name, "examples": told, "size": parameters.size, "dtype": str(parameters.dtype)}
 
 
-def _check(meeting: Meeting, hellos: Mapping[int, Mapping[str, Any]]) -> None:
+def _check(ours: Mapping[str, Any], hellos: Mapping[int, Mapping[str, Any]]) -> None:
     """Refuse processes whose models are not alike, and names that are none; each process does."""
-    ours = meeting.hello
     for rank, hello in hellos.items():
         if (hello["size"], hello["dtype"]) != (ours["size"], ours["dtype"]):
             raise ModelError(

@@ -1,15 +1,14 @@
 """How processes find each other, at first and again: by notes in a store, which may be lost and come back.
 
-Every process says in a note who it is, with a token that is new whenever it starts. Of two, the one with the higher
+Every process says in notes who it is, with a token that is new whenever it starts. Of two, the one with the higher
 rank asks for a link and the other agrees; then both connect. Where the keeper of the store was lost and is back,
-everybody leaves its note again.
+everybody leaves its notes again.
 """
 
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -18,13 +17,13 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from coterie.engines.mutual.link import Pair
-from coterie.engines.torch_distributed.group import Group
+from coterie.engines.torch_distributed.group import Group, check_seconds
 from coterie.engines.torch_distributed.place import Place, stay_on_loopback
-from coterie.engines.torch_distributed.seal import Seal
+from coterie.engines.torch_distributed.seal import Seal, shared_secret
 from coterie.errors import PeerLost
 
-HELLO: dict[str, Any] = {"name": str, "examples": int | str, "size": int, "dtype": str, "token": str}
-"""The entries of a note that says who a process is, and of which types they are."""
+HELLO = "hello"
+"""The subject on which a process says its token, before it links."""
 POLL = 0.05
 """Seconds from one look at the notes to the next."""
 CONNECTING = 10.0
@@ -34,21 +33,53 @@ _kept: dict[Place, Store] = {}
 """The stores that this process keeps: one for each address, as long as it lives."""
 
 
-@dataclass(frozen=True)
+_meetings: dict[Place, int] = {}
+"""For each address, how many meetings this process had."""
+
+
 class Meeting:
-    """Who this process is, among whom."""
+    """Processes that tell each other who they are.
 
-    place: Place
-    hello: Mapping[str, Any] = field(repr=False)
-    patience: float = 120.0  # seconds to wait for the others
-    secret: bytes | None = field(default=None, repr=False)
-    number: int = 0  # how many meetings these processes had before
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    Args:
+        patience: seconds to wait for the others.
+        place: where they meet; what their environment says when None.
+    """
 
-    def keep_store(self) -> None:
-        """Keep the store, where that is for this process to do."""
+    def __init__(self, patience: float = 120.0, place: Place | None = None) -> None:
+        check_seconds("patience", patience)
+        self.place, self.patience, self.secret = place or Place.told(), patience, shared_secret()
+        self.number = _meetings[self.place] = _meetings.get(self.place, -1) + 1
+        self.token = secrets.token_hex(8)
+        self.said: dict[str, Any] = {}  # by subject
         if self.place.keeps_store and self.place not in _kept:
-            _kept[self.place] = self.place.keep(timedelta(seconds=self.patience), all_come=False)
+            _kept[self.place] = self.place.keep(timedelta(seconds=patience), all_come=False)
+
+    def exchange(self, subject: str, mine: Mapping[str, Any], **entries: Any) -> dict[int, dict[str, Any]]:
+        """Say something on a subject, and return what the others say, by rank; `PeerLost` where one does not come.
+
+        Args:
+            subject: what it is about.
+            mine: a note, of plain data.
+            entries: of which type each entry of a note is.
+        """
+        self.said[subject] = dict(mine)
+        notes, found, end = Notes(self), dict[int, dict[str, Any]](), time.monotonic() + self.patience
+        while missing := [rank for rank in self.place.others if rank not in found]:
+            said = {rank: notes.read(f"{subject}/{rank}", f"rank {rank}", **entries) for rank in missing}
+            found |= {rank: note for rank, note in said.items() if note is not None}
+            if len(found) < self.place.size - 1:
+                if time.monotonic() > end:
+                    raise self._not_come([rank for rank in missing if rank not in found])
+                time.sleep(POLL)
+        return dict(sorted(found.items()))
+
+    def _not_come(self, missing: Sequence[int]) -> PeerLost:
+        names = [f"rank {rank}" for rank in missing]
+        return PeerLost(
+            f"{', '.join(names)} did not come within {self.patience:g} s; start all {self.place.size} processes, "
+            "with the same MASTER_ADDR and MASTER_PORT",
+            names,
+        )
 
 
 class Notes:
@@ -58,11 +89,6 @@ class Notes:
         self.meeting = meeting
         self._group: Group | None = None
         self._tried: dict[str, int] = {}  # by the two processes, how many links they have agreed on
-
-    def hello_of(self, rank: int) -> dict[str, Any] | None:
-        """Return who another process is; None while it is not there."""
-        found: dict[str, Any] | None = self._read(f"hello/{rank}", f"rank {rank}", dict, **HELLO)
-        return found
 
     def link_to(self, other: int, goes_on: Callable[[], bool]) -> tuple[Pair, tuple[Seal, Seal] | None] | None:
         """Connect with another process once both are there; None where this should not go on any more.
@@ -87,20 +113,20 @@ class Notes:
 
     def _agreed(self, other: int, goes_on: Callable[[], bool]) -> tuple[Group, str] | None:
         """Return the name of a link that both processes have agreed on now."""
-        hello, rank = self.hello_of(other), self.meeting.place.rank
+        hello, rank = self._hello_of(other), self.meeting.place.rank
         if hello is None:
             return None
         tokens = {rank: self.meeting.token, other: hello["token"]}
         two = "link/" + "/".join(f"{one} {tokens[one]}" for one in sorted(tokens))
         tried = self._tried.get(two, 0)
         if rank < other:
-            wanted = self._read(f"{two}/want", f"rank {other}", int)
+            wanted = self._number(f"{two}/want", other)
             if wanted is None or wanted <= tried or not self._leave(f"{two}/go/{wanted}", wanted):
                 return None
         else:
             wanted = tried + 1
-            while self._read(f"{two}/go/{wanted}", f"rank {other}", int) is None:
-                if not goes_on() or self.hello_of(other) != hello or not self._leave(f"{two}/want", wanted):
+            while self._number(f"{two}/go/{wanted}", other) is None:
+                if not goes_on() or self._hello_of(other) != hello or not self._leave(f"{two}/want", wanted):
                     return None
                 time.sleep(POLL)
         self._tried[two] = wanted
@@ -110,13 +136,21 @@ class Notes:
         secret = self.meeting.secret
         return None if secret is None else (Seal(secret, f"{name}/{mine}"), Seal(secret, f"{name}/{1 - mine}"))
 
-    def _read(self, key: str, whose: str, kind: type, **entries: Any) -> Any:
-        """Return a note; None while it is not there."""
+    def read(self, key: str, whose: str, kind: type = dict, /, **entries: Any) -> Any:
+        """Return a note, see `Group.read_note`; None while it is not there."""
         note = None
         with self._in_touch() as group:
             if group.store.check([key]):
                 note = group.read_note(key, whose, kind, **entries)
         return note
+
+    def _hello_of(self, rank: int) -> dict[str, Any] | None:
+        hello: dict[str, Any] | None = self.read(f"{HELLO}/{rank}", f"rank {rank}", token=str)
+        return hello
+
+    def _number(self, key: str, rank: int) -> int | None:
+        number: int | None = self.read(key, f"rank {rank}", int)
+        return number
 
     def _leave(self, key: str, note: Any) -> bool:
         """Leave a note, and say whether that could be done."""
@@ -140,26 +174,6 @@ class Notes:
         meeting, place = self.meeting, self.meeting.place
         store = PrefixStore(f"everyone {meeting.number}", place.reach(timedelta(seconds=CONNECTING)))
         group = Group(store, place.rank, place.size, CONNECTING, meeting.secret, meeting.number)
-        group.leave_note(f"hello/{place.rank}", {**meeting.hello, "token": meeting.token})
+        for subject, note in meeting.said.items():
+            group.leave_note(f"{subject}/{place.rank}", note)
         return group
-
-
-def who_is_there(meeting: Meeting) -> dict[int, dict[str, Any]]:
-    """Say who this process is, and return who the others are, by rank; `PeerLost` where one does not come."""
-    meeting.keep_store()
-    notes, place, patience = Notes(meeting), meeting.place, meeting.patience
-    end, found = time.monotonic() + patience, dict[int, dict[str, Any]]()
-    missing = [rank for rank in range(place.size) if rank != place.rank]
-    while missing:
-        for rank in missing:
-            if (hello := notes.hello_of(rank)) is not None:
-                found[rank] = hello
-        missing = [rank for rank in missing if rank not in found]
-        if missing and time.monotonic() > end:
-            raise PeerLost(
-                f"{', '.join(f'rank {rank}' for rank in missing)} did not come within {patience:g} s; start all "
-                f"{place.size} processes, with the same MASTER_ADDR and MASTER_PORT",
-                [f"rank {rank}" for rank in missing],
-            )
-        time.sleep(POLL if missing else 0)
-    return dict(sorted(found.items()))

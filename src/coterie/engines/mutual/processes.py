@@ -17,11 +17,12 @@ from coterie.engines.flare.responder import Responder
 from coterie.engines.mutual.letters import packed, unpacked
 from coterie.engines.mutual.link import Link
 from coterie.engines.mutual.meeting import Meeting, Notes
-from coterie.engines.peer import Peer
 from coterie.errors import PeerLost
 
 logger = logging.getLogger(__name__)
 
+METHODS = {"ready": False, "gradients": True, "offer": False, "join": True, "part": True}
+"""What can be asked of a `Responder`, and whether it wants to know who asks."""
 DONE = "done"
 """What a process asks when it has asked for its last gradient."""
 _WAITING_IS_TOLD_AFTER = 5.0
@@ -105,14 +106,13 @@ class Processes:
 
     Args:
         meeting: who this process is.
-        names: who the others are, by rank.
-        peer: what answers them.
+        mates: the others.
         longest: how many bytes a letter may have.
     """
 
-    def __init__(self, meeting: Meeting, names: Mapping[int, str], peer: Peer, longest: int) -> None:
+    def __init__(self, meeting: Meeting, mates: Sequence[Mate], longest: int) -> None:
         self.meeting, self._longest = meeting, longest
-        self.mates = {name: Mate(rank, name, Responder(peer)) for rank, name in names.items()}
+        self.mates = {mate.name: mate for mate in mates}
         self._numbers = itertools.count()
         self._questions: queue.SimpleQueue[tuple[Mate, int, str, dict[str, Any]] | None] = queue.SimpleQueue()
         self._ending, self._over = threading.Event(), threading.Event()
@@ -223,10 +223,10 @@ class Processes:
 
     def _answer(self, mate: Mate, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(TypeError):  # arguments that it does not have
-            if method == "gradients":
-                return mate.responder.gradients(caller=mate.name, **arguments)
-            if method == "ready":
-                return mate.responder.ready(**arguments)
             if method == DONE:
                 return {DONE: True}
+            if method in METHODS:
+                named = {"caller": mate.name} if METHODS[method] else {}
+                answer: dict[str, Any] = getattr(mate.responder, method)(**arguments, **named)
+                return answer
         return {"refused": "there is no such question"}

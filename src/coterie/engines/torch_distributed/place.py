@@ -46,6 +46,11 @@ class Place:
         return place
 
     @property
+    def others(self) -> list[int]:
+        """The ranks of all other processes."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    @property
     def keeps_store(self) -> bool:
         """Whether this process keeps the store: user 0 does, unless torchrun does."""
         return not self.rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
