@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch._dynamo  # what an optimizer's first step would import in every child
+import torch.utils.tensorboard.writer
+from tests.support import processes
 from tests.support.heart import hospitals
 from typer.testing import CliRunner
 
@@ -21,6 +26,7 @@ from coterie.tables.everyone import FILE
 from coterie.tables.predict import predict
 
 RUNNER = CliRunner()
+SLOW = pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes seconds: COTERIE_SLOW=1 runs it")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,39 @@ def test_every_user_has_a_model_a_record_and_a_page(trained: tuple[Path, pd.Data
         assert f'href="{place}/index.html"' in index
         inputs.append(Preparation.load(out / place).inputs(table))
     assert all(torch.equal(inputs[0], others) for others in inputs)  # one preparation for all
+
+
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=SLOW)], ids=["one table", "a file each"])
+def test_processes_of_their_own_train_the_same_models(
+    each: bool, trained: tuple[Path, pd.DataFrame], tmp_path: Path
+) -> None:
+    """Each reads its own rows; what all prepare by, and the folders' names, are those of one process."""
+    out, table = trained
+    names = list(dict.fromkeys(table["hospital"]))
+    data = tmp_path / ("{rank}.csv" if each else "heart.csv")
+    for rank, name in enumerate(names):
+        _written(table[table["hospital"] == name] if each else table, Path(str(data).format(rank=rank)))
+    command = ["train", "--engine", "torch", "--data", str(data), "--user-column", "hospital", "--target", "ill"]
+    command += ["--me", "all", "--out", str(tmp_path / "run"), "--steps", "30"]
+
+    def work() -> None:
+        result = RUNNER.invoke(app, command)
+        assert result.exit_code == 0, result.output
+        assert "3 peers" in result.output
+        for thread in threading.enumerate():
+            if thread.name.startswith("coterie"):
+                thread.join()
+
+    assert processes.Started([work] * 4).end(60) == [0] * 4
+    for place in files.read_json(out / FILE, "")["folders"].values():
+        ours, theirs = (
+            torch.load(folder / place / "model.pt", weights_only=True) for folder in (tmp_path / "run", out)
+        )
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5)
+        inputs = [Preparation.load(folder / place).inputs(table) for folder in (tmp_path / "run", out)]
+        assert torch.equal(*inputs)
+        assert Record.load(tmp_path / "run" / place / "record.jsonl").end.left_out == {}
 
 
 def test_rows_go_to_the_model_of_their_user_and_strangers_to_the_pooled_one(

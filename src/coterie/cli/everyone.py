@@ -7,6 +7,7 @@ from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions,
 from coterie.cli.terminal import rich_table
 from coterie.data import users_from_table
 from coterie.data.reading import users_in
+from coterie.engines.torch_distributed.place import Place
 from coterie.errors import KnobError
 from coterie.everyone.runs import Runs
 from coterie.reporting.run_page import HEADLINES
@@ -20,9 +21,10 @@ def for_everyone(table: TableOptions, how: FitOptions, where: EngineOptions) -> 
     """Say whether a model for each user is asked for: one who is called "all" is meant where there is one."""
     if table.me != ALL:
         return False
-    if where.engine != "in-process":
-        raise KnobError("`--me all` is for users in this process; leave `--engine` out, or name one user")
-    found = ALL not in users_in(table.data, table.user_column, sep=table.sep, decimal=table.decimal)
+    data = table.data if where.engine == "in-process" else str(table.data).format(rank=Place.told().rank)
+    found = ALL not in users_in(data, table.user_column, sep=table.sep, decimal=table.decimal)
+    if found and where.gather:
+        raise KnobError("`--gather` is for one user 0; leave it out, or name one user in `--me`")
     if found and how.repeats > 1:
         raise KnobError("`--repeats` is for one user; leave it out, or name one in `--me`")
     return found

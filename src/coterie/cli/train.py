@@ -13,13 +13,14 @@ from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table
 from coterie.data import TableTask, from_table
+from coterie.engines.mutual.meeting import Meeting
 from coterie.engines.torch_distributed.engine import join
 from coterie.engines.torch_distributed.group import Group
 from coterie.errors import DataError, KnobError
 from coterie.registry import RunFacts
 from coterie.reporting.summary import beside_alone
 from coterie.reporting.whom import listened_to
-from coterie.tables import cluster
+from coterie.tables import cluster, mutual
 from coterie.training.run import Run
 
 
@@ -40,18 +41,24 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
     With a rule of your own: coterie --import own.py train --rule own --knob strength=0.3 …
 
-    With a process for each user: torchrun --nproc-per-node 4 -m coterie train --engine torch …
+    With a process for each user, also with --me all: torchrun --nproc-per-node 4 -m coterie train --engine torch …
     """
     import torch
 
     from coterie.tables.fit import fit
 
     torch.set_num_threads(how.threads)
-    if for_everyone(table, how, where):
+    everyone = for_everyone(table, how, where)
+    if everyone and where.engine == "in-process":
         return train_all(table, rule, how)
     _check_repeats(rule, how, where)
-    settings, group = how.settings(), None
-    if where.engine == "torch":
+    settings, group, meeting = how.settings(), None, None
+    if everyone:
+        meeting = Meeting(where.timeout or 120.0)
+        columns = {name: value for name, value in table.settings().items() if name != "me"}
+        task, peers, folder = mutual.meet(meeting, str(table.data), seed=how.seed, **columns)
+        settings |= {"device": cluster.here(how.device), "out": how.out / folder}
+    elif where.engine == "torch":
         group = join(where.timeout or 120.0)
         if group.rank:
             return _follow(group, table, how, where)
@@ -65,17 +72,17 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     chosen = rule.build(RunFacts(len(task.me), peers, how.steps))
     settings["again"] = [functools.partial(_split_again, table, rule, how, k) for k in range(1, how.repeats)]
     try:
-        run = fit(task, chosen, engine=where.made(group), **settings)
+        run = fit(task, chosen, engine=where.made(group, meeting), **settings)
     except KeyboardInterrupt:  # pressed twice
         run = None
     if run is None:
         terminal.console().print(
-            f"stopped; everything is saved in {how.out}, and the same command with --resume goes on"
+            f"stopped; everything is saved in {settings['out']}, and the same command with --resume goes on"
         )
         raise typer.Exit(130)
-    _tell(run, f"{table.target} for {table.me}, {task.preparation.kind}, {len(peers)} peers")
-    terminal.console().print(f"Model, preparation, record and a page (index.html): {how.out}")
-    terminal.console().print(f"To apply it: coterie predict {how.out} FILE")
+    _tell(run, f"{table.target} for {task.me.name}, {task.preparation.kind}, {len(peers)} peers")
+    terminal.console().print(f"Model, preparation, record and a page (index.html): {settings['out']}")
+    terminal.console().print(f"To apply it: coterie predict {settings['out']} FILE")
     _check_finite(run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,6 +114,20 @@ class Statistics:
             },
             None if self.target is None or other.target is None else self.target + other.target,
         )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as what JSON can hold."""
+        plain = {column: astuple(sums) for column, sums in self.numbers.items()}
+        target = None if self.target is None else astuple(self.target)
+        categories = {column: dict(counts) for column, counts in self.categories.items()}
+        return {"kind": self.kind, "numbers": plain, "categories": categories, "target": target}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Statistics:
+        """Return the statistics that `to_plain` gave."""
+        numbers = {column: Sums(*sums) for column, sums in plain["numbers"].items()}
+        target = None if plain["target"] is None else Sums(*plain["target"])
+        return cls(plain["kind"], numbers, plain["categories"], target)
 
     def preparation(self, classes: Sequence[Any] = ()) -> Preparation:
         """Return how all prepare their rows: missing numbers become the mean; columns without a value are dropped.

@@ -108,11 +108,7 @@ def users_from_table(
     left_out = dict(table.left_out)
     for name, own in table.rows.items():
         try:
-            how: dict[str, Any] = {"seed": seed, "whose": repr(name)}
-            rest = split_rows(own, target, table.kind, shares, own_examples=None, **how)
-            if own_examples is not None and own_examples < len(rest[0]):
-                rest = split_rows(own, target, table.kind, shares, own_examples=own_examples, **how)
-            parts[name] = rest
+            parts[name] = split_at_most(own, target, table.kind, shares, own_examples, seed=seed, name=name)
         except DataError as error:
             left_out[name] = str(error)
     for name, reason in left_out.items():
@@ -129,10 +125,31 @@ def users_from_table(
     if suspect:
         every = pd.concat([training for training, *_ in parts.values()])
         warn_of_suspicious(table.every, every, target, prepare)
-    users = []
-    for name, some in parts.items():
-        training, held_out = (prepare.examples(part, target) for part in some[:2])
-        tested = prepare.examples(some[2], target) if test else None
-        users.append(User(name, *training, validation=held_out, test=tested))
+    users = tuple(user_of(name, some, target, prepare) for name, some in parts.items())
     tested_rows = {name: some[2] for name, some in parts.items()}
-    return TableUsers(tuple(users), prepare, left_out, target, tested_rows)
+    return TableUsers(users, prepare, left_out, target, tested_rows)
+
+
+def split_at_most(
+    own: pd.DataFrame,
+    target: str,
+    kind: Kind,
+    shares: tuple[float, float],
+    own_examples: int | None,
+    *,
+    seed: int,
+    name: str,
+) -> list[pd.DataFrame]:
+    """Return a user's training, validation and test rows; of the first at most so many."""
+    how: dict[str, Any] = {"seed": seed, "whose": repr(name)}
+    parts = split_rows(own, target, kind, shares, own_examples=None, **how)
+    if own_examples is None or own_examples >= len(parts[0]):
+        return parts
+    return split_rows(own, target, kind, shares, own_examples=own_examples, **how)
+
+
+def user_of(name: str, parts: Sequence[pd.DataFrame], target: str, preparation: Preparation) -> User:
+    """Return a user with its training, validation and test rows; without test examples where there are no rows."""
+    training, held_out = (preparation.examples(part, target) for part in parts[:2])
+    tested = preparation.examples(parts[2], target) if len(parts[2]) else None
+    return User(name, *training, validation=held_out, test=tested)

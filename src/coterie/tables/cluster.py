@@ -96,7 +96,7 @@ def follow(
     try:
         with _or_refused(group, f"part/{group.rank}") as offer:
             name, frame = rows()
-            _check_target(frame, name, table["target"])
+            check_target(frame, name, table["target"])
             targets = distinct_targets(frame[table["target"]], table["kind"])
             offer |= {"name": name, "rows": len(frame), "targets": targets}
         with _or_refused(group, f"ready/{group.rank}"):
@@ -126,7 +126,8 @@ def _or_refused(group: Group, key: str) -> Iterator[dict[str, Any]]:
     group.leave_note(key, note)
 
 
-def _check_target(rows: "pd.DataFrame", name: str, target: str) -> None:
+def check_target(rows: "pd.DataFrame", name: str, target: str) -> None:
+    """Refuse rows without a target."""
     if target not in rows.columns:
         raise DataError(f"the rows of {name!r} have no column {target!r}")
     if rows[target].isna().any():

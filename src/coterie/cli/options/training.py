@@ -9,6 +9,8 @@ from typer import Option
 
 from coterie.cli.options.registered import knobs_of
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.mutual.engine import Mutual
+from coterie.engines.mutual.meeting import Meeting
 from coterie.engines.torch_distributed.engine import TorchDistributed
 from coterie.engines.torch_distributed.group import Group
 from coterie.errors import KnobError
@@ -213,8 +215,10 @@ class EngineOptions:
         if self.engine != "torch" and given:
             raise KnobError(f"{given[0]} has no effect without `--engine torch`; leave it out")
 
-    def made(self, group: Group | None) -> Any:
-        """Return what makes the engine of a run, over the processes of a group where there is one."""
+    def made(self, group: Group | None, meeting: Meeting | None) -> Any:
+        """Return what makes the engine of a run, over processes where they form a group or have met."""
+        if meeting is not None:
+            return functools.partial(Mutual, compress=self.compress, meeting=meeting)
         if group is None:
             return InProcess
         how: dict[str, Any] = {"gather": self.gather, "compress": self.compress, "secure_sums": self.secure_sums}
