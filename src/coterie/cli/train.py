@@ -3,6 +3,7 @@
 import functools
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -52,38 +53,49 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     if everyone and where.engine == "in-process":
         return train_all(table, rule, how)
     _check_repeats(rule, how, where)
-    settings, group, meeting = how.settings(), None, None
-    if everyone:
-        meeting = Meeting(where.timeout or 120.0)
-        columns = {name: value for name, value in table.settings().items() if name != "me"}
-        task, peers, folder = mutual.meet(meeting, str(table.data), seed=how.seed, **columns)
-        settings |= {"device": cluster.here(how.device), "out": how.out / folder}
-    elif where.engine == "torch":
-        group = join(where.timeout or 120.0)
-        if group.rank:
-            return _follow(group, table, how, where)
-        settings["device"] = cluster.here(how.device)
-        group, task, peers = cluster.lead(
-            group, str(table.data), model=how.model, seed=how.seed, **table.settings()
-        )
-    else:
-        task = from_table(table.data, seed=how.seed, **table.settings())
-        peers = {peer.name: len(peer) for peer in task.peers}
-    chosen = rule.build(RunFacts(len(task.me), peers, how.steps))
+    found = _users(table, how, where, everyone=everyone)
+    if found is None:
+        return None
+    task, peers, changed = found
+    settings, chosen = how.settings() | changed, rule.build(RunFacts(len(task.me), peers, how.steps))
     settings["again"] = [functools.partial(_split_again, table, rule, how, k) for k in range(1, how.repeats)]
     try:
-        run = fit(task, chosen, engine=where.made(group, meeting), **settings)
+        run = fit(task, chosen, **settings)
     except KeyboardInterrupt:  # pressed twice
         run = None
+    console, out = terminal.console(), settings["out"]
     if run is None:
-        terminal.console().print(
-            f"stopped; everything is saved in {settings['out']}, and the same command with --resume goes on"
-        )
+        console.print(f"stopped; everything is saved in {out}, and the same command with --resume goes on")
         raise typer.Exit(130)
     _tell(run, f"{table.target} for {task.me.name}, {task.preparation.kind}, {len(peers)} peers")
-    terminal.console().print(f"Model, preparation, record and a page (index.html): {settings['out']}")
-    terminal.console().print(f"To apply it: coterie predict {settings['out']} FILE")
+    console.print(f"Model, preparation, record and a page (index.html): {out}")
+    console.print(f"To apply it: coterie predict {out} FILE")
     _check_finite(run)
+    return None
+
+
+def _users(
+    table: TableOptions, how: FitOptions, where: EngineOptions, *, everyone: bool
+) -> tuple[TableTask, Mapping[str, int], dict[str, Any]] | None:
+    """Return this process's task, its peers with their rows, and settings that are others for it.
+
+    None where it is a peer, and the run is over.
+    """
+    data, patience, changed = str(table.data), where.timeout or 120.0, {"device": cluster.here(how.device)}
+    if everyone:
+        meeting = Meeting(patience)
+        columns = {name: value for name, value in table.settings().items() if name != "me"}
+        task, sizes, folder = mutual.meet(meeting, data, seed=how.seed, **columns)
+        return task, sizes, changed | {"engine": where.over(meeting), "out": how.out / folder}
+    if where.engine == "torch":
+        group = join(patience)
+        if group.rank:
+            _follow(group, table, how, where)
+            return None
+        group, task, sizes = cluster.lead(group, data, model=how.model, seed=how.seed, **table.settings())
+        return task, sizes, changed | {"engine": where.over(group)}
+    task = from_table(table.data, seed=how.seed, **table.settings())
+    return task, {peer.name: len(peer) for peer in task.peers}, {}
 
 
 def _check_repeats(rule: RuleOptions, how: FitOptions, where: EngineOptions) -> None:

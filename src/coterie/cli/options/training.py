@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from coterie.cli.options.registered import knobs_of
-from coterie.engines.in_process.engine import InProcess
 from coterie.engines.mutual.engine import Mutual
 from coterie.engines.mutual.meeting import Meeting
 from coterie.engines.torch_distributed.engine import TorchDistributed
 from coterie.engines.torch_distributed.group import Group
 from coterie.errors import KnobError
+from coterie.privacy.sums import SumsOnly
 from coterie.registry import RunFacts
 from coterie.rules import RULES
 
@@ -215,14 +215,12 @@ class EngineOptions:
         if self.engine != "torch" and given:
             raise KnobError(f"{given[0]} has no effect without `--engine torch`; leave it out")
 
-    def made(self, group: Group | None, meeting: Meeting | None) -> Any:
-        """Return what makes the engine of a run, over processes where they form a group or have met."""
-        if meeting is not None:
-            return functools.partial(Mutual, compress=self.compress, meeting=meeting)
-        if group is None:
-            return InProcess
-        how: dict[str, Any] = {"gather": self.gather, "compress": self.compress, "secure_sums": self.secure_sums}
-        return functools.partial(TorchDistributed, group=group, **how)
+    def over(self, processes: Group | Meeting) -> Any:
+        """Return what makes the engine of a run, over processes of which one trains, or all do."""
+        how: dict[str, Any] = {"compress": self.compress, "secure_sums": self.secure_sums}
+        if isinstance(processes, Group):
+            return functools.partial(TorchDistributed, group=processes, gather=self.gather, **how)
+        return functools.partial(Mutual, meeting=processes, sums=SumsOnly() if self.secure_sums else None, **how)
 
 
 def _weights(pairs: list[str]) -> dict[str, float]:
