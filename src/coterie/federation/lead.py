@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -100,8 +100,8 @@ def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
         sums_of = terms.get("sums_of") if isinstance(terms, dict) else None
         if isinstance(sums_of, int) and not settings.training.secure_sums:
             problems.append(f"{name} gives masked sums only, and `secure_sums` is not set")
-        elif isinstance(sums_of, int) and sums_of > len(settings.sites):
-            problems.append(f"{name} gives sums of {sums_of} sites or more, and there are {len(settings.sites)}")
+        elif isinstance(sums_of, int) and sums_of > (n := len(_summed_with(name, settings))):
+            problems.append(f"{name} gives sums of {sums_of} sites or more, and is in one of {n}")
     if problems:
         remedy = (
             f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other [caps] "
@@ -117,16 +117,25 @@ def rule_of(settings: LeadSettings) -> Rule | MakesLearner:
     training = settings.training
     knobs = {"alpha": training.alpha, "beta": training.beta} | dict(training.knobs)
     given = {name: value for name, value in knobs.items() if value is not None}
-    facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(settings.sites), training.steps)
+    peers = settings.sites if isinstance(training.secure_sums, bool) else tuple(training.secure_sums)
+    facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
     rule: Rule | Chooser | MakesLearner = RULES.entry(training.rule).build(given, facts)
     if isinstance(rule, Chooser) or chooser_for(rule):
         raise KnobError(f"`rule` {training.rule!r} chooses by rows of sites, which stay there; set all its knobs")
-    if training.secure_sums and (isinstance(rule, MakesLearner) or rule.needs_rows):
+    if training.secure_sums is True and (isinstance(rule, MakesLearner) or rule.needs_rows):
         raise KnobError(
             f"`rule` {training.rule!r} needs each site's gradient, and `secure_sums` gives their sum alone; use "
-            '"wga" or "bc" with their knobs set'
+            '"wga" or "bc" with their knobs set, or name groups of sites in `secure_sums`'
         )
     return rule
+
+
+def _summed_with(name: str, settings: LeadSettings) -> Sequence[str]:
+    """Return the sites of the masked sums that a site is in; none where it is in none."""
+    groups = settings.training.secure_sums
+    if isinstance(groups, bool):
+        return settings.sites
+    return next((group for group in groups.values() if name in group), ())
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from coterie.arguments import (
     SHARE,
     Check,
     check_fields,
+    either,
     instance,
     listed,
     mapped,
@@ -42,7 +43,9 @@ CHECKS: Mapping[str, Check] = {
     "columns": mapped(_TEXT, 'a table of names: ours = "yours"'),
     "knobs": mapped(ANYTHING, "a table of knobs"),
     "keys": mapped(_TEXT, 'a table of fingerprints: site = "its fingerprint"'),
-    "secure_sums": instance(bool, "true or false"),
+    "secure_sums": either(
+        instance(bool, "true or false"), mapped(listed(_TEXT, "a list of names"), "a table of groups of sites")
+    ),
     "seed": SEED,
     "compress": one_of("", "bf16", "fp16"),
 }
@@ -95,7 +98,8 @@ class Training:
     probe_every: int = 10
     minimum: int = 1
     compress: str = ""  # "bf16" or "fp16": round what is sent
-    secure_sums: bool = False  # see the sum of the sites' gradients only, by masks
+    secure_sums: bool | Mapping[str, Sequence[str]] = False  # see the sum of the sites' gradients only, by masks
+    """Or the mean of each of some groups of sites, by a name for the group."""
 
     def __post_init__(self) -> None:
         names = ("steps", "lr", "batch_size", "seed", "timeout", "misses", "probe_every", "minimum")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.engines.engine import Answers, Capabilities, Question
+from coterie.engines.flare.masked_groups import MaskedGroups
 from coterie.engines.flare.messages import pack_request, read_reply, request_bytes
 from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import Replies, Sites
@@ -50,7 +51,8 @@ class Flare:
         minimum: how many peers must answer for a step to use their gradients.
         compress: send points and gradients in "bf16" or "fp16"; what a message loses is added to the next.
         secure_sums: see the weighted sum of the sites' gradients only, by masks; see `MaskedSums` for who is lost.
-            τ then stays as it is for the run.
+            τ then stays as it is for the run. Or groups of sites by name: each then stands as one peer, whose
+            gradient is the mean of the group's, at several points too; see `MaskedGroups`.
         largest: with `secure_sums` what no entry of a gradient may exceed; the error of a sum is about 1e-9 of it.
     """
 
@@ -70,7 +72,7 @@ class Flare:
         probe_every: int = 10,
         minimum: int = 1,
         compress: Compress | None = None,
-        secure_sums: bool = False,
+        secure_sums: bool | Mapping[str, Sequence[str]] = False,
         largest: float = 16.0,
     ) -> None:
         for knob, value in {"misses": misses, "probe_every": probe_every, "minimum": minimum}.items():
@@ -84,8 +86,18 @@ class Flare:
             raise KnobError("`compress` must be None with `secure_sums`: a masked sum is exact")
         if peers:
             raise KnobError(f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites")
-        self.names = tuple(names)
         check_names([me.name, *names])
+        self.groups = {} if isinstance(secure_sums, bool) else dict(secure_sums)
+        if self.groups:
+            how: dict[str, Any] = {
+                "timeout": timeout,
+                "misses": misses,
+                "largest": largest,
+                "batch_size": batch_size,
+            }
+            sites, names = MaskedGroups(sites, self.groups, names, **how), tuple(self.groups)
+            check_names([me.name, *names])
+        self.names = tuple(names)
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
         self.sites, self.batch_size, self.seed = sites, batch_size, seed
         self.timeout, self.misses, self.probe_every, self.minimum = timeout, misses, probe_every, minimum
@@ -98,7 +110,7 @@ class Flare:
         self._noise: dict[str, float] = {}
         self._frozen = frozen_digest(model)
         self._sums: SecureSums | None = None
-        if secure_sums:
+        if secure_sums and not self.groups:
             sums = MaskedSums(misses=misses, minimum=minimum, largest=largest)
             self._sums = SecureSums(
                 sums, sites, timeout, batch_size=batch_size, send=self._post, received=self._received
@@ -116,7 +128,7 @@ class Flare:
             many_points=True,
             examples=told,
             noise=self._noise,
-            local_work=True,
+            local_work=not self.groups,
         )
 
     @property
@@ -175,7 +187,9 @@ class Flare:
         knobs = {name: getattr(self, name) for name in ("timeout", "misses", "probe_every", "minimum")}
         knobs |= {} if self.compress is None else {"compress": self.compress}
         knobs |= {} if self._sums is None else {"largest": self._sums.sums.largest}
-        peers, name = dict.fromkeys(self.names, "at its site"), "NVFLARE" if self._sums is None else MASKED_NVFLARE
+        knobs |= {"groups": {name: list(group) for name, group in self.groups.items()}} if self.groups else {}
+        masked = self._sums is not None or self.groups
+        peers, name = dict.fromkeys(self.names, "at its site"), MASKED_NVFLARE if masked else "NVFLARE"
         return self.own.describe() | {"engine": name, "peers": peers} | knobs
 
     def traffic(self) -> Mapping[str, Traffic]:
@@ -191,7 +205,7 @@ class Flare:
         """Return the own gradient and the sites' masked sum at x."""
         if rows:
             raise KnobError("masked sums have no rows; use a rule that needs none, with `rows=False`")
-        waiting = sums.ask(self._request(x.detach()[None], step), weights) if weights else None
+        waiting = sums.ask(pack_request(self._request(x.detach()[None], step)), weights) if weights else None
         began = time.perf_counter()
         mine = self.own.gradients(x, step, {})
         self._mine.seconds_computing += time.perf_counter() - began

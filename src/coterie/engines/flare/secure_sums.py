@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from coterie.engines.flare.messages import pack_request, read_part
+from coterie.engines.flare.messages import read_part
 from coterie.engines.flare.sites import Replies, Sites
-from coterie.engines.requests import Request
 from coterie.privacy.masked_sums import MaskedSums
 
 
@@ -37,18 +36,19 @@ class SecureSums:
     ) -> None:
         self.sums, self._sites, self._timeout, self._send, self._received = sums, sites, timeout, send, received
         self._offer = {"batch_size": batch_size}
+        self.told: dict[str, Mapping[str, Any]] = {}  # the last answers of those who gave a part
         self._round = 0  # it goes on over agreements, so that a late request is of none but its own
 
     def ask(
-        self, request: Request, weights: Mapping[str, float]
+        self, request: dict[str, Any], weights: Mapping[str, float]
     ) -> Callable[[], tuple[Tensor | None, dict[str, str]]]:
-        """Ask sites for their parts; return at once what waits for the sum, or for why there is none."""
-        agreed = self.sums.agree(weights, request.step, self._asked)
+        """Ask sites for their parts, by a message; return at once what waits for the sum, or why there is none."""
+        agreed = self.sums.agree(weights, request["step"], self._asked)
         if agreed is None:
             return lambda: (None, {})
         self._round += 1
         names = list(agreed.weights)
-        sent = self._send(names, "part", pack_request(request) | {"round": self._round})
+        sent = self._send(names, "part", request | {"round": self._round})
         return partial(self._added, sent, names, request, self._round)
 
     def _asked(self, names: Sequence[str], method: str, **arguments: Any) -> Mapping[str, Any]:
@@ -56,13 +56,14 @@ class SecureSums:
         return self._sites.ask(names, method, self._timeout, **arguments).wait()
 
     def _added(
-        self, sent: Replies, names: Sequence[str], request: Request, round_: int
+        self, sent: Replies, names: Sequence[str], request: dict[str, Any], round_: int
     ) -> tuple[Tensor | None, dict[str, str]]:
-        replies, size = sent.wait(), request.points.numel()
-        read = {name: read_part(name, replies.get(name), request.step, round_, size) for name in names}
+        replies, step, size = sent.wait(), request["step"], request["points"].size
+        read = {name: read_part(name, replies.get(name), step, round_, size) for name in names}
         parts = {name: part for name, part in read.items() if not isinstance(part, str)}
         for name, part in parts.items():
             self._received(name, part.nbytes)
         missing = {name: part for name, part in read.items() if isinstance(part, str)}
+        self.told = {name: replies[name] for name in parts}
         words = None if missing else reduce(np.add, parts.values())
-        return self.sums.added(words, missing, request.step)
+        return self.sums.added(words, missing, step)

@@ -1,0 +1,100 @@
+"""Groups of sites, of each of which user 0 sees the mean gradient and nobody's own: a group stands as one site."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from coterie.engines.flare.secure_sums import SecureSums
+from coterie.engines.flare.sites import LocalReplies, Replies, Sites
+from coterie.engines.flare.standing import noise_told, whole_number
+from coterie.errors import KnobError
+from coterie.privacy.masked_sums import MaskedSums
+
+
+class MaskedGroups:
+    """What carries messages to groups of sites: to each site, and back the masked mean of those of a group.
+
+    A site is in one group, and keeps its group for the job. So whatever user 0 makes of the groups' means, at
+    whatever weights, is a sum in which all sites of a group weigh alike.
+
+    Args:
+        sites: what carries messages to sites.
+        groups: the sites of each group, by a name for the group.
+        names: the sites that may take part.
+        timeout, batch_size, misses, largest: as for `Flare`.
+    """
+
+    def __init__(
+        self,
+        sites: Sites,
+        groups: Mapping[str, Sequence[str]],
+        names: Sequence[str],
+        *,
+        timeout: float,
+        batch_size: int,
+        misses: int,
+        largest: float,
+    ) -> None:
+        members = [site for group in groups.values() for site in group]
+        if stray := [site for site in members if site not in names]:
+            raise KnobError(f"`secure_sums` names an unknown site {stray[0]!r}; the sites are {', '.join(names)}")
+        if twice := [site for site in members if members.count(site) > 1]:
+            raise KnobError(
+                f"`secure_sums` must have a site in one group, got {twice[0]!r} in more: they would tell"
+            )
+        self._tau = {name: dict.fromkeys(group, 1 / max(1, len(group))) for name, group in groups.items()}
+
+        def send(to: Sequence[str], method: str, message: dict[str, Any]) -> Replies:
+            return sites.ask(to, method, timeout, request=message)
+
+        def sums() -> SecureSums:
+            made = MaskedSums(misses=misses, largest=largest)
+            return SecureSums(made, sites, timeout, batch_size=batch_size, send=send, received=lambda *_: None)
+
+        self._sums = {name: sums() for name in groups}
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
+        """Ask the sites of these groups; see `Sites.ask`. Seconds are those of `Flare`."""
+        if method != "gradients":
+            return LocalReplies({name: {"willing": len(self._here(name)) > 1} for name in names})
+        request = arguments["request"]
+        asked = {name: self._sums[name].ask(request, self._tau[name]) for name in names}
+        return GroupReplies({name: partial(self._mean, name, request, waiting) for name, waiting in asked.items()})
+
+    def _here(self, name: str) -> list[str]:
+        return [site for site in self._tau[name] if site not in self._sums[name].sums.lost]
+
+    def _mean(
+        self, name: str, request: Mapping[str, Any], waiting: Callable[[], tuple[Tensor | None, dict[str, str]]]
+    ) -> dict[str, Any]:
+        """Return the reply of a group: the mean over the sites that are left of it, or why there is none."""
+        found, left_out = waiting()
+        if found is None:
+            reasons = left_out or self._sums[name].sums.lost
+            return {"refused": "; ".join(f"{site}: {why}" for site, why in reasons.items()) or "too few sites"}
+        points, told, tau = request["points"], self._sums[name].told, self._tau[name]
+        share = math.fsum(tau[site] for site in told)
+        counts = [whole_number(reply.get("examples")) for reply in told.values()]
+        noise = math.hypot(*(tau[site] * noise_told(reply.get("noise")) for site, reply in told.items()))
+        about = {"examples": None if None in counts else sum(n or 0 for n in counts), "noise": noise / share}
+        mean = (found / share).numpy().reshape(points.shape).astype(points.dtype)
+        return {"gradients": mean, "site": name, "step": request["step"], "seconds": 0.0, **about}
+
+
+@dataclass(frozen=True)
+class GroupReplies:
+    """The replies of groups, each of which has to be waited for."""
+
+    waiting: Mapping[str, Callable[[], Any]]
+
+    def done(self) -> bool:
+        """Say that they can be waited for; sites have their own time."""
+        return True
+
+    def wait(self) -> Mapping[str, Any]:
+        """Wait for all groups."""
+        return {name: wait() for name, wait in self.waiting.items()}
