@@ -143,6 +143,22 @@ def test_a_request_over_the_budget_is_refused_and_costs_nothing(tmp_path: Path) 
     assert site.epsilon == spent <= 1.5 < epsilon_of({FULL: most + 1}, DELTA)
 
 
+def test_what_is_left_is_what_epsilon_allows_too(tmp_path: Path) -> None:
+    site, most = peer(tmp_path / "log"), allowed()
+    assert site.terms()["left"] is None
+    assert site.terms(N, 3)["left"] == 3
+    assert site.terms(N, 10**6)["left"] == most
+    site.answer(request(4))
+    terms = site.terms(N, 10**6)
+    assert (terms["left"], terms["willing"], terms["promise"]["spent"]) == (most - 4, True, site.epsilon)
+    capped = peer(tmp_path / "log", caps=Caps(gradients=6))
+    assert capped.terms(N, 10**6)["left"] == 2
+    assert [site.terms(*bad)["left"] for bad in ((0, 1), ("1", 1), (True, 1), (N, 2**40))] == [None] * 4
+    while site.ledger.given < most:
+        site.answer(request())
+    assert (site.terms(N, 1)["left"], site.terms(N, 1)["willing"]) == (0, False)
+
+
 def test_neither_time_nor_sample_nor_error_leaves(tmp_path: Path) -> None:
     site = peer(tmp_path / "log")
     reply = site.answer(request())

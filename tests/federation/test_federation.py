@@ -241,7 +241,8 @@ def test_a_private_site_says_what_it_promises(
     answer = CliRunner().invoke(app, ["federate", "check", str(kit)])
     assert "promised: ε = 4 at δ = 1e-05 for every example, clipped to norm 1" in answer.output
     assert f"ε = {peer.epsilon:.3g} spent before" in answer.output
-    check_plan(lead_settings(folder), LocalSites({"basel": peer}), tmp_path)
+    with pytest.raises(KnobError, match="basel gives 0 more gradients, and this run may ask for 20"):
+        check_plan(lead_settings(folder), LocalSites({"basel": peer}), tmp_path)  # of its ε
     assert "a run with it does not have the same bits again" in caplog.text
     (kit / "coterie.toml").write_text(proposed.replace("delta = 1e-5 ", "# "))
     with pytest.raises(KnobError, match=r"\[privacy\] must have 'delta'"):

@@ -21,6 +21,7 @@ __all__ = [
     "Captures",
     "Local",
     "Stackable",
+    "TellsPromises",
     "WorksLocally",
     "require",
 ]
@@ -71,6 +72,17 @@ class WorksLocally(Engine, Protocol):
 
     def local_work(self, question: Question) -> Callable[[], Answers]:
         """Ask each peer, at one point at most, for the steps in `question.work`; return what waits for them."""
+
+
+@runtime_checkable
+class TellsPromises(Engine, Protocol):
+    """An engine whose peers may be private, and tell what they promise."""
+
+    def promises(self) -> Mapping[str, Mapping[str, float]]:
+        """Return by peer `epsilon`, `delta` and `clip`, how much of ε is `spent`, and the `noise` on each number.
+
+        It is called once the last gradient was given, and may ask the peers.
+        """
 
 
 @runtime_checkable

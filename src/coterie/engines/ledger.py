@@ -1,6 +1,7 @@
 """What a peer has given and refused, in a file that processes share; and the secret that lies beside it."""
 
 import fcntl
+import math
 import os
 import secrets
 import stat
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import FileError, KnobError
-from coterie.privacy.accountant import Event
+from coterie.privacy.accountant import MAX_KINDS, Budget, Event, dp_accounting_packages, epsilon_of
+from coterie.privacy.privacy import Privacy
 from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.files import writing
 
@@ -141,6 +143,55 @@ class Ledger:
             shown = {"time": self._latest, **line}
             short = {k: v[:MAX_LOGGED_CHARACTERS] if isinstance(v, str) else v for k, v in shown.items()}
             self._lines.append(short, sync=sync)  # JSON escapes line ends and control characters
+
+
+class Spending:
+    """What was spent of a promise, over every run that a ledger knows of.
+
+    Args:
+        privacy: the promise.
+        ledger: what was given.
+        most: how many gradients are given in all; no limit when None.
+    """
+
+    def __init__(self, privacy: Privacy, ledger: Ledger, most: int | None) -> None:
+        self.privacy, self.ledger, self.most = privacy, ledger, most
+        self._budget = Budget(privacy.epsilon, privacy.delta)
+        dp_accounting_packages()  # one that is missing is told at once,
+        epsilon_of(ledger.spent, privacy.delta)  # and so is a damaged log
+
+    @property
+    def epsilon(self) -> float:
+        """The ε that was spent; infinite where gradients were given without noise."""
+        spent = self.ledger.spent
+        return math.inf if self.ledger.given_so_far > spent.total() else epsilon_of(spent, self.privacy.delta)
+
+    def over_budget(self, event: Event, count: int) -> str | None:
+        """Return why so many more private gradients are too many, if they are; called under the log's lock."""
+        spent, given = self.ledger.spent_so_far, self.ledger.given_so_far
+        if given > sum(spent.values()):
+            return "it has given gradients without noise before, so that nothing can be promised of its examples"
+        if self.most is not None and given + count > self.most:
+            return f"it has {self.most - given} gradients left to give, and was asked for {count}"
+        if event not in spent and len(spent) >= MAX_KINDS:
+            return f"it has answered for {MAX_KINDS} sizes of batches, and answers for no other"
+        wanted = spent.get(event, 0) + count
+        if self._budget.most(spent, event, wanted) < wanted:
+            return f"{count} more gradients would exceed its ε = {self._budget.epsilon:g}"
+        return None
+
+    def left(self, event: Event, wanted: int) -> int:
+        """Return how many such gradients are left: `wanted` where so many are, and the exact number where not."""
+        spent, given = self.ledger.spent, self.ledger.given_so_far
+        if given > spent.total() or (event not in spent and len(spent) >= MAX_KINDS):
+            return 0
+        most = self._budget.most(spent, event, spent[event] + wanted) - spent[event]
+        return max(0, min(wanted, most, wanted if self.most is None else self.most - given))
+
+    def told(self) -> dict[str, float]:
+        """Return what others may know: the promise, and how much of it was spent."""
+        names = ("epsilon", "delta", "clip")
+        return {name: float(getattr(self.privacy, name)) for name in names} | {"spent": self.epsilon}
 
 
 def kept_secret(path: Path) -> bytes:

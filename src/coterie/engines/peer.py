@@ -20,14 +20,13 @@ from coterie.engines.caps import Caps, clipped
 from coterie.engines.engine import LocalWork
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.ledger import Ledger, kept_secret
+from coterie.engines.ledger import Ledger, Spending, kept_secret
 from coterie.engines.own_draws import OwnDraws, secret_bytes, secret_number
 from coterie.engines.private_gradients import PrivateGradients
 from coterie.engines.requests import Reply, Request
 from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
-from coterie.privacy.accountant import MAX_KINDS, Budget, Event, dp_accounting_packages, epsilon_of
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import NoiseShare
 from coterie.privacy.privacy import Privacy
@@ -101,9 +100,7 @@ class Peer:
                 "example is clipped to `clip`, and a gradient with noise has no norm to keep to"
             )
         private = PrivateGradients(self.user, self.passes, privacy, self.caps.gradients)
-        self._budget = Budget(privacy.epsilon, privacy.delta)
-        dp_accounting_packages()  # one that is missing is told at once,
-        epsilon_of(self.ledger.spent, privacy.delta)  # and so is a damaged log
+        self._spending = Spending(privacy, self.ledger, self.caps.gradients)
         return private
 
     @property
@@ -112,12 +109,7 @@ class Peer:
 
         It is infinite where the log tells of gradients without noise.
         """
-        if self._private is None:
-            return None
-        spent = self.ledger.spent
-        if self.ledger.given_so_far > spent.total():
-            return math.inf
-        return epsilon_of(spent, self._private.privacy.delta)
+        return None if self._private is None else self._spending.epsilon
 
     @functools.cached_property
     def _draws(self) -> OwnDraws | None:
@@ -145,11 +137,19 @@ class Peer:
         least = self.caps.examples
         return None if self.user.is_stream else len(self.user) // least * least
 
-    def terms(self) -> dict[str, Any]:
-        """Return what user 0 may know of the caps before it asks: whether and how much there is to give."""
-        left = self.left
+    def terms(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
+        """Return what user 0 may know before it asks: whether and how much there is to give, and what is promised.
+
+        Of a private peer `left` is what ε allows too where user 0 says that it wants so many gradients of batches
+        of this size: all that it wants, or as many as there are.
+        """
+        left, private = self.left, self._private
+        if private is not None and _is_count(batch_size) and _is_count(gradients):
+            left = self._spending.left(private.event(batch_size), gradients)
         terms = {"willing": left is None or left > 0, "left": left, "examples": self.caps.examples}
-        return terms if self._private is None else terms | {"promises": self._private.privacy.in_words()}
+        if private is None:
+            return terms
+        return terms | {"promises": private.privacy.in_words(), "promise": self._spending.told()}
 
     @functools.cached_property
     def identity(self) -> Identity:
@@ -223,7 +223,7 @@ class Peer:
         event = private.event(request.batch_size)
         if reason := private.too_little_noise(event, share, works=request.work is not None):
             return self.refuse(reason, caller, request.step)
-        why_not = functools.partial(self._over_budget, event, request.gradients)
+        why_not = functools.partial(self._spending.over_budget, event, request.gradients)
         line: dict[str, Any] = {"caller": caller, "step": repr(request.step)}
         line |= {} if share is None else {"sites": share.sites, "margin": share.margin}
         if reason := self.ledger.spend(event, request.gradients, why_not, **line):
@@ -235,23 +235,9 @@ class Peer:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             return Reply(refused="it failed")
         steps = 1 if request.work is None else request.work.count
-        noise = (private.deviation(event) if added is None else added) * math.sqrt(steps)  # of a sum over steps
+        told = private.deviation(event, min(request.batch_size, self.size or 1))  # which is not how many there are
+        noise = (told if added is None else added) * math.sqrt(steps)  # of a sum over steps
         return Reply(answers[0], examples=self.size, noise=noise)
-
-    def _over_budget(self, event: Event, count: int) -> str | None:
-        """Return why so many more private gradients are too many, if they are; called under the log's lock."""
-        spent, given = self.ledger.spent_so_far, self.ledger.given_so_far
-        if given > sum(spent.values()):
-            return "it has given gradients without noise before, so that nothing can be promised of its examples"
-        if self.caps.gradients is not None and given + count > self.caps.gradients:
-            return f"it has {self.caps.gradients - given} gradients left to give, and was asked for {count}"
-        if event not in spent and len(spent) >= MAX_KINDS:
-            return f"it has answered for {MAX_KINDS} sizes of batches, and answers for no other"
-        wanted = spent.get(event, 0) + count
-        most = self._budget.most(spent, event, wanted)
-        if most < wanted:
-            return f"{count} more gradients would exceed its ε = {self._budget.epsilon:g}"
-        return None
 
     def rounded(self, gradients: Tensor, dtype: torch.dtype, caller: str = "user 0") -> Tensor:
         """Return an answer in the precision of the request, where that is half; with what its last one lost."""
@@ -348,3 +334,7 @@ class Peer:
 
     def _note(self, caller: str, step: object, **what: Any) -> None:
         self.ledger.note(caller=caller, step=repr(step), **what)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31

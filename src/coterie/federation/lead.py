@@ -84,7 +84,8 @@ def planned_gradients(settings: LeadSettings) -> int:
 def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
     """Refuse a run that a site would not answer to its end, before its first step; what is silent is not asked."""
     wanted, size = planned_gradients(settings), settings.training.batch_size
-    replies = sites.ask(settings.sites, "ready", settings.training.timeout).wait()
+    plan = {"batch_size": size, "gradients": wanted}
+    replies = sites.ask(settings.sites, "ready", settings.training.timeout, **plan).wait()
     problems = []
     for name in settings.sites:
         terms = replies.get(name)

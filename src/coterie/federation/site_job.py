@@ -34,9 +34,11 @@ class Site:
             logger.exception("this site gives no gradients, since its data or model cannot be read")
 
     @publish
-    def ready(self) -> dict[str, Any]:
+    def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
         """Say whether there is a gradient to give, and what is given at most."""
-        return self.responder.ready() if _by_user_0() and self.responder is not None else {"willing": False}
+        if not _by_user_0() or self.responder is None:
+            return {"willing": False}
+        return self.responder.ready(batch_size, gradients)
 
     @publish
     def gradients(self, request: Any) -> dict[str, Any]:

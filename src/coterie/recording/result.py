@@ -126,6 +126,7 @@ class End:
     left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by peer, how often, by reason
     costs: Mapping[str, Cost] = field(default_factory=dict)  # by user, what it computed and exchanged, in numbers
     traffic: Mapping[str, Traffic] = field(default_factory=dict)  # by user, in bytes and seconds, if it travelled
+    promises: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of private peers, as they tell them
     account: Mapping[str, Any] = field(default_factory=dict)  # what adaptive averaging found out on the way
     not_captured: str = ""  # why steps were taken one by one in the end, though the configuration says captured
     comparison: Comparison | None = None  # with the model trained alone, where there is one
@@ -156,4 +157,4 @@ class End:
         return cls(**{**plain, **parts})
 
 
-_LEFT_OUT_IF_EMPTY = frozenset({"validation", "account", "not_captured", "comparison", "verdict"})
+_LEFT_OUT_IF_EMPTY = frozenset({"validation", "promises", "account", "not_captured", "comparison", "verdict"})

@@ -29,7 +29,7 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     if weight is not None:
         lines.append(f"weight on peers in the last step: {weight:.3g}")
     lines += _constants(record)
-    lines += _traffic(configuration.me.name, end.traffic)
+    lines += _traffic(configuration.me.name, end.traffic) + promised(end)
     if end.left_out:
         counts = (f"{name} in {sum(reasons.values())} steps" for name, reasons in end.left_out.items())
         lines.append("left out: " + ", ".join(counts))
@@ -59,6 +59,26 @@ def followed(end: End) -> str:
         "branch": f"followed the peers, then the own examples more and more: what is served is of {when}",
         "pooled": f"followed the peers by their numbers of examples: what is served is of {when}",
     }[end.account["path"]]
+
+
+def promised(end: End) -> list[str]:
+    """Say what private peers promise about each of their examples, and how much of it is spent.
+
+    Example:
+        >>> a, b = ({"epsilon": 4.0, "delta": 1e-5, "clip": 1.0, "spent": spent} for spent in (1.5, 1.25))
+        >>> promised(End(step=1, best_step=1, promises={"a": a, "b": b}))
+        ['private: a, b promise ε = 4 at δ = 1e-05 for each example; spent over all their runs: a 1.5, b 1.25']
+    """
+    alike: dict[str, dict[str, float]] = {}
+    for name, one in end.promises.items():
+        alike.setdefault(f"ε = {one['epsilon']:g} at δ = {one['delta']:g}", {})[name] = one["spent"]
+    lines = []
+    for promise, by_name in alike.items():
+        spent = ", ".join(f"{name} {value:.3g}" for name, value in by_name.items())
+        who = f"{', '.join(by_name)} promise{'s' if len(by_name) == 1 else ''}"
+        whose = "its" if len(by_name) == 1 else "their"
+        lines.append(f"private: {who} {promise} for each example; spent over all {whose} runs: {spent}")
+    return lines
 
 
 def _validated(end: End) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from coterie.engines.capabilities import TellsPromises
 from coterie.errors import CheckpointError, GradientError, KnobError, PeerLost, UserCodeError, blaming
 from coterie.evaluation.evaluate import evaluate
 from coterie.learners.learner import Learner, NextStep
@@ -235,7 +236,8 @@ class TrainingLoop:
                 validation, test = scores
         except UserCodeError as error:
             failed, stopped, broken = error, Stopped.USER_CODE, True
-        traffic = total(self.travelled, learner.engine.traffic())
+        engine = learner.engine
+        traffic = total(self.travelled, engine.traffic())
         end = End(
             step=learner.step,
             best_step=best.get("step", learner.step),
@@ -248,6 +250,7 @@ class TrainingLoop:
             left_out=self.left_out,
             costs=learner.costs.by_user(),
             traffic=traffic,
+            promises=engine.promises() if isinstance(engine, TellsPromises) else {},
             account=learner.account(traffic),
             not_captured=(self.captured and self.captured.failed) or "",
         )

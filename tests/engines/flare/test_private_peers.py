@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.support.accountants import added_up
 from torch import nn
 
 import coterie
@@ -14,7 +17,8 @@ from coterie.errors import KnobError
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event, epsilon_of
 
-pytest.importorskip("dp_accounting", reason='dp-accounting is not installed: pip install "coterie[privacy]"')
+dp_accounting = pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
+PLDAccountant = pytest.importorskip("dp_accounting.pld").PLDAccountant
 N, WIDTH, DELTA = 40, 3, 1e-3
 LOSS = nn.functional.mse_loss
 
@@ -33,7 +37,8 @@ def engine(privacy: Privacy | dict[str, Privacy], gradients: int | None = None) 
     return made
 
 
-def test_a_run_spends_what_it_asks_for() -> None:
+def test_the_record_has_what_was_promised_and_spent_by_every_accountant(tmp_path: Path) -> None:
+    """ε in the record is dp-accounting's for the same events, and a second accountant's to 1 %."""
     me, *peers = users()
     made: list[PrivatePeers] = []
 
@@ -41,9 +46,19 @@ def test_a_run_spends_what_it_asks_for() -> None:
         made.append(PrivatePeers(*args, privacy=Privacy(4.0, DELTA, 1.0), gradients=45, **options))  # type: ignore[arg-type]
         return made[0]
 
-    run = coterie.train(nn.Linear(WIDTH, 1), LOSS, me, peers, steps=10, batch_size=N // 2, engine=private)
-    assert run.record.end is not None
+    how: dict[str, Any] = {"steps": 10, "batch_size": N // 2, "engine": private, "out": tmp_path}
+    run = coterie.train(nn.Linear(WIDTH, 1), LOSS, me, peers, **how)
     assert run.record.end.account["cost"]["runs"] == 4.5
+    assert "a, b promise ε = 4 at δ = 0.001" in run.summary()
+    for name, told in coterie.Record.load(tmp_path).end.promises.items():
+        ((event, count),) = made[0].peers[name].ledger.spent.items()
+        theirs = PLDAccountant()
+        theirs.compose(dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(event.noise)), count)
+        assert told["spent"] == epsilon_of({event: count}, DELTA)
+        assert told["spent"] == pytest.approx(theirs.get_epsilon(DELTA), rel=2e-3)  # which is finer
+        assert told["spent"] == pytest.approx(added_up(0.5, event.noise, count, DELTA), rel=1e-2)
+        assert (told["epsilon"], told["delta"], told["clip"]) == (4.0, DELTA, 1.0)
+        assert told["noise"] == pytest.approx(event.noise / (N // 2)), "on each number of a gradient"
     for peer in made[0].peers.values():
         ((event, count),) = peer.ledger.spent.items()
         assert event.rate == 0.5

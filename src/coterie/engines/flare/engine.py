@@ -16,7 +16,7 @@ from coterie.engines.flare.masked_groups import MaskedGroups
 from coterie.engines.flare.messages import pack_request, read_reply, request_bytes
 from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import Replies, Sites
-from coterie.engines.flare.standing import Standing, noise_told, seconds_told, whole_number
+from coterie.engines.flare.standing import Standing, noise_told, promise_told, seconds_told, whole_number
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.requests import Request
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
@@ -195,6 +195,17 @@ class Flare:
     def traffic(self) -> Mapping[str, Traffic]:
         """Return what has travelled so far, by user; a site's waiting is not known here."""
         return self._traffic
+
+    def promises(self) -> Mapping[str, Mapping[str, float]]:
+        """Ask the sites what they promise and have spent, and return it with the noise that they told."""
+        asked = [name for name in self.names if name not in self.dropped]
+        replies = self.sites.ask(asked, "ready", self.timeout).wait()
+        terms = {name: reply.get("promise") for name, reply in replies.items() if isinstance(reply, dict)}
+        told = {name: promise for name in terms if (promise := promise_told(terms[name])) is not None}
+        return {
+            name: {**promise, **({"noise": self._noise[name]} if name in self._noise else {})}
+            for name, promise in told.items()
+        }
 
     def close(self) -> None:
         """Do nothing: the sites are let go where the job ends."""

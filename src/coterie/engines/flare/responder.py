@@ -36,9 +36,9 @@ class Responder:
         self.peer, self.only_sums, self.sums = peer, sums is not None, sums or SumsOnly()
         check_margin(peer.margin, sums)
 
-    def ready(self) -> dict[str, Any]:
-        """Say whether there is a gradient to give, and what is given at most."""
-        return self.peer.terms() | ({"sums_of": self.sums.peers} if self.only_sums else {})
+    def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
+        """Say whether there is a gradient to give, and what is given at most; see `Peer.terms`."""
+        return self.peer.terms(batch_size, gradients) | ({"sums_of": self.sums.peers} if self.only_sums else {})
 
     def gradients(self, request: Any, caller: str = "user 0") -> dict[str, Any]:
         """Return the gradients asked for, or why there are none; see `Peer.answer`."""

@@ -28,6 +28,21 @@ def seconds_told(reported: Any, most: float) -> float:
     return reported if isinstance(reported, float) and 0 <= reported <= most else 0.0
 
 
+def promise_told(reported: Any) -> dict[str, float] | None:
+    """Return what a site says it promises and has spent of it, where that can be true.
+
+    Example:
+        >>> promise_told({"epsilon": 4.0, "delta": 1e-5, "clip": 1.0, "spent": 0.5, "more": "words"})
+        {'epsilon': 4.0, 'delta': 1e-05, 'clip': 1.0, 'spent': 0.5}
+        >>> promise_told({"epsilon": 4.0, "delta": -1.0, "clip": 1.0, "spent": 0.5}) is None
+        True
+    """
+    fields = reported if isinstance(reported, dict) else {}
+    told = {name: fields.get(name) for name in ("epsilon", "delta", "clip", "spent")}
+    fine = all(isinstance(value, float) and 0 <= value < math.inf for value in told.values())
+    return {name: float(value) for name, value in told.items() if value is not None} if fine else None
+
+
 def noise_told(reported: Any) -> float:
     """Return the standard deviation of the noise that a site says it adds to each number; 0 where it says none."""
     return reported if isinstance(reported, float) and 0 <= reported < math.inf else 0.0
