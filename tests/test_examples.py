@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support import processes
 from tests.test_extending import REGISTRIES
+
+Printed = Callable[[str], str]
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def run(path: Path, folder: Path) -> str:
-    command = [sys.executable, "-W", "error", str(path)]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
+    """Give a function that runs an example in an empty folder, and returns what it prints."""
+
+    def run(name: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+TESTED = {"cluster", "everyone", "consortium", "adapter", "own_loop"}  # have tests of their own
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.py")} - TESTED))
+def test_example(name: str, printed: Printed) -> None:
+    assert printed(name)
+
+
+def forked(name: str, folder: Path) -> str:
+    """Let a child of this process run an example for each of four ranks."""
+
+    def rank(number: int) -> None:
+        os.chdir(folder)
+        with (folder / f"{number}.txt").open("w") as said, contextlib.redirect_stdout(said):
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+    assert processes.Started([functools.partial(rank, number) for number in range(4)]).end() == [0] * 4
+    return "".join((folder / f"{number}.txt").read_text() for number in range(4))
+
+
+def started(name: str, folder: Path) -> str:
+    """Let an example start torchrun, as it does by itself."""
+    command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # small models only wait for each other's threads
     result = subprocess.run(
         command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
@@ -25,20 +68,13 @@ def run(path: Path, folder: Path) -> str:
     return result.stdout
 
 
-TESTED = {"cluster", "everyone", "consortium", "adapter", "own_loop"}  # have tests of their own
+SLOW = pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="starts six processes: COTERIE_SLOW=1 runs it")
+four_processes = pytest.mark.parametrize("run", [forked, pytest.param(started, marks=SLOW)])
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in TESTED],
-    ids=lambda path: path.stem,
-)
-def test_example(path: Path, tmp_path: Path) -> None:
-    assert run(path, tmp_path)
-
-
-def test_the_cluster_is_four_processes(tmp_path: Path) -> None:
-    out = run(ROOT / "examples" / "cluster.py", tmp_path)
+@four_processes
+def test_the_cluster_is_four_processes(run: Callable[[str, Path], str], tmp_path: Path) -> None:
+    out = run("cluster", tmp_path)
     gave = sorted(re.findall(r"(writer \d) gave (\d+) gradients", out))
     assert gave == [(f"writer {k}", "200") for k in (0, 5, 8)]
     accuracy = re.search(r"test: loss [\d.]+, accuracy ([\d.]+)", out)
@@ -46,14 +82,14 @@ def test_the_cluster_is_four_processes(tmp_path: Path) -> None:
     assert float(accuracy[1]) > 0.8
 
 
-@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="starts five processes: COTERIE_SLOW=1 runs it")
-def test_everyone_is_four_processes(tmp_path: Path) -> None:
-    out = run(ROOT / "examples" / "everyone.py", tmp_path)
+@four_processes
+def test_everyone_is_four_processes(run: Callable[[str, Path], str], tmp_path: Path) -> None:
+    out = run("everyone", tmp_path)
     assert sorted(re.findall(r"^(writer \d): ", out, re.MULTILINE)) == [f"writer {k}" for k in (0, 3, 5, 8)]
 
 
-def test_own_loop_learns(tmp_path: Path) -> None:
-    accuracy = re.search(r"'accuracy': ([\d.]+)", run(ROOT / "examples" / "own_loop.py", tmp_path))
+def test_own_loop_learns(printed: Printed) -> None:
+    accuracy = re.search(r"'accuracy': ([\d.]+)", printed("own_loop"))
     assert accuracy is not None
     assert float(accuracy[1]) > 0.8
 

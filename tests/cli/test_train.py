@@ -216,7 +216,7 @@ def test_predict_without_a_model(table: Path, tmp_path: Path) -> None:
 
 def test_interrupted_training_goes_on_to_the_same_model(table: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    long = ["--steps", "1200"]
+    long = ["--steps", "500"]
     assert RUNNER.invoke(app, train(table, whole, *long)).exit_code == 0
     command = [sys.executable, "-m", "coterie", *train(table, cut, *long)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -10,7 +10,7 @@ from tests.support.engines import ENGINES
 from coterie.engines.engine import MakeEngine
 
 
-@pytest.fixture(params=ENGINES.values(), ids=list(ENGINES))
+@pytest.fixture(params=list(ENGINES))
 def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
-    with request.param() as make:
+    with ENGINES[request.param]() as make:
         yield make

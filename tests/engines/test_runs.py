@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from dataclasses import astuple
 from typing import Any
 
 import pytest
 import torch
+from tests.support.engines import ENGINES
 from tests.support.model_cases import (
     BATCH,
     CASES,
@@ -52,11 +54,17 @@ def trained(engine: MakeEngine, case: Case, rule: Rule, **settings: Any) -> cote
     return coterie.train(model, case.loss, held_out, peers, rule, **keywords)
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@functools.cache
+def in_process(name: str, rule: str) -> coterie.Run:
+    return trained(coterie.InProcess, CASES[name], RULES[rule])
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["mlp", "dropout and batch norm"])
-def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule: Rule) -> None:
-    wanted = trained(coterie.InProcess, CASES[name], rule)
-    found = trained(make_engine, CASES[name], rule)
+@pytest.mark.parametrize("make_engine", list(ENGINES)[1:], indirect=True)
+def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule: str) -> None:
+    wanted = in_process(name, rule)
+    found = trained(make_engine, CASES[name], RULES[rule])
     assert found.step == 12
     for key, value in wanted.model.state_dict().items():
         if value.is_floating_point():  # how many batches moved a buffer depends on how copies are passed
