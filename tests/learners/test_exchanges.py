@@ -209,6 +209,23 @@ def test_adaptive_averaging_asks_less_often_and_still_finds_whom_to_follow() -> 
     assert seldom.account["cost"]["runs"] < 1
 
 
+def test_between_exchanges_adaptive_averaging_follows_what_the_peers_last_said() -> None:
+    made: list[Any] = []
+
+    class Watched(coterie.AdaptiveAveraging):
+        def learner(self, *given: Any, **options: Any) -> Any:
+            made.append(super().learner(*given, **options))
+            return made[-1]
+
+    followed: list[Tensor] = []
+    hooks = [lambda step: followed.append(made[-1].peers.direction[-1].clone())]  # of the pooled model
+    trained(Watched(budget=3), steps=240, exchange_every=8, lr=0.05, hooks=hooks)
+    for step in (*range(1, 119), *range(121, 240)):  # at the fork all begins anew
+        asked = step % 8 == 0 or (step < 120 and step % made[-1]._between_grams == 0)
+        assert torch.equal(followed[step], followed[step - 1]) != asked, step
+        assert followed[step].any()
+
+
 def test_a_guard_that_restarts_forgets_what_the_peers_said() -> None:
     """After a restart the first step that listens is an exchange, whatever its number."""
     me = user("me", 40, TRUTH, validation=user("held out", 40, TRUTH).batch(40, seed=0, step=0))

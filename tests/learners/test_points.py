@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.learners.points import Points, combined
+from coterie.learners.points import Judged, Points, Sums, combined
 from coterie.learners.points_together import PointsTogether
 from coterie.learners.spec import RunSpec
 
@@ -106,3 +106,19 @@ def test_rows_that_are_not_finite_are_left_out() -> None:
     sums = combined(rows, torch.tensor([[0.5, 0.5]]), {})
     torch.testing.assert_close(sums.sums, torch.tensor([[1.5, 2.0]]))
     torch.testing.assert_close(sums.answered, torch.tensor([0.5]))
+
+
+def test_who_is_far_is_taken_for_missing_at_those_points() -> None:
+    nan = float("nan")
+    theirs = torch.tensor([[[3.0, 4.0], [0.6, 0.8], [0.0, 2.0]], [[0.0, 1.0], [nan, nan], [60.0, 80.0]]])
+    ours = torch.tensor([[0.0, 1.0], [3.0, 4.0]])
+    judged = Judged(theirs, ours, Sums(torch.zeros(1, 2), torch.ones(1)), {"b": "late"})
+    lengths, usual = judged.lengths()
+    torch.testing.assert_close(lengths, torch.tensor([[5.0, 1.0, 2.0], [1.0, nan, 100.0]]), equal_nan=True)
+    assert usual.tolist() == [2.0, 5.0]  # the median of the peers; user 0's where that is longer
+    far = lengths > 10 * usual[:, None]
+    without = judged.without(far, "far", ["a", "b", "c"])
+    assert without.left_out == {"b": "late", "c": "far"}
+    assert without.theirs.isnan().all(2).tolist() == [[False, False, False], [False, True, True]]
+    torch.testing.assert_close(without.theirs[0], theirs[0])
+    assert judged.without(lengths < 0, "far", ["a", "b", "c"]) is judged

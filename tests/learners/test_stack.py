@@ -131,3 +131,19 @@ def test_rows_are_stepped_together_and_forked_to_means() -> None:
     assert stack.x[0].tolist() == [-1.0, 0.0]
     stack.x[2] = 3.0
     assert stack.forked([[1, 2], [0]]).x.tolist() == [[1.0, 1.5], [-1.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_rows_that_are_columns_of_a_larger_matrix_step_as_those_of_their_own_do(
+    make_users: Users, kind: str
+) -> None:
+    starts, slopes = torch.randn(2, 3, 38, generator=torch.Generator().manual_seed(0)).double()
+    spec, larger = spec_of(make_users(), network(), kind), torch.zeros(3, 60, dtype=torch.float64)
+    larger[:, :38] = starts
+    whole, columns = Stack(starts.clone(), [(spec, 3)]), Stack(larger[:, :38], [(spec, 3)])
+    for stack in (whole, columns):
+        for scale in (1.0, -0.5):
+            stack.direction.copy_(scale * slopes)
+            stack.step()
+    torch.testing.assert_close(larger[:, :38], whole.x)
+    assert not larger[:, 38:].any()
