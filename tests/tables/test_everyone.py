@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from coterie.cli import app
 from coterie.data import Preparation
+from coterie.engines.mutual.processes import LAST_THREAD
 from coterie.errors import DataError, FileError
 from coterie.recording import files
 from coterie.recording.record import Record
@@ -74,7 +75,7 @@ def test_processes_of_their_own_train_the_same_models(
         assert result.exit_code == 0, result.output
         assert "3 peers" in result.output
         for thread in threading.enumerate():
-            if thread.name.startswith("coterie"):
+            if thread.name == LAST_THREAD:  # as the interpreter would at its end
                 thread.join()
 
     assert processes.Started([work] * 4).end(60) == [0] * 4

@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.engines.caps import Caps
 from coterie.engines.mutual.engine import Mutual
+from coterie.engines.mutual.processes import LAST_THREAD
 from coterie.engines.torch_distributed.seal import VARIABLE
 from coterie.errors import ModelError, PeerLost
 from coterie.privacy.sums import SumsOnly
@@ -70,7 +71,7 @@ def trained(
     settings = HOW | how
     run = coterie.train(model or linear(), cross_entropy, everyone()[rank], [], rule, engine=made, **settings)
     for thread in threading.enumerate():
-        if thread.name.startswith("coterie"):
+        if thread.name == LAST_THREAD:  # as the interpreter would at its end
             thread.join()
     return run
 

@@ -8,7 +8,7 @@ everybody leaves its notes again.
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -138,11 +138,11 @@ class Notes:
 
     def read(self, key: str, whose: str, kind: type = dict, /, **entries: Any) -> Any:
         """Return a note, see `Group.read_note`; None while it is not there."""
-        note = None
-        with self._in_touch() as group:
-            if group.store.check([key]):
-                note = group.read_note(key, whose, kind, **entries)
-        return note
+
+        def read(group: Group) -> Any:
+            return group.read_note(key, whose, kind, **entries) if group.store.check([key]) else None
+
+        return self._in_touch(read)
 
     def _hello_of(self, rank: int) -> dict[str, Any] | None:
         hello: dict[str, Any] | None = self.read(f"{HELLO}/{rank}", f"rank {rank}", token=str)
@@ -154,21 +154,22 @@ class Notes:
 
     def _leave(self, key: str, note: Any) -> bool:
         """Leave a note, and say whether that could be done."""
-        left = False
-        with self._in_touch() as group:
-            group.leave_note(key, note)
-            left = True
-        return left
 
-    @contextlib.contextmanager
-    def _in_touch(self) -> Iterator[Group]:
-        """Give the notes, with this process's hello among them; a store that is gone is looked for anew later."""
+        def leave(group: Group) -> bool:
+            group.leave_note(key, note)
+            return True
+
+        return bool(self._in_touch(leave))
+
+    def _in_touch(self, do: Callable[[Group], Any]) -> Any:
+        """Return what is done with the notes, this process's own among them; None where the store is gone now."""
         try:
             if self._group is None:
                 self._group = self._opened()
-            yield self._group
-        except dist.DistError:
+            return do(self._group)
+        except dist.DistError:  # it is looked for anew next time
             self._group = None
+            return None
 
     def _opened(self) -> Group:
         meeting, place = self.meeting, self.meeting.place

@@ -1,6 +1,6 @@
 """The other processes, seen from one of them: it asks them, and answers what they ask, until all are done."""
 
-import contextlib
+import atexit
 import itertools
 import logging
 import queue
@@ -25,6 +25,8 @@ METHODS = {"ready": False, "gradients": True, "offer": False, "join": True, "par
 """What can be asked of a `Responder`, and whether it wants to know who asks."""
 DONE = "done"
 """What a process asks when it has asked for its last gradient."""
+LAST_THREAD = "coterie answers the others"
+"""The thread that ends when all are done."""
 _WAITING_IS_TOLD_AFTER = 5.0
 
 
@@ -140,17 +142,27 @@ class Processes:
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Awaited:
         """Send a question to processes and return at once; see `Sites.ask`."""
         number = next(self._numbers)
-        letter = packed({"question": number, "method": method, "arguments": arguments})
+        letter = packed({"number": number, "method": method, "arguments": arguments})
         answers: dict[str, futures.Future[Any]] = {name: futures.Future() for name in names}
         for name, answer in answers.items():
             self.mates[name].ask(number, letter, answer)
         return Awaited(answers, time.monotonic() + timeout)
 
     def finish(self) -> None:
-        """Ask no more, and answer until the others are done too, in a thread that keeps the process alive."""
+        """Ask no more, and answer in the background until the others are done too; the process ends no sooner."""
         if not self._ending.is_set():
             self._ending.set()
-            threading.Thread(target=self._until_all_are_done, name="coterie answers the others").start()
+            self._last = threading.Thread(target=self._until_all_are_done, name=LAST_THREAD, daemon=True)
+            self._last.start()
+            atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        """Let the process live until all are done, or until Ctrl-C."""
+        try:
+            self._last.join()
+        except KeyboardInterrupt:
+            self.leave()
+            self._last.join(1.0)
 
     def leave(self) -> None:
         """Cut all links."""
@@ -205,11 +217,12 @@ class Processes:
         """Take a question or an answer."""
         if not isinstance(content, dict):
             raise ValueError("not a letter of a process")  # noqa: TRY004  # of what came, not of an argument
-        if "question" not in content:
-            mate.answered(content.get("answer"), content.get("value"))
-            return
-        number, method, arguments = (content.get(name) for name in ("question", "method", "arguments"))
-        if type(number) is int and isinstance(method, str) and isinstance(arguments, dict):
+        number, method, arguments = (content.get(name) for name in ("number", "method", "arguments"))
+        if type(number) is not int:
+            raise ValueError("a letter without a number")
+        if method is None:
+            mate.answered(number, content.get("answer"))
+        elif isinstance(method, str) and isinstance(arguments, dict):
             mate.last_asked = time.monotonic()
             self._questions.put((mate, number, method, arguments))
 
@@ -217,16 +230,19 @@ class Processes:
         """Answer one question after the other."""
         while (asked := self._questions.get()) is not None:
             mate, number, method, arguments = asked
-            value = self._answer(mate, method, arguments)
-            mate.reply(packed({"answer": number, "value": value}))
+            try:
+                answer = self._answer(mate, method, arguments)
+            except Exception as error:  # its text may tell of an example
+                logger.exception("could not answer %s", mate.name)
+                answer = {"refused": f"it failed with {type(error).__name__}"}
+            mate.reply(packed({"number": number, "answer": answer}))
             mate.is_done |= method == DONE  # once it is told so
 
     def _answer(self, mate: Mate, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(TypeError):  # arguments that it does not have
-            if method == DONE:
-                return {DONE: True}
-            if method in METHODS:
-                named = {"caller": mate.name} if METHODS[method] else {}
-                answer: dict[str, Any] = getattr(mate.responder, method)(**arguments, **named)
-                return answer
-        return {"refused": "there is no such question"}
+        if method == DONE:
+            return {DONE: True}
+        if method not in METHODS:
+            return {"refused": "there is no such question"}
+        named = {"caller": mate.name} if METHODS[method] else {}
+        answer: dict[str, Any] = getattr(mate.responder, method)(**{**arguments, **named})
+        return answer

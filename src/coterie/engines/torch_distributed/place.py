@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -62,7 +63,11 @@ class Place:
         return TCPStore(self.address, self.port, self.size, is_master=True, **how)
 
     def reach(self, waiting: timedelta) -> Store:
-        """Return a connection of its own to the store, whoever else has come."""
+        """Return a connection of its own to the store, whoever else has come; `DistError` where nobody keeps it."""
+        try:
+            socket.create_connection((self.address, self.port), timeout=waiting.total_seconds()).close()
+        except OSError as error:  # torch would try for long, and write much about it
+            raise dist.DistNetworkError(f"nobody answers at {self.address}:{self.port}: {error}") from error
         store = TCPStore(self.address, self.port, is_master=False, timeout=waiting, wait_for_workers=False)
         return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
