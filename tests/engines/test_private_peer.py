@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import beta
 from tests.support.processes import ended, forked, torch_distributed
 from torch import Tensor, nn
 
@@ -347,41 +346,6 @@ def test_it_answers_as_a_site(tmp_path: Path) -> None:
     assert sites.responders["a"].peer.answer(request()).gradients is not None
     assert engine.gradients(torch.zeros(WIDTH + 1), 0, {"a": 1.0}).peers is not None
     assert sites.responders["a"].peer.ledger.given == 2
-
-
-def audited(private: PrivateGradients, without: PrivateGradients, event: Event, runs: int) -> float:
-    """Return a lower bound on ε at 99.9 %: how well one who sees a gradient tells whether the canary is in it."""
-    x = torch.zeros(1)
-    with_it, without_it = (
-        np.sort([float(each.gradient(x, event=event)) for _ in range(runs)]) for each in (private, without)
-    )
-    best = 0.0
-    for threshold in np.concatenate([with_it, without_it])[:: max(1, runs // 100)]:
-        hits, misses = int((with_it > threshold).sum()), int((without_it > threshold).sum())
-        least = beta.ppf(5e-4, hits, runs - hits + 1) if hits else 0.0
-        most = beta.ppf(1 - 5e-4, misses + 1, runs - misses) if misses < runs else 1.0
-        if least > DELTA:
-            best = max(best, math.log((least - DELTA) / most))
-    return best
-
-
-def test_an_audit_finds_less_than_the_stated_epsilon_and_more_than_a_tenth() -> None:
-    """The canary is the one example whose gradient is not zero; it is as large as the clip allows."""
-
-    def site(canary: float) -> PrivateGradients:
-        inputs = torch.zeros(20, 1)
-        inputs[0] = canary
-        held = coterie.User("a", inputs, torch.ones(20, 1))
-        model = nn.Linear(1, 1, bias=False)
-        return PrivateGradients(
-            held, Passes(model, lambda o, y: (o * y).mean()), Privacy(9.0, DELTA, 1.0, 1.0), None
-        )
-
-    event, canary, nothing = Event(1.0, 1.0), site(5.0), site(0.0)
-    stated = epsilon_of({event: 1}, DELTA)
-    found = audited(canary, nothing, event, runs=500)
-    assert 0.1 * stated < found < stated
-    assert audited(canary, nothing, Event(1.0, 0.1), runs=500) > stated, "a tenth of the noise is found out"
 
 
 def test_it_answers_over_torch_distributed(tmp_path: Path) -> None:
