@@ -1,9 +1,11 @@
 """Four hospitals that keep their patients' data: one trains a model for itself, three answer with gradients.
 
+With `--everyone` each of the four trains a model for itself, and answers the others.
+
 One command starts everything on this machine, each hospital in processes of its own, connected by NVFLARE over
 mutual TLS (`pip install "coterie[flare]"`), and ends it:
 
-    python examples/consortium.py [FOLDER [DATA]] [--wrong SITE]
+    python examples/consortium.py [FOLDER [DATA]] [--wrong SITE] [--everyone]
 
 FOLDER is where the consortium is set up, a temporary folder when it is left out. DATA is a folder with the four
 `processed.*.data` files of the UCI Heart Disease set; tables of the same shape are made up without it. SITE has its
@@ -121,15 +123,20 @@ def end(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(family, timeout=10)
 
 
-def main(folder: Path, data: Path | None, wrong: str | None) -> None:
+def main(folder: Path, data: Path | None, wrong: str | None, everyone: bool) -> None:
     """Set up, start, train, and apply the model."""
     tables = hospitals(data)
     if wrong is not None:
         tables[wrong] = tables[wrong].assign(ill=1 - tables[wrong]["ill"])
-    sites = set_up(folder, tables, "va", ["--own-examples", "40", "--steps", "150", "--batch-size", "40"])
-    with started(*commands(folder, sites)):
+    options = ["--own-examples", "40", "--steps", "150", "--batch-size", "40"]
+    sites = set_up(folder, tables, "va", [*options, "--everyone"] if everyone else options)
+    members = ["va", *sites] if everyone else sites
+    with started(*commands(folder, members)):
         subprocess.run([*COTERIE, "run", str(folder)], check=True)
-    predict = [sys.executable, "-m", "coterie", "predict", str(folder / "run"), str(folder / "mine.csv")]
+    place = folder / "sites" / "va" / "run" if everyone else folder / "run"
+    for member in members if everyone else []:  # at four hospitals, each sees its own only
+        print(f"{member}: {(folder / 'sites' / member / 'run' / 'summary.txt').read_text(encoding='utf-8')}")
+    predict = [sys.executable, "-m", "coterie", "predict", str(place), str(folder / "mine.csv")]
     print(subprocess.run(predict, check=True, capture_output=True, text=True).stdout[:200])
 
 
@@ -138,10 +145,11 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--wrong", metavar="SITE", choices=[name for name in SIZES if name != "va"])
+    parser.add_argument("--everyone", action="store_true")
     given = parser.parse_args()
     place = given.folder or Path(tempfile.mkdtemp())
     try:
-        main(place, given.data, given.wrong)
+        main(place, given.data, given.wrong, given.everyone)
     finally:
         if given.folder is None:
             shutil.rmtree(place, ignore_errors=True)

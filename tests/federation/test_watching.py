@@ -10,8 +10,7 @@ import pytest
 from coterie.engines.caps import Caps
 from coterie.engines.ledger import Ledger
 from coterie.federation import workspace
-from coterie.federation.supervision import _Shown
-from coterie.federation.watching import LOG, NewLines, Screen, ServerWatch, SiteWatch
+from coterie.federation.watching import LOG, NewLines, RunWatch, Screen, ServerWatch, SiteWatch
 from coterie.recording import Configuration, Point, Record, UserSummary
 
 
@@ -44,8 +43,8 @@ def test_a_site_sees_the_connection_what_it_gave_and_what_it_refused(tmp_path: P
     ledger.note(caller="user 0", sum_with="bern", fingerprint="12ab-34cd")
     watch()
     assert words(said) == [
-        "waiting for user 0's server",
-        "connected to user 0's server",
+        "waiting for the server",
+        "connected to the server",
         "no request yet",
         "step 9: 12 of 100 gradients given",
         "refused at step 10: not finite",
@@ -91,7 +90,7 @@ def test_what_the_process_says_is_in_its_log_and_not_on_the_screen(
 def test_without_a_bar_a_run_is_told_by_tenths(tmp_path: Path, said: list[str]) -> None:
     configuration = Configuration(rule="Alone()", me=UserSummary(name="me", examples=9), peers={}, steps=20)
     shown: list[int] = []
-    show_new = _Shown(tmp_path, 20, lambda *numbers: shown.append(numbers[0]), said.append, tenths=True)
+    show_new = RunWatch(tmp_path, 20, lambda *numbers: shown.append(numbers[0]), said.append, tenths=True)
     record = Record(configuration, tmp_path / "record.jsonl")
     for step in (0, 1, 2, 3, 20):
         record.add(Point(step=step, own_loss=0.5, validation={"loss": 1 / (1 + step)}))

@@ -54,6 +54,9 @@ def init(
     misses: Annotated[int, Option(help="Steps without an answer until a site is not waited for.")] = 3,
     probe_every: Annotated[int, Option(help="Steps from one look whether it is back to the next.")] = 10,
     minimum: Annotated[int, Option(help="Answers without which a step is taken alone.")] = 1,
+    everyone: Annotated[
+        bool, Option("--everyone", help="Every site trains a model of its own; the server passes messages on.")
+    ] = False,
 ) -> None:
     """Write certificates and settings: user 0's folder, and in sites/ one folder to hand to each site.
 
@@ -62,8 +65,10 @@ def init(
     from coterie.federation.kits import set_up
     from coterie.federation.lead import rule_of
     from coterie.federation.provisioning import Consortium
-    from coterie.federation.settings import Data, LeadSettings, Model, Training
+    from coterie.federation.settings import NO_SUMS, Data, LeadSettings, Model, Training
 
+    if everyone and secure_sums:
+        raise KnobError(NO_SUMS)
     knobs = knobs_of(RULES.entry(rule), knob or [], alpha=alpha, beta=beta)
     if "aggregator" in knobs:
         raise KnobError("`--knob aggregator` cannot be written to the settings; import a rule of your own")
@@ -74,9 +79,14 @@ def init(
     own = Data(table=str(data.absolute()), target=target, own_examples=own_examples)
     settings = LeadSettings(me, tuple(site), own, Model(model), training)
     rule_of(settings)  # what cannot be built is told now
-    consortium = Consortium(name, server, tuple(site), port, admin_port)
+    members = (me, *site) if everyone else tuple(site)
+    consortium = Consortium(name, server, members, port, admin_port, everyone=everyone)
     fingerprints = set_up(folder, consortium, settings, categorical=tuple(categorical or ()), kind=kind)
-    typer.echo(f"{folder}/coterie.toml   what user 0 trains")
+    if everyone:
+        typer.echo(f"{folder}/sites/{me}   your own: `coterie federate site {folder}/sites/{me}`")
+        fingerprints.pop(me)
+    else:
+        typer.echo(f"{folder}/coterie.toml   what user 0 trains")
     for each, fingerprint in fingerprints.items():
         typer.echo(f"{folder}/sites/{each}   for {each}, over a safe way: it holds a private key")
         typer.echo(f"  its fingerprint, to tell {each} in another way: {fingerprint}")
@@ -117,20 +127,24 @@ def accept(
     if fingerprint is None and not typer.confirm("Has user 0 told you the same, not in this folder?"):
         raise KnobError(f"{folder} is not accepted; ask user 0 for its fingerprint, by telephone for example")
     kit = kits.accept(folder, fingerprint or shown)
-    typer.echo(f"{kit.lead} plans to ask for at most {kit.gradients} gradients, of {kit.batch_size} rows each")
+    who = f"{', '.join(kit.others)} plan" if kit.everyone else f"{kit.lead} plans"
+    typer.echo(f"{who} to ask for at most {kit.gradients} gradients, of {kit.batch_size} rows each")
     typer.echo(f"{folder / FILE} says what you give: edit it, then `coterie federate check {folder}`")
 
 
 @federate.command()
 def site(folder: SiteFolder = Path()) -> None:
-    """Check a site's settings, connect to user 0, and answer until Ctrl-C. Nothing in the folder is run."""
+    """Check a site's settings, connect to the server, and answer until Ctrl-C. Nothing in the folder is run."""
     from coterie.federation import workspace
-    from coterie.federation.watching import LOG, Screen, SiteWatch
+    from coterie.federation.settings import site_settings
+    from coterie.federation.watching import LOG, MemberWatch, Screen, SiteWatch
 
     kit, peer = _checked(folder)
     place = workspace.site_workspace(folder, kit)
     typer.echo(f"Ctrl-C ends it; NVFLARE's log: {place / LOG}")
-    watch = SiteWatch(folder, place, peer.caps, peer.ledger.given, Screen(typer.echo))
+    training = site_settings(folder).training
+    about = (folder, place, peer.caps, peer.ledger.given, Screen(typer.echo))
+    watch = SiteWatch(*about) if training is None else MemberWatch(*about, steps=training.steps)
     _end(workspace.run_process(workspace.site_command(place, kit), place, watch), place / LOG)
 
 
@@ -150,6 +164,7 @@ def check(folder: SiteFolder = Path()) -> None:
 def _checked(folder: Path) -> tuple[Any, Any]:
     """Say what a site would give, and return the kit and the peer that would give it."""
     from coterie.federation.kits import accepted
+    from coterie.federation.lead import rule_of
     from coterie.federation.participants import responder_of
     from coterie.federation.settings import site_settings
 
@@ -162,6 +177,15 @@ def _checked(folder: Path) -> tuple[Any, Any]:
     rows = "a stream of examples" if peer.user.is_stream else f"{len(peer.user)} examples"
     typer.echo(f"{peer.user.name}: {rows}; gradients of {size} numbers; {peer.ledger.given} given before")
     typer.echo(f"given at most: {peer.caps.in_words()}")
+    if kit.everyone != (settings.training is not None):
+        raise KnobError(
+            f"{folder} must have `sites` and [training] where everyone trains, and only there; take them from "
+            "what `federate accept` wrote"
+        )
+    if settings.training is not None:
+        rule_of(settings.as_lead())  # what cannot be built is told now
+        typer.echo(f"trained here: {settings.training.steps} steps by {settings.training.rule!r}")
+        typer.echo(f"asked and answered: {', '.join(settings.sites)}")
     if settings.privacy is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
     if responder.only_sums:
@@ -180,9 +204,17 @@ def run(
     resume: Annotated[bool, Option("--resume", help="Go on with the run that is there.")] = False,
     wait: Annotated[float, Option(help="Seconds to wait for the server and the sites.")] = 60.0,
 ) -> None:
-    """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run."""
+    """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run.
+
+    Where everyone trains, they land at each site, in `run` in its folder.
+    """
+    from coterie.federation.everyone.following import follow_everyone
+    from coterie.federation.settings import members_of
     from coterie.federation.supervision import supervise
 
+    if members_of(folder):
+        typer.echo(follow_everyone(folder, resume=resume, wait=wait, show_line=typer.echo))
+        return
     typer.echo(supervise(folder, resume=resume, wait=wait, show_line=typer.echo))
     typer.echo(f"Model, record and a page (index.html): {folder / 'run'}")
     typer.echo(f"To apply it: coterie predict {folder / 'run'} FILE")

@@ -8,24 +8,36 @@ CONTROLLER = "nvflare.collab.runtime.controller.CollabController"
 EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
 LEAD_CLASS = "coterie.federation.lead_job.User0"
 SITE_CLASS = "coterie.federation.site_job.Site"
+RELAY_CLASS = "coterie.federation.everyone.relay_job.Relay"
+MEMBER_CLASS = "coterie.federation.everyone.member_job.Member"
 
 # Arrays travel in the message itself: as references, to be fetched one by one, they take several times as long.
 _INLINE = {"np_download_chunk_size": 0}
 
 
-def write_job(folder: Path, name: str = "coterie") -> Path:
+def server_class(everyone: bool) -> str:
+    """Return the class that the server makes: one that passes messages on where everyone trains, else user 0."""
+    return RELAY_CLASS if everyone else LEAD_CLASS
+
+
+def site_class(everyone: bool) -> str:
+    """Return the class that a site makes: one that trains too where everyone does."""
+    return MEMBER_CLASS if everyone else SITE_CLASS
+
+
+def write_job(folder: Path, name: str = "coterie", *, everyone: bool = False) -> Path:
     """Write the job to a folder, and return its path."""
     server: dict[str, Any] = {
         "format_version": 2,
         "workflows": [{"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server", "props": {}}}],
-        "components": [{"id": "_server", "path": LEAD_CLASS, "args": {}}],
+        "components": [{"id": "_server", "path": server_class(everyone), "args": {}}],
         **_INLINE,
     }
     executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client", "props": {}}}
     client: dict[str, Any] = {
         "format_version": 2,
         "executors": [{"tasks": ["*"], "executor": executor}],
-        "components": [{"id": "_client", "path": SITE_CLASS, "args": {}}],
+        "components": [{"id": "_client", "path": site_class(everyone), "args": {}}],
         **_INLINE,
     }
     meta = {"name": name, "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["@ALL"]}}

@@ -1,16 +1,20 @@
 """Kits: the folder that user 0 makes for each site, and what a site makes of it."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from coterie.data import Preparation, read_table
 from coterie.engines.caps import Caps
 from coterie.errors import KnobError
 from coterie.federation import manifest
+from coterie.federation.everyone.readme import README_OF_A_MEMBER
 from coterie.federation.lead import planned_gradients
 from coterie.federation.manifest import KIT_FILES, Kit, quoted, seal, verify
 from coterie.federation.participants import lead_task
 from coterie.federation.provisioning import Consortium, provision
-from coterie.federation.settings import FILE, SITE_CAPS, Data, LeadSettings, Model, Training
+from coterie.federation.settings import FILE, SITE_CAPS, Data, LeadSettings, Model, Training, training_of
 from coterie.tables import models
 
 README = """# {site} in the consortium {consortium}
@@ -51,11 +55,11 @@ SITE = """# Yours: written by the `coterie` that is installed here, changed by n
 name = {name}
 kit = {kit}   # the fingerprint that you have compared
 threads = 1
-
+{sites}
 [data]
-table = "data.csv"      # a CSV or Parquet file: a path, or a file in this folder
+table = {table}      # a CSV or Parquet file: a path, or a file in this folder
 target = {target}
-
+{own_examples}
 [data.columns]          # ours = "yours", where your table calls a column otherwise
 {columns}
 
@@ -74,10 +78,12 @@ examples = {examples}     # no gradient of fewer rows than this
 # noise = 1.0           # in multiples of `clip`; left out: the least with which epsilon lasts for `gradients` above
 # margin = 1            # with [sums] and its keys: sites split the noise, of whom so many others may tell theirs
 
-# [sums]                # give gradients under masks only: user 0 sees their sum with other sites'
+{rest}"""
+
+SUMS = """# [sums]                # give gradients under masks only: user 0 sees their sum with other sites'
 # peers = 3             # of at least so many sites
 # share = 0.5           # of which none has more of the weight
-# keys = {{ }}            # other = "its fingerprint", by `coterie federate check` there, told by telephone
+# keys = { }            # other = "its fingerprint", by `coterie federate check` there, told by telephone
 """
 
 
@@ -91,7 +97,8 @@ def set_up(
 ) -> dict[str, str]:
     """Write user 0's folder, with a kit for each site, and return the kits' fingerprints.
 
-    The folder must hold no consortium yet. User 0's table is read to learn how rows become inputs.
+    The folder must hold no consortium yet. User 0's table is read to learn how rows become inputs. Where everyone
+    trains user 0 has a kit too, which is accepted, and the folder beside it is the server's alone.
     """
     rows = read_table(settings.data.table)
     task = lead_task(rows, settings, categorical=categorical, kind=kind)
@@ -100,17 +107,31 @@ def set_up(
     size = sum(tensor.numel() for tensor in model.state_dict().values())
     kits = [_kit(site, consortium, settings, preparation, size) for site in consortium.sites]
     provision(consortium, folder, size)
-    preparation.save(folder)
-    (folder / FILE).write_text(_lead_file(settings), encoding="utf-8")
+    if not consortium.everyone:
+        preparation.save(folder)
+    text = _server_file(consortium.sites) if consortium.everyone else _lead_file(settings)
+    (folder / FILE).write_text(text, encoding="utf-8")
     fingerprints = {}
     for kit in kits:
         place = folder / "sites" / kit.site
         kit.save(place)
         preparation.save(place)
-        page = README.format(file=FILE, caps=SITE_CAPS, **vars(kit))
-        (place / "README.md").write_text(page, encoding="utf-8")
+        (place / "README.md").write_text(_page(kit), encoding="utf-8")
         fingerprints[kit.site] = seal(place)
+    if consortium.everyone:
+        accept(folder / "sites" / settings.me, fingerprints[settings.me], mine=settings.data)
     return fingerprints
+
+
+def _page(kit: Kit) -> str:
+    page = README_OF_A_MEMBER if kit.everyone else README
+    return page.format(
+        file=FILE,
+        caps=first_caps(kit),
+        n_others=len(kit.others),
+        members_in_words=", ".join(kit.members),
+        **vars(kit),
+    )
 
 
 def _kit(site: str, consortium: Consortium, settings: LeadSettings, preparation: Preparation, size: int) -> Kit:
@@ -124,34 +145,61 @@ def _kit(site: str, consortium: Consortium, settings: LeadSettings, preparation:
         columns=(*preparation.numeric, *preparation.categorical),
         model=settings.model.name,
         size=size,
-        gradients=planned_gradients(settings),
+        gradients=planned_gradients(settings) * (len(consortium.sites) - 1 if consortium.everyone else 1),
         batch_size=settings.training.batch_size,
+        members=consortium.sites if consortium.everyone else (),
+        training=_given(settings.training) if consortium.everyone else {},
     )
 
 
-def accept(folder: Path, fingerprint: str, caps: Caps = SITE_CAPS) -> Kit:
+def first_caps(kit: Kit) -> Caps:
+    """Return what a site gives at most until it sets otherwise: as many gradients again for each who asks."""
+    return replace(SITE_CAPS, gradients=(SITE_CAPS.gradients or 0) * max(1, len(kit.others)))
+
+
+def accept(folder: Path, fingerprint: str, caps: Caps | None = None, mine: Data | None = None) -> Kit:
     """Check a kit that has come against the fingerprint that user 0 has told, and write the site's own settings.
 
     A file that belongs to no kit is refused. Code that user 0 proposes is not taken over: the site names its own.
+    How user 0 proposes to train, where everyone does, is written down for the site to change.
+
+    Args:
+        folder: where the kit is.
+        fingerprint: what user 0 has told.
+        caps: what the site gives at most; `first_caps` when None.
+        mine: user 0's own table, where the kit is its own.
     """
     verify(folder, fingerprint, alone=True)
     kit = Kit.load(folder)
     folder.chmod(0o700)
     for name in KIT_FILES:
         (folder / name).chmod(0o600)
+    path = folder / FILE
+    path.touch(mode=0o600)
+    path.write_text(_site_file(kit, manifest.fingerprint(folder), caps or first_caps(kit), mine), encoding="utf-8")
+    return kit
+
+
+def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str:
+    """Return a site's settings as it begins with."""
     model = f"name = {quoted(kit.model)}"
-    if ":" in kit.model:
+    if ":" in kit.model and mine is None:
         model = (
             f"# {model}   # user 0 proposes this code: take the # away if it is installed here, and yours to run"
         )
     columns = "\n".join(f"# {quoted(column)} = {quoted(column)}" for column in kit.columns)
     limits = {"gradients": caps.gradients or "inf", "norm": caps.norm or "inf", "examples": caps.examples}
-    names = {"name": quoted(kit.site), "kit": quoted(manifest.fingerprint(folder)), "target": quoted(kit.target)}
-    text = SITE.format(columns=columns, model=model, **names, **limits)
-    path = folder / FILE
-    path.touch(mode=0o600)
-    path.write_text(text, encoding="utf-8")
-    return kit
+    names = {"name": quoted(kit.site), "kit": quoted(fingerprint), "target": quoted(kit.target)}
+    names |= {"table": quoted(mine.table if mine else "data.csv"), "sites": "", "own_examples": "", "rest": SUMS}
+    if kit.everyone:
+        wanted = f"own_examples = {mine.own_examples}" if mine and mine.own_examples else "# own_examples = 100"
+        training = _lines(training_of(kit.training))
+        names |= {
+            "sites": f"sites = {quoted(list(kit.others))}   # whom you ask and answer; nobody else gets anything\n",
+            "own_examples": f"{wanted}   # train on at most so many rows\n",
+            "rest": f"[training]              # how you train a model of your own\n{training}\n",
+        }
+    return SITE.format(columns=columns, model=model, **names, **limits)
 
 
 def accepted(folder: Path, fingerprint: str) -> Kit:
@@ -172,6 +220,14 @@ def _lead_file(settings: LeadSettings) -> str:
     return "\n\n".join(["\n".join(top), *parts]) + "\n"
 
 
+def _server_file(members: Sequence[str]) -> str:
+    note = "# The server passes messages on between these sites. It holds no data."
+    return f"{note}\neveryone = {quoted(list(members))}\n"
+
+
 def _lines(part: Data | Model | Training) -> str:
-    shown = {name: value for name, value in vars(part).items() if value not in (None, "", {})}
-    return "\n".join(f"{name} = {quoted(value)}" for name, value in shown.items())
+    return "\n".join(f"{name} = {quoted(value)}" for name, value in _given(part).items())
+
+
+def _given(part: Data | Model | Training) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if value not in (None, "", {})}

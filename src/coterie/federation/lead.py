@@ -11,12 +11,13 @@ from typing import Any, cast
 import torch
 
 from coterie.choosing import Chooser, MakesLearner, chooser_for
+from coterie.data.table import TableTask
 from coterie.engines.engine import MakeEngine
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import Sites
 from coterie.engines.rounding import Compress
 from coterie.errors import KnobError, printable
-from coterie.federation.participants import lead_participant
+from coterie.federation.participants import Participant, lead_participant
 from coterie.federation.settings import FILE, LeadSettings, lead_settings
 from coterie.recording import files
 from coterie.recording.claim import claimed
@@ -35,6 +36,11 @@ SUMMARY = "summary.txt"
 """The result in a few lines; written last, so that what has one has ended."""
 REFUSED = "refused.txt"
 """Why no run was begun."""
+RECORD = "record.jsonl"
+"""The record of a run, in its folder."""
+REMEDY = (
+    f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other [caps] or [sums]"
+)
 POINTS_A_STEP = 5
 """At how many points a rule that finds its weights asks sites in one step, at most."""
 
@@ -43,26 +49,37 @@ def lead(folder: Path, sites: Sites) -> None:
     """Train, or go on training, with the settings in user 0's folder; all results go to `run` in it."""
     settings, out = lead_settings(folder), folder / RUN
     torch.set_num_threads(settings.threads)
+    with at_work(out):
+        if not (out / RECORD).exists():
+            check_plan(settings, sites, out)
+        train_here(settings, sites, out, *lead_participant(folder, settings))
+
+
+@contextmanager
+def at_work(out: Path) -> Iterator[None]:
+    """Claim the folder of a run, forget how the last one ended, and write what coterie has to say to its news."""
     with claimed(out, SECONDS_FOR_THE_LAST_ONE), _news(out / NEWS):
         for name in (SUMMARY, REFUSED):
             (out / name).unlink(missing_ok=True)
-        if not (out / "record.jsonl").exists():
-            check_plan(settings, sites, out)
-        held, task = lead_participant(folder, settings)
-        rule, knobs = rule_of(settings), settings.training
-        engine = _engine_of(settings, sites)
-        asked = ("steps", "lr", "batch_size", "seed", "exchange_every", "local_steps")
-        options: dict[str, Any] = {name: getattr(knobs, name) for name in asked}
-        options |= {"engine": engine, "resume": True, "progress": False}
-        if task is not None:
-            fitted = fit(task, rule, settings.model.name, out, **options)
-            said = "stopped" if fitted is None else fitted.summary()
-        else:
-            run = train(held.model, held.loss, held.user, (), rule, out=out, **options)
-            about = settings.model
-            save_model(out, run.model, about.name, about.n_inputs or 0, about.n_outputs or 0)
-            said = run.summary()
-        files.write(out / SUMMARY, f"{said}\n".encode())
+        yield
+
+
+def train_here(settings: LeadSettings, sites: Sites, out: Path, held: Participant, task: TableTask | None) -> None:
+    """Train a model for who holds these examples, with sites for peers, and write all results to a folder."""
+    rule, knobs = rule_of(settings), settings.training
+    engine = _engine_of(settings, sites)
+    asked = ("steps", "lr", "batch_size", "seed", "exchange_every", "local_steps")
+    options: dict[str, Any] = {name: getattr(knobs, name) for name in asked}
+    options |= {"engine": engine, "resume": True, "progress": False}
+    if task is not None:
+        fitted = fit(task, rule, settings.model.name, out, **options)
+        said = "stopped" if fitted is None else fitted.summary()
+    else:
+        run = train(held.model, held.loss, held.user, (), rule, out=out, **options)
+        about = settings.model
+        save_model(out, run.model, about.name, about.n_inputs or 0, about.n_outputs or 0)
+        said = run.summary()
+    files.write(out / SUMMARY, f"{said}\n".encode())
 
 
 def _engine_of(settings: LeadSettings, sites: Sites) -> MakeEngine:
@@ -83,10 +100,19 @@ def planned_gradients(settings: LeadSettings) -> int:
 
 def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
     """Refuse a run that a site would not answer to its end, before its first step; what is silent is not asked."""
-    wanted, size = planned_gradients(settings), settings.training.batch_size
+    if problems := problems_with(settings, sites):
+        said = f"{'; '.join(problems)}. {REMEDY}"
+        (out / REFUSED).write_text(said, encoding="utf-8")
+        raise KnobError(said)
+
+
+def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list[str]:
+    """Return why sites would not answer a run to its end, by what they say themselves; `askers` ask as much."""
+    wanted, size = askers * planned_gradients(settings), settings.training.batch_size
     plan = {"batch_size": size, "gradients": wanted}
     replies = sites.ask(settings.sites, "ready", settings.training.timeout, **plan).wait()
     problems = []
+    whose = "this run" if askers == 1 else f"{askers} sites"
     for name in settings.sites:
         terms = replies.get(name)
         left, least = (terms.get("left"), terms.get("examples")) if isinstance(terms, dict) else (None, None)
@@ -95,7 +121,7 @@ def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
             said = "%s promises %s; a run with it does not have the same bits again"
             logging.getLogger(__name__).warning(said, name, printable(promised))
         if isinstance(left, int) and left < wanted:
-            problems.append(f"{name} gives {left} more gradients, and this run may ask for {wanted}")
+            problems.append(f"{name} gives {left} more gradients, and {whose} may ask for {wanted}")
         if isinstance(least, int) and least > size:
             problems.append(f"{name} gives no gradient of fewer than {least} rows, and `batch_size` is {size}")
         sums_of = terms.get("sums_of") if isinstance(terms, dict) else None
@@ -103,14 +129,7 @@ def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
             problems.append(f"{name} gives masked sums only, and `secure_sums` is not set")
         elif isinstance(sums_of, int) and sums_of > (n := len(_summed_with(name, settings))):
             problems.append(f"{name} gives sums of {sums_of} sites or more, and is in one of {n}")
-    if problems:
-        remedy = (
-            f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other [caps] "
-            "or [sums]"
-        )
-        said = f"{'; '.join(problems)}. {remedy}"
-        (out / REFUSED).write_text(said, encoding="utf-8")
-        raise KnobError(said)
+    return problems
 
 
 def rule_of(settings: LeadSettings) -> Rule | MakesLearner:

@@ -26,27 +26,34 @@ class User0:
 
 
 class CollabSites:
-    """The sites of this job, asked through NVFLARE's Collab."""
+    """The sites of this job, asked through NVFLARE's Collab.
 
-    def __init__(self) -> None:
-        self.server = os.getppid()
+    Args:
+        relayed: this is a site that asks others through the server. What it sends is encrypted for them, and where
+            one does not answer, it finds out whether the server does: without it nobody can be reached.
+    """
+
+    def __init__(self, *, relayed: bool = False) -> None:
+        self.parent, self.relayed = os.getppid(), relayed
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> "CollabReplies":
         """Send a request to sites and return at once; one that is not in this job does not answer."""
         here = {client.name for client in collab.clients}
         asked = [name for name in names if name in here]
         if not asked:
-            return CollabReplies(None, self.server)
-        group = collab.get_clients(asked)(blocking=False, timeout=timeout)
-        return CollabReplies(getattr(group, method)(**arguments), self.server)
+            return CollabReplies(None, self.parent)
+        group = collab.get_clients(asked)(blocking=False, timeout=timeout, secure=self.relayed)
+        patience = timeout if self.relayed else None
+        return CollabReplies(getattr(group, method)(**arguments), self.parent, patience)
 
 
 class CollabReplies:
     """What sites answer, as it comes."""
 
-    def __init__(self, queue: Any, server: int) -> None:
+    def __init__(self, queue: Any, parent: int, patience: float | None = None) -> None:
         self.queue = queue  # Collab's, or None where nobody was asked
-        self.server = server  # the process that this one was started by, without which no site can be reached
+        self.parent = parent  # the process that this one was started by, without which no site can be reached
+        self.patience = patience  # how long to wait for the server's own answer; None where this is the server
 
     def done(self) -> bool:
         """Say whether every site has answered, failed or run out of time."""
@@ -57,6 +64,14 @@ class CollabReplies:
         answers = {} if self.queue is None else dict(self.queue)
         if collab.is_aborted:  # calls fail at once from now on
             raise PeerLost("NVFLARE has ended the job")
-        if os.getppid() != self.server:
-            raise PeerLost("user 0's server is gone")
+        if os.getppid() != self.parent:
+            raise PeerLost("the process of NVFLARE that started this one is gone")
+        if self.patience is not None and self.queue is not None and len(answers) < self.queue.limit:
+            self._find_server(self.patience)
         return answers
+
+    def _find_server(self, patience: float) -> None:
+        try:
+            collab.server(timeout=patience).here()
+        except Exception as error:  # Collab raises several kinds
+            raise PeerLost(f"the server does not answer: {type(error).__name__}") from error

@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 from coterie.errors import FileError, KnobError
+from coterie.federation.settings import training_of
 from coterie.recording import files
 
 KIT, MANIFEST = "kit.json", "manifest.json"
@@ -52,8 +53,20 @@ class Kit:
     columns: tuple[str, ...]
     model: str  # a proposal: code is only run where the site names it itself
     size: int  # how many numbers the model has
-    gradients: int  # how many the planned run asks for, at most
+    gradients: int  # how many the planned run asks for, at most; all runs together where everyone trains
     batch_size: int
+    members: tuple[str, ...] = ()  # everybody who trains, this site too; nobody where user 0 alone does
+    training: Mapping[str, Any] = field(default_factory=dict)  # a proposal for how they train
+
+    @property
+    def everyone(self) -> bool:
+        """Whether every site trains a model of its own."""
+        return bool(self.members)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Everybody else who trains."""
+        return tuple(name for name in self.members if name != self.site)
 
     def __post_init__(self) -> None:
         check_name(self.consortium)
@@ -66,23 +79,34 @@ class Kit:
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**40:
                 raise KnobError(f"`{name}` must be a positive whole number, got {str(number)[:80]!r}")
+        for name in self.members:
+            check_name(name)
+        if self.members and (self.site not in self.members or len(set(self.members)) < len(self.members)):
+            raise KnobError(f"`members` must be different names, {self.site!r} too, got {list(self.members)}")
+        training_of(self.training)  # what is no setting, or out of range, is told now
         if self.port >= 2**16:
             raise KnobError(f"`port` must be below 65536, got {self.port}")
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read it from a kit."""
+        later: dict[str, Any] = {"members": [], "training": {}}  # which kits that were made before do not have
         names = [each.name for each in fields(cls)]
-        content = files.read_json(folder / KIT, _REMEDY, names)
+        content = later | files.read_json(folder / KIT, _REMEDY, [name for name in names if name not in later])
         if stray := sorted(set(content) - set(names)):
             raise FileError(f"{folder / KIT} has {stray[0]!r}, which is not known here; {_REMEDY}")
-        if not isinstance(content["columns"], list):
-            raise FileError(f"{folder / KIT} must have a list of `columns`; {_REMEDY}")
-        return cls(**content | {"columns": tuple(content["columns"])})
+        for name in ("columns", "members"):
+            if not isinstance(content[name], list):
+                raise FileError(f"{folder / KIT} must have a list of `{name}`; {_REMEDY}")
+            content[name] = tuple(content[name])
+        if not isinstance(content["training"], dict):
+            raise FileError(f"{folder / KIT} must have a table of `training`; {_REMEDY}")
+        return cls(**content)
 
     def save(self, folder: Path) -> None:
         """Write it to a kit."""
-        files.write_json(folder / KIT, vars(self) | {"columns": list(self.columns)})
+        lists = {"columns": list(self.columns), "members": list(self.members), "training": dict(self.training)}
+        files.write_json(folder / KIT, vars(self) | lists)
 
 
 def seal(folder: Path) -> str:

@@ -34,7 +34,13 @@ def peer_of(folder: Path) -> Peer:
     """Return a site's peer, from the settings in its folder and the preparation that user 0 gave out."""
     settings = site_settings(folder)
     torch.set_num_threads(settings.threads)
-    held = site_participant(folder, settings)
+    if settings.training is None:
+        return peer_with(folder, settings, site_participant(folder, settings))
+    return peer_with(folder, settings, lead_participant(folder, settings.as_lead())[0])
+
+
+def peer_with(folder: Path, settings: SiteSettings, held: Participant) -> Peer:
+    """Return a site's peer with the examples and the model that it holds; it gives of training examples only."""
     passes, log = Passes(held.model, held.loss), folder / LOG
     return Peer(held.user, passes, settings.caps, log, privacy=settings.privacy)
 
@@ -49,26 +55,20 @@ def site_participant(folder: Path, settings: SiteSettings) -> Participant:
     if settings.data.loader:
         return _loaded(folder, settings.data, settings.model)
     preparation = Preparation.load(folder)
-    rows = _rows(folder, settings.data)
-    if preparation.classes:
-        rows = rows[rows[settings.data.target].isin(preparation.classes)]
-    if rows.empty:
-        known = ", ".join(map(str, preparation.classes))
-        raise DataError(
-            f"no row of {settings.data.table} has a class that user 0 knows, which are {known}; call them in the "
-            "column `target` as user 0 does"
-        )
+    rows = _known(_rows(folder, settings.data), settings.data, preparation)
     user = User(settings.name, *preparation.examples(rows, settings.data.target))
     return Participant(user, *_model(settings.model, preparation))
 
 
 def lead_participant(folder: Path, settings: LeadSettings) -> tuple[Participant, TableTask | None]:
-    """Return what user 0 holds, and its task where the examples are a table's."""
+    """Return what user 0, or a site that trains, holds, and its task where the examples are a table's."""
     with torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(settings.training.seed)
         if settings.data.loader:
             return _loaded(folder, settings.data, settings.model), None
-        task = lead_task(_rows(folder, settings.data), settings, Preparation.load(folder))
+        preparation = Preparation.load(folder)
+        rows = _known(_rows(folder, settings.data), settings.data, preparation)
+        task = lead_task(rows, settings, preparation, kind=preparation.kind)
         return Participant(task.me, *_model(settings.model, task.preparation)), task
 
 
@@ -104,6 +104,19 @@ def _rows(folder: Path, data: Data) -> Any:
             f'otherwise, write {data.target} = "your name" under [data.columns]'
         )
     return rows[rows[data.target].notna()]
+
+
+def _known(rows: Any, data: Data, preparation: Preparation) -> Any:
+    """Return the rows of classes that user 0 knew when it made the kits."""
+    if preparation.classes:
+        rows = rows[rows[data.target].isin(preparation.classes)]
+    if rows.empty:
+        known = ", ".join(map(str, preparation.classes))
+        raise DataError(
+            f"no row of {data.table} has a class that user 0 knows, which are {known}; call them in the column "
+            "`target` as user 0 does"
+        )
+    return rows
 
 
 def _model(model: Model, preparation: Preparation) -> tuple[nn.Module, Loss]:

@@ -4,11 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from coterie.errors import CoterieError, KnobError
-from coterie.federation.job import CONTROLLER, LEAD_CLASS
+from coterie.federation.job import CONTROLLER, server_class
 from coterie.federation.manifest import CERTIFICATES, check_host, check_name
 from coterie.federation.workspace import require_nvflare, write_configuration, write_limits
 
@@ -39,6 +39,7 @@ class Consortium:
     sites: tuple[str, ...]
     port: int = 8002  # where the server listens for sites
     admin_port: int = 8003  # where it listens for user 0's own commands
+    everyone: bool = field(default=False, kw_only=True)  # every site trains a model of its own, and the server passes messages on
 
     def __post_init__(self) -> None:
         if not self.sites or len(set(self.sites)) < len(self.sites):
@@ -46,6 +47,8 @@ class Consortium:
         for name in (self.name, *self.sites):
             check_name(name)
         check_host(self.server)
+        if self.everyone and len(self.sites) < 2:
+            raise KnobError(f"`sites` must be two or more where everyone trains, got {list(self.sites)}")
         if self.server in self.sites:
             raise KnobError(f"`server` must not be the name of a site, got {self.server!r}")
 
@@ -79,7 +82,7 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
         for name in CERTIFICATES:
             shutil.move(made / site / "startup" / name, kit / name)
         shutil.rmtree(made / site)
-    _pin_server(folder / "server", size)
+    _pin_server(folder / "server", size, server_class(consortium.everyone))
     authority.chmod(0o700)
 
 
@@ -90,7 +93,7 @@ def _nvflare_provision(project: Path, workspace: Path) -> None:
         raise CoterieError(f"NVFLARE could not provision {project}: {done.stdout}{done.stderr}")
 
 
-def _pin_server(server: Path, size: int) -> None:
+def _pin_server(server: Path, size: int, kind: str) -> None:
     """Let the server make two classes only, and keep its jobs in its own folder, not in one that servers share."""
     local, store = server / "local", str((server / "jobs").absolute())
     resources = json.loads((local / "resources.json.default").read_text(encoding="utf-8"))
@@ -100,7 +103,7 @@ def _pin_server(server: Path, size: int) -> None:
     for component in resources["components"]:
         if component["id"] == "job_manager":
             component["args"]["uri_root"] = store
-    write_limits(local, resources, (CONTROLLER, LEAD_CLASS), size)
+    write_limits(local, resources, (CONTROLLER, kind), size)
     logs = json.loads((local / "log_config.json.default").read_text(encoding="utf-8"))
     logs["loggers"]["nvflare.collab"] = {"level": "WARNING"}  # else several lines for every gradient
     write_configuration(local / "log_config.json", logs)

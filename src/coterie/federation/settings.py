@@ -39,7 +39,7 @@ CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("misses", "probe_every", "minimum"), whole(0)),
     **dict.fromkeys(("alpha", "beta"), SHARE),
     **dict.fromkeys(("lr", "timeout"), POSITIVE),
-    "sites": listed(_TEXT, "a list of names"),
+    **dict.fromkeys(("sites", "everyone"), listed(_TEXT, "a list of names")),
     "columns": mapped(_TEXT, 'a table of names: ours = "yours"'),
     "knobs": mapped(ANYTHING, "a table of knobs"),
     "keys": mapped(_TEXT, 'a table of fingerprints: site = "its fingerprint"'),
@@ -52,6 +52,10 @@ CHECKS: Mapping[str, Check] = {
 """What each setting may be; caps and privacy say themselves."""
 SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
 """What a site gives at most unless it sets otherwise: two runs of 1000 steps with the default rule."""
+NO_SUMS = (
+    "where everyone trains, sums are not masked: two sites that ask for sums of the same gradients by other "
+    "weights could work out the parts; leave `secure_sums` and [sums] away"
+)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,20 @@ class SiteSettings:
     sums: SumsOnly | None = None  # give masked sums only, and which
     threads: int = 1
     kit: str = ""  # the fingerprint of the kit that the site has accepted
+    sites: tuple[str, ...] = ()  # where everyone trains: whom it asks and answers
+    training: Training | None = None  # where everyone trains: how it trains its own model
+
+    def __post_init__(self) -> None:
+        if (self.training is None) != (not self.sites):
+            raise KnobError("`sites` and [training] must both be there, as where everyone trains, or neither")
+        if self.training is not None and (self.sums is not None or self.training.secure_sums):
+            raise KnobError(NO_SUMS)
+
+    def as_lead(self) -> "LeadSettings":
+        """Return the settings by which a site trains a model of its own."""
+        if self.training is None:
+            raise KnobError(f"{self.name} trains no model of its own: its settings have no [training]")
+        return LeadSettings(self.name, self.sites, self.data, self.model, self.training, self.threads)
 
 
 @dataclass(frozen=True)
@@ -142,15 +160,15 @@ def site_settings(folder: Path) -> SiteSettings:
 
     With privacy the norm is that of each row, so that no cap on it is taken.
     """
-    settings = _read(folder / FILE, ("name",), {"threads", "kit", "data", "model", "caps", "privacy", "sums"})
-    private = {"privacy": Privacy} if "privacy" in settings else {}
-    masked = {"sums": SumsOnly} if "sums" in settings else {}
-    caps = vars(SITE_CAPS) | ({"norm": None} if private else {}) | settings.get("caps", {})
+    parts_of_it = {"data", "model", "caps", "privacy", "sums", "training"}
+    settings = _read(folder / FILE, ("name",), {"threads", "kit", "sites", *parts_of_it})
+    kinds = {"privacy": Privacy, "sums": SumsOnly, "training": Training}
+    chosen = {name: kind for name, kind in kinds.items() if name in settings}
+    caps = vars(SITE_CAPS) | ({"norm": None} if "privacy" in chosen else {}) | settings.get("caps", {})
     caps |= {name: None for name in ("gradients", "norm") if caps[name] == math.inf}
-    parts = _parts(settings | {"caps": caps}, data=Data, model=Model, caps=Caps, **private, **masked)
-    return SiteSettings(
-        **{name: settings[name] for name in ("name", "threads", "kit") if name in settings}, **parts
-    )
+    parts = _parts(settings | {"caps": caps}, data=Data, model=Model, caps=Caps, **chosen)
+    names = ("name", "threads", "kit", "sites")
+    return SiteSettings(**{name: settings[name] for name in names if name in settings}, **parts)
 
 
 def lead_settings(folder: Path) -> LeadSettings:
@@ -160,6 +178,20 @@ def lead_settings(folder: Path) -> LeadSettings:
     return LeadSettings(
         **{name: settings[name] for name in ("me", "sites", "threads") if name in settings}, **parts
     )
+
+
+def training_of(given: Mapping[str, Any]) -> Training:
+    """Return how to train, from plain data that may be of another's making."""
+    training: Training = _parts({"training": given}, training=Training)["training"]
+    return training
+
+
+def members_of(folder: Path) -> tuple[str, ...]:
+    """Return who trains, from the folder of a server that passes messages on; nobody where user 0 trains there."""
+    known = {"everyone", "me", "sites", "threads", "data", "model", "training"}
+    settings = _read(folder / FILE, (), known)
+    members: tuple[str, ...] = settings.get("everyone", ())
+    return members
 
 
 def _read(path: Path, needed: Sequence[str], optional: set[str]) -> dict[str, Any]:

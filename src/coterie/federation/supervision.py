@@ -2,7 +2,6 @@
 
 import io
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +12,12 @@ from typing import Any
 from coterie.engines.flare.sites import LocalSites
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import write_job
-from coterie.federation.lead import NEWS, REFUSED, RUN, SUMMARY, lead, rule_of
+from coterie.federation.lead import REFUSED, RUN, SUMMARY, lead, rule_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
-from coterie.federation.watching import NewLines
+from coterie.federation.watching import RunWatch
 from coterie.federation.workspace import require_nvflare
-from coterie.recording.progress import Show, numbers_of, progress_bar
-from coterie.recording.record import Record
+from coterie.recording.progress import progress_bar
 
 SECONDS_BETWEEN_POLLS = 0.5
 """How long to wait from one poll of the run to the next."""
@@ -49,16 +47,16 @@ def supervise(
     job = write_job(folder.absolute() / "job")
     steps, has_bar = settings.training.steps, sys.stderr.isatty() if progress is None else progress
     with progress_bar(has_bar, type(rule_of(settings)).__name__, steps) as show:
-        show_new = _Shown(out, steps, show, show_line, tenths=not has_bar)
+        show_new = RunWatch(out, steps, show, show_line, tenths=not has_bar)
         for attempt in range(attempts):
-            with _session(folder / "lead", wait) as session:
+            with session_of(folder / "lead", wait) as session:
                 if not _connected(session, len(settings.sites), wait):
                     if not attempt:
                         raise CoterieError(
                             f"no site is connected after {wait:g} s; they start with `federate site`"
                         )
                     break
-                status = _watch(session, session.submit_job(str(job)), out, show_new)
+                status = watch(session, session.submit_job(str(job)), out, show_new)
             show_new()
             if (out / REFUSED).exists():
                 raise KnobError((out / REFUSED).read_text(encoding="utf-8"))
@@ -71,31 +69,9 @@ def supervise(
     return (out / SUMMARY).read_text(encoding="utf-8")
 
 
-class _Shown:
-    """Show what is new of a run: the lines of its news, and how far it is."""
-
-    def __init__(self, out: Path, steps: int, show: Show, show_line: Callable[[str], None], tenths: bool) -> None:
-        self._record, self._news = out / "record.jsonl", NewLines(out / NEWS)
-        self._steps, self._show, self._show_line = steps, show, show_line
-        self._tenth = 0 if tenths else 11  # how many tenths of the run were told, where there is no bar
-
-    def __call__(self) -> None:
-        for line in self._news():
-            self._show_line(line)
-        points = Record.load(self._record).points if self._record.exists() else []
-        if not points:
-            return
-        last, losses = points[-1], [point.validation["loss"] for point in points if point.validation]
-        loss, weight = (math.nan if value is None else value for value in (last.own_loss, last.weight))
-        best = min(losses, default=None)
-        self._show(last.step, loss, weight, best)
-        if 10 * last.step // self._steps > self._tenth:
-            self._tenth = 10 * last.step // self._steps
-            self._show_line(f"step {last.step} of {self._steps}: {numbers_of(loss, weight, best)}")
-
-
 @contextmanager
-def _session(kit: Path, wait: float) -> Iterator[Any]:
+def session_of(kit: Path, wait: float) -> Iterator[Any]:
+    """Connect to the server as the one who may submit jobs."""
     require_nvflare()
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
@@ -124,7 +100,7 @@ def _connected(session: Any, wanted: int, wait: float) -> int:
         time.sleep(SECONDS_BETWEEN_POLLS)
 
 
-def _watch(session: Any, job: str, out: Path, show_new: Callable[[], None]) -> str:
+def watch(session: Any, job: str, out: Path, show_new: Callable[[], None]) -> str:
     """Show the run until NVFLARE says that the job has ended, and return how."""
     while True:
         show_new()

@@ -1,6 +1,7 @@
 """What a participant sees while NVFLARE works for it: a few lines. What NVFLARE logs stays in a file."""
 
 import json
+import math
 import re
 import sys
 import time
@@ -8,7 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coterie.engines.caps import Caps
+from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.participants import LOG as REQUESTS
+from coterie.recording.progress import Show, numbers_of
+from coterie.recording.record import Record
 
 LOG = "nvflare.log"
 """What NVFLARE's process writes, in the folder where it works."""
@@ -73,6 +77,30 @@ class Screen:
         self._shown = text
 
 
+class RunWatch:
+    """Show what is new of a run: the lines of its news, and how far it is."""
+
+    def __init__(self, out: Path, steps: int, show: Show, show_line: Callable[[str], None], tenths: bool) -> None:
+        self._record, self._news = out / RECORD, NewLines(out / NEWS)
+        self._steps, self._show, self._show_line = steps, show, show_line
+        self._tenth = 0 if tenths else 11  # how many tenths of the run were told, where there is no bar
+
+    def __call__(self) -> None:
+        """Look what is new."""
+        for line in self._news():
+            self._show_line(line)
+        points = Record.load(self._record).points if self._record.exists() else []
+        if not points:
+            return
+        last, losses = points[-1], [point.validation["loss"] for point in points if point.validation]
+        loss, weight = (math.nan if value is None else value for value in (last.own_loss, last.weight))
+        best = min(losses, default=None)
+        self._show(last.step, loss, weight, best)
+        if 10 * last.step // self._steps > self._tenth:
+            self._tenth = 10 * last.step // self._steps
+            self._show_line(f"step {last.step} of {self._steps}: {numbers_of(loss, weight, best)}")
+
+
 class SiteWatch:
     """Tell a site whether it is connected, what it has given, and what it has refused."""
 
@@ -80,13 +108,13 @@ class SiteWatch:
         self.caps, self.given, self.screen = caps, given, screen
         self._log, self._requests = NewLines(place / LOG), NewLines(folder / REQUESTS)
         self._refused: dict[str, int] = {}
-        screen.now("waiting for user 0's server")
+        screen.now("waiting for the server")
 
     def __call__(self) -> None:
         """Look what is new."""
         if any(_REGISTERED in line for line in self._log()):
-            self.screen.line("connected to user 0's server")
-            self.screen.now("no request yet")
+            self.screen.line("connected to the server")
+            self.now("no request yet")
         lines = [json.loads(line) for line in self._requests()]
         for line in lines:
             self.given += int(line.get("gradients", 0))
@@ -98,12 +126,45 @@ class SiteWatch:
         if lines:
             most = "" if self.caps.gradients is None else f" of {self.caps.gradients}"
             refused = f", {sum(self._refused.values())} requests refused" if self._refused else ""
-            self.screen.now(f"step {lines[-1].get('step')}: {self.given}{most} gradients given{refused}")
+            self.now(f"step {lines[-1].get('step')}: {self.given}{most} gradients given{refused}")
+
+    def now(self, text: str) -> None:
+        """Show how what is given stands."""
+        self.screen.now(text)
 
     def _refuse(self, reason: str, step: str) -> None:
         self._refused[reason] = self._refused.get(reason, 0) + 1
         if self._refused[reason] == 1:  # once for each reason
             self.screen.line(f"refused at step {step}: {reason}")
+
+
+class MemberWatch(SiteWatch):
+    """Tell a site that trains a model of its own how far that is, too, and what came of it."""
+
+    def __init__(self, folder: Path, place: Path, caps: Caps, given: int, screen: Screen, *, steps: int) -> None:
+        self._mine, self._given, self._steps, out = "", "", steps, folder / RUN
+        super().__init__(folder, place, caps, given, screen)
+        self._run = RunWatch(out, steps, self._follow, screen.line, tenths=False)
+        self._ends = {path: _text(path) for path in (out / SUMMARY, out / REFUSED)}
+
+    def __call__(self) -> None:
+        """Look what is new."""
+        super().__call__()
+        self._run()
+        for path, before in self._ends.items():
+            if (text := _text(path)) != before:
+                self._ends[path] = text
+                for line in text.splitlines():
+                    self.screen.line(line)
+
+    def now(self, text: str) -> None:
+        """Show how both stand."""
+        self._given = text
+        self.screen.now(f"{self._mine}{text}")
+
+    def _follow(self, step: int, loss: float, weight: float, best: float | None) -> None:
+        self._mine = f"own run: step {step} of {self._steps}, {numbers_of(loss, weight, best)}; for others: "
+        self.now(self._given)
 
 
 class ServerWatch:
@@ -121,6 +182,10 @@ class ServerWatch:
                     total = re.search(r"Total clients: (\d+)", line)
                     self.screen.line(words.format(found[1]))
                     self.screen.now(f"sites connected: {total[1]}" if total else "")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _printable(text: str) -> str:

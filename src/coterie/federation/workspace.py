@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.engines.requests import MAX_POINTS
 from coterie.errors import CoterieError, KnobError
-from coterie.federation.job import EXECUTOR, SITE_CLASS
+from coterie.federation.job import EXECUTOR, site_class
 from coterie.federation.manifest import CERTIFICATES, Kit
 from coterie.federation.watching import LOG
 
@@ -49,13 +49,14 @@ _LOG = {
 }
 
 
-def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] = (EXECUTOR, SITE_CLASS)) -> Path:
+def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] | None = None) -> Path:
     """Write a site's workspace anew, and return it.
 
     The certificates are the kit's; all else is written here, so that nothing that user 0 made is configuration, let
-    alone code. A job may make the two classes; a message far larger than `MAX_POINTS` points is refused
-    before it is held in memory.
+    alone code. A job may make these classes, or when None the two that it needs; a message far larger than
+    `MAX_POINTS` points is refused before it is held in memory.
     """
+    classes = (EXECUTOR, site_class(kit.everyone)) if classes is None else classes
     place = folder / WORKSPACE
     for part in ("startup", "local"):
         shutil.rmtree(place / part, ignore_errors=True)

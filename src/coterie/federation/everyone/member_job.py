@@ -1,0 +1,51 @@
+"""A site's side of a job where everyone trains: what NVFLARE makes there."""
+
+from typing import Any
+
+from nvflare.collab import collab
+
+from coterie.federation.everyone.member import MemberRun
+from coterie.federation.lead_job import CollabSites
+from coterie.federation.site_job import Answering, by_server, folder_here, init, logger, publish
+from coterie.registry import import_from_environment
+
+
+class Member(Answering):
+    """Train when the server says so, and answer the sites that this one names, one request at a time."""
+
+    refusal = "it answers the sites that it names only"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: MemberRun | None = None
+
+    @init
+    def start(self) -> None:
+        """Read the site's settings and its data; where that fails the site does nothing, and the others go on."""
+        try:
+            import_from_environment()  # what this site named when it was started
+            self.run = MemberRun(folder_here())
+            self.responder = self.run.responder
+        except Exception:  # a loader of the site's own may raise anything
+            logger.exception("this site takes no part, since its data or model cannot be read")
+
+    def answers(self) -> bool:
+        """Say whether a site that this one names asks; NVFLARE knows the caller by its certificate."""
+        return self.run is not None and collab.caller in self.run.settings.sites
+
+    @publish
+    def check(self) -> dict[str, Any]:
+        """Say why others would not answer to the end what this site plans."""
+        return self.run.check(CollabSites(relayed=True)) if by_server() and self.run is not None else {}
+
+    @publish
+    def train(self) -> dict[str, Any]:
+        """Train; it returns when the run has ended."""
+        return self.run.train(CollabSites(relayed=True)) if by_server() and self.run is not None else {}
+
+    @publish
+    def state(self) -> dict[str, Any]:
+        """Say how far the run is."""
+        if not by_server():
+            return {}
+        return {"failed": "data that cannot be read"} if self.run is None else self.run.state()

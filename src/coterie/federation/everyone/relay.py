@@ -1,0 +1,126 @@
+"""The server's part where everyone trains: let all begin, watch until all have ended, and know nothing else."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coterie.engines.flare.sites import Sites
+from coterie.errors import printable
+from coterie.federation.lead import REFUSED, REMEDY, RUN, SUMMARY, at_work
+from coterie.federation.settings import members_of
+from coterie.recording import files
+
+logger = logging.getLogger(__name__)
+
+MEMBERS = "members.json"
+"""How far everybody is."""
+PATIENCE = 60.0
+"""How many seconds a site may be silent before the end of the others does not wait for it."""
+SECONDS_BETWEEN_LOOKS = 1.0
+WHOLE_RUN = 365 * 86400.0
+"""How many seconds a site may train, at most."""
+
+
+def relay(folder: Path, sites: Sites, *, patience: float = PATIENCE, pause: float = SECONDS_BETWEEN_LOOKS) -> None:
+    """Let all sites train and answer each other until all have ended, or those that have not are silent.
+
+    Who has ended goes on answering until then. Where the caps of a site are too small for what all plan, nobody
+    begins. What is written to `run` in the server's folder is how far everybody is.
+    """
+    names, out = members_of(folder), folder / RUN
+    with at_work(out):
+        if problems := _problems(sites.ask(names, "check", patience).wait()):
+            files.write(out / REFUSED, f"{'; '.join(problems)}. {REMEDY}".encode())
+            return
+        sites.ask(names, "train", WHOLE_RUN)
+        members = {name: Standing(patience) for name in names}
+        tenth = 0
+        while not all(one.is_over for one in members.values()):
+            time.sleep(pause)
+            states = sites.ask(names, "state", patience / 4).wait()
+            for name, one in members.items():
+                one.hear(name, states.get(name))
+            files.write_json(out / MEMBERS, {name: one.told() for name, one in members.items()})
+            if (now := min((one.tenth for one in members.values() if not one.is_over), default=tenth)) > tenth:
+                tenth = now
+                logger.warning("steps taken: %s", ", ".join(f"{name} {one}" for name, one in members.items()))
+        files.write(out / SUMMARY, f"{told_of(members)}\n".encode())
+
+
+@dataclass
+class Standing:
+    """How far a site is, as it says itself."""
+
+    patience: float
+    step: int = 0
+    steps: int = 0
+    ended: bool = False
+    failed: str | None = None
+    heard: float = field(default_factory=time.monotonic)  # when it was heard of last
+    silent: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.step} of {self.steps}" if self.steps else "none"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be expected of its run in this job."""
+        return self.ended or self.failed is not None or time.monotonic() - self.heard > self.patience
+
+    @property
+    def tenth(self) -> int:
+        """How many tenths of its run are done."""
+        return 10 * self.step // self.steps if self.steps else 0
+
+    def hear(self, name: str, state: Any) -> None:
+        """Take over what a site says of itself, and tell what is new."""
+        if not isinstance(state, Mapping):
+            if not self.silent and time.monotonic() - self.heard > self.patience / 4:
+                self.silent = True
+                logger.warning("%s does not answer", name)
+            return
+        if self.silent:
+            logger.warning("%s is back", name)
+        self.heard, self.silent = time.monotonic(), False
+        step, steps, failed = (state.get(key) for key in ("step", "steps", "failed"))
+        self.step, self.steps = (number if type(number) is int and number >= 0 else 0 for number in (step, steps))
+        if state.get("ended") is True and not self.ended:
+            self.ended = True
+            logger.warning("%s has ended after %d steps", name, self.step)
+        if isinstance(failed, str) and self.failed is None:
+            self.failed = printable(failed, 100)
+            logger.warning("%s has failed with %s, and says there why", name, self.failed)
+
+    def told(self) -> dict[str, Any]:
+        """Return what is written down."""
+        return {"step": self.step, "steps": self.steps, "ended": self.ended, "failed": self.failed}
+
+
+def told_of(members: Mapping[str, Standing]) -> str:
+    """Return in a few lines who has ended."""
+    ended = [f"{name} ({one.step} steps)" for name, one in members.items() if one.ended]
+    lines = [f"ended: {', '.join(ended) or 'nobody'}. What came out is with each site, and nowhere else."]
+    for name, one in members.items():
+        if one.failed is not None:
+            lines.append(f"{name} has failed with {one.failed}, and says there why")
+        elif not one.ended:
+            lines.append(f"{name} was not heard of after step {one.step}")
+    return "\n".join(lines)
+
+
+def unfinished(out: Path) -> list[str]:
+    """Return who had not ended when it was last written down."""
+    about = files.read_json(out / MEMBERS, "`coterie federate run --resume` writes it anew")
+    return [name for name, one in about.items() if not (isinstance(one, dict) and one.get("ended") is True)]
+
+
+def _problems(replies: Mapping[str, Any]) -> list[str]:
+    """Return why somebody would not be answered to the end; each reason once."""
+    found: list[Any] = []
+    for reply in replies.values():
+        said = reply.get("problems") if isinstance(reply, Mapping) else None
+        found += said if isinstance(said, Sequence) and not isinstance(said, str) else []
+    return list(dict.fromkeys(printable(each, 200) for each in found if isinstance(each, str)))
