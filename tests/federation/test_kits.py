@@ -316,7 +316,7 @@ def test_a_refused_run_is_told_by_the_command(tmp_path: Path, monkeypatch: pytes
             get_system_info=lambda: info, submit_job=submit, get_job_meta=lambda job: {"status": "RUNNING"}
         )
 
-    monkeypatch.setattr(supervision, "_session", session)
+    monkeypatch.setattr(supervision, "session_of", session)
     (tmp_path / "coterie.toml").write_text('me = "me"\nsites = ["a", "b"]\n')
     with pytest.raises(KnobError, match="a gives 50 more gradients"):
         supervision.supervise(tmp_path, progress=False)

@@ -14,7 +14,7 @@ from coterie.federation.lead import planned_gradients
 from coterie.federation.manifest import KIT_FILES, Kit, quoted, seal, verify
 from coterie.federation.participants import lead_task
 from coterie.federation.provisioning import Consortium, provision
-from coterie.federation.settings import FILE, SITE_CAPS, Data, LeadSettings, Model, Training, training_of
+from coterie.federation.settings import FILE, SITE_CAPS, Data, LeadSettings, Model, Training
 from coterie.tables import models
 
 README = """# {site} in the consortium {consortium}
@@ -148,8 +148,13 @@ def _kit(site: str, consortium: Consortium, settings: LeadSettings, preparation:
         gradients=planned_gradients(settings) * (len(consortium.sites) - 1 if consortium.everyone else 1),
         batch_size=settings.training.batch_size,
         members=consortium.sites if consortium.everyone else (),
-        training=_given(settings.training) if consortium.everyone else {},
+        training=_proposed(settings.training) if consortium.everyone else {},
     )
+
+
+def _proposed(training: Training) -> dict[str, Any]:
+    """Return how user 0 proposes that everyone trains, as plain data; masked sums cannot be had."""
+    return {name: value for name, value in _given(training).items() if name != "secure_sums"}
 
 
 def first_caps(kit: Kit) -> Caps:
@@ -193,7 +198,7 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
     names |= {"table": quoted(mine.table if mine else "data.csv"), "sites": "", "own_examples": "", "rest": SUMS}
     if kit.everyone:
         wanted = f"own_examples = {mine.own_examples}" if mine and mine.own_examples else "# own_examples = 100"
-        training = _lines(training_of(kit.training))
+        training = "\n".join(f"{name} = {quoted(value)}" for name, value in kit.training.items())
         names |= {
             "sites": f"sites = {quoted(list(kit.others))}   # whom you ask and answer; nobody else gets anything\n",
             "own_examples": f"{wanted}   # train on at most so many rows\n",

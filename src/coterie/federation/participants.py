@@ -16,6 +16,7 @@ from coterie.engines.peer import Peer
 from coterie.errors import DataError, KnobError
 from coterie.federation.settings import FILE, Data, LeadSettings, Model, SiteSettings, site_settings
 from coterie.tables import models
+from coterie.users.sampling import one_thread
 from coterie.users.user import Loss, User
 
 LOG = "requests.jsonl"
@@ -62,7 +63,7 @@ def site_participant(folder: Path, settings: SiteSettings) -> Participant:
 
 def lead_participant(folder: Path, settings: LeadSettings) -> tuple[Participant, TableTask | None]:
     """Return what user 0, or a site that trains, holds, and its task where the examples are a table's."""
-    with torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
+    with one_thread(), torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(settings.training.seed)
         if settings.data.loader:
             return _loaded(folder, settings.data, settings.model), None

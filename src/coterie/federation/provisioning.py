@@ -39,7 +39,9 @@ class Consortium:
     sites: tuple[str, ...]
     port: int = 8002  # where the server listens for sites
     admin_port: int = 8003  # where it listens for user 0's own commands
-    everyone: bool = field(default=False, kw_only=True)  # every site trains a model of its own, and the server passes messages on
+    everyone: bool = field(
+        default=False, kw_only=True
+    )  # every site trains a model of its own, and the server passes messages on
 
     def __post_init__(self) -> None:
         if not self.sites or len(set(self.sites)) < len(self.sites):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from coterie.data import Preparation
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.tables import models
+from coterie.users.sampling import one_thread
 
 Module: TypeAlias = str | models.Factory
 """A model by its name, as on the command line, or a function of the numbers of inputs and outputs."""
@@ -72,7 +73,7 @@ class GroupModels:
 
 def built(module: Module, preparation: Preparation, seed: int) -> nn.Module:
     """Return a model with the initial parameters of a seed; nobody else's draws are changed."""
-    with torch.random.fork_rng(devices=[]):
+    with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return models.build(module, preparation.n_inputs, preparation.n_outputs)
 

@@ -23,6 +23,7 @@ from coterie.tables.metrics import metrics_of
 from coterie.tables.model_files import save_model
 from coterie.tables.report import write_report
 from coterie.training.run import Run, Stopped
+from coterie.users.sampling import one_thread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +61,7 @@ def fit_everyone(
         steps: how many everybody takes.
         settings: passed on to `coterie.train_everyone`: lr, batch_size, device, resume, …
     """
-    with torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
+    with one_thread(), torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(SEED("seed", seed))
         made = models.build(model, table.n_inputs, table.n_outputs)
     sizes = {user.name: len(user) for user in table.users}

@@ -20,6 +20,7 @@ from coterie.tables.report import left_out_section, write_report
 from coterie.tables.splits import FOLDER, Split, judge_over_splits
 from coterie.training.run import Run, Stopped
 from coterie.training.train import train
+from coterie.users.sampling import one_thread
 
 Followed: TypeAlias = Rule | Chooser | MakesLearner
 """What makes a direction of gradients."""
@@ -88,7 +89,7 @@ def _train(
     task: TableTask, rule: Followed, out: Path, *, model: str, metrics: Sequence[str], seed: int, **settings: Any
 ) -> Run:
     reported = metrics_of(task.preparation, metrics)
-    with torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
+    with one_thread(), torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(SEED("seed", seed))
         made = models.build(model, task.n_inputs, task.n_outputs)
     loss = models.loss_of(task.preparation)

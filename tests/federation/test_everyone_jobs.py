@@ -1,0 +1,237 @@
+"""What NVFLARE makes at the server and at a site where everyone trains, with NVFLARE itself left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import coterie
+from coterie.engines.caps import Caps
+from coterie.engines.flare.responder import Responder
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.ledger import Ledger
+from coterie.engines.peer import Peer
+from coterie.errors import CoterieError, KnobError, PeerLost
+from coterie.federation.everyone import following
+from coterie.federation.everyone.relay import MEMBERS
+from coterie.federation.lead import REFUSED, RUN, SUMMARY
+from coterie.federation.watching import MemberWatch, Screen
+from coterie.recording import files
+
+needs_nvflare = pytest.mark.skipif(
+    importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+)
+
+
+def peer(**knobs: Any) -> Peer:
+    user = coterie.User("a", torch.eye(2), torch.ones(2, 1))
+    return Peer(user, Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss), **knobs)
+
+
+@needs_nvflare
+def test_a_site_answers_those_that_it_names_and_trains_for_the_server_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All who ask share what it gives at most; masked sums, whose agreements are with one, are not to be had."""
+    from coterie.federation import site_job
+    from coterie.federation.everyone import member_job
+
+    site = member_job.Member()
+    site.responder = Responder(peer(caps=Caps(gradients=2)))
+    own: Any = SimpleNamespace(settings=SimpleNamespace(sites=("b", "c")), state=lambda: {"step": 3})
+    own.check = own.train = lambda sites: {"came": True}
+    site.run = own
+    request = {"points": np.zeros((1, 3), np.float32), "step": 0, "seed": 0, "batch_size": 2}
+
+    def by(caller: str) -> None:
+        asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
+        for module in (site_job, member_job):
+            monkeypatch.setattr(module, "collab", asked)
+
+    for caller in ("server", "d", "B", "b.x", "", "a"):
+        by(caller)
+        assert site.gradients(request) == {"refused": "it answers the sites that it names only"}
+        assert site.ready() == {"willing": False}
+    for caller in ("b", "c", "d"):
+        by(caller)
+        assert site.check() == site.train() == site.state() == {}
+    by("server")
+    assert site.check() == site.train() == {"came": True}
+    assert site.state() == {"step": 3}
+    for caller in ("b", "c"):
+        by(caller)
+        assert "gradients" in site.gradients(request)
+    assert site.gradients(request) == {"refused": "it has given all the gradients it gives, 2"}
+    assert not any(hasattr(site, name) for name in ("offer", "join", "part"))
+
+
+@needs_nvflare
+def test_a_site_whose_data_cannot_be_read_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from coterie.federation import site_job
+    from coterie.federation.everyone import member_job
+
+    place = SimpleNamespace(get_root_dir=lambda: str(tmp_path / "nvflare"))
+    asked = SimpleNamespace(caller="server", server=SimpleNamespace(name="server"), workspace=place)
+    for module in (site_job, member_job):
+        monkeypatch.setattr(module, "collab", asked)
+    site = member_job.Member()
+    site.start()
+    assert site.state() == {"failed": "data that cannot be read"}
+    assert site.train() == site.check() == {}
+
+
+@needs_nvflare
+@pytest.mark.parametrize("server_answers", [True, False])
+def test_a_site_finds_out_whether_another_is_late_or_the_server_gone(
+    server_answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coterie.federation import lead_job
+
+    asked: dict[str, Any] = {}
+
+    def group(**options: Any) -> Any:
+        asked.update(options)
+        return SimpleNamespace(ready=lambda: answers)
+
+    def here() -> bool:
+        if not server_answers:
+            raise TimeoutError
+        return True
+
+    class Queue(list[tuple[str, int]]):
+        limit = 2  # were asked
+
+    fake = SimpleNamespace(
+        clients=[SimpleNamespace(name=name) for name in "bc"],
+        get_clients=lambda names: group,
+        server=lambda timeout: SimpleNamespace(here=here),
+        is_aborted=False,
+    )
+    answers = Queue([("b", 1)])
+    monkeypatch.setattr(lead_job, "collab", fake)
+    replies = lead_job.CollabSites(relayed=True).ask(["b", "c", "not there"], "ready", 3.0)
+    assert asked == {"blocking": False, "timeout": 3.0, "secure": True}
+    if server_answers:
+        assert replies.wait() == {"b": 1}
+    else:
+        with pytest.raises(PeerLost, match="the server does not answer: TimeoutError"):
+            replies.wait()
+    lead_job.CollabSites().ask(["b"], "ready", 3.0).wait()  # at the server, nobody else need be found
+    assert asked["secure"] is False
+
+
+def test_what_rounding_loses_is_each_callers_own() -> None:
+    exact, one, other = torch.tensor([[1.001, 0.3, -2.003]]), peer(), peer()
+    apart = [other.rounded(exact, torch.bfloat16, "b") for _ in range(4)]
+    mixed = []
+    for _ in range(4):
+        mixed.append(one.rounded(exact, torch.bfloat16, "b"))
+        one.rounded(100 * exact, torch.bfloat16, "c")
+    assert all(torch.equal(a, b) for a, b in zip(apart, mixed, strict=True))
+
+
+class Server:
+    """A server whose jobs do what the test says, one after the other."""
+
+    def __init__(self, out: Path, jobs: list[Callable[[Path], None]], here: list[str]) -> None:
+        self.out, self.jobs, self.here, self.submitted = out, jobs, here, 0
+
+    @contextmanager
+    def session(self, kit: Path, wait: float) -> Iterator[Any]:
+        yield self
+
+    def get_system_info(self) -> Any:
+        return SimpleNamespace(
+            client_info=[SimpleNamespace(name=name, last_connect_time=time.time()) for name in self.here]
+        )
+
+    def submit_job(self, job: str) -> str:
+        self.submitted += 1
+        self.out.mkdir(exist_ok=True)
+        self.jobs.pop(0)(self.out)
+        return "id"
+
+    def get_job_meta(self, job: str) -> Mapping[str, str]:
+        return {"status": "FINISHED:COMPLETED"}
+
+
+def ends(**ended: bool) -> Callable[[Path], None]:
+    def job(out: Path) -> None:
+        files.write_json(out / MEMBERS, {name: {"step": 5, "ended": yes} for name, yes in ended.items()})
+        (out / SUMMARY).write_text("ended")
+
+    return job
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
+    (tmp_path / "coterie.toml").write_text('everyone = ["a", "b"]')
+
+    def make(*jobs: Callable[[Path], None], here: str = "ab") -> Server:
+        one = Server(tmp_path / RUN, list(jobs), list(here))
+        monkeypatch.setattr(following, "session_of", one.session)
+        return one
+
+    return make
+
+
+def test_a_job_is_submitted_again_for_a_site_that_was_lost(server: Callable[..., Server], tmp_path: Path) -> None:
+    one, said = server(ends(a=True, b=False), lambda out: None, ends(a=True, b=True)), list[str]()
+    assert following.follow_everyone(tmp_path, wait=1.0, show_line=said.append) == "ended"
+    assert one.submitted == 3
+    assert said[0].endswith("without the end of b")
+    with pytest.raises(KnobError, match="already holds a run"):
+        following.follow_everyone(tmp_path)
+
+
+def test_a_site_that_does_not_come_back_is_named(server: Callable[..., Server], tmp_path: Path) -> None:
+    one = server(ends(a=True, b=False), here="ab")
+
+    def job(out: Path) -> None:
+        ends(a=True, b=False)(out)
+        one.here = ["a"]
+
+    one.jobs = [job]
+    with pytest.raises(CoterieError, match=r"no end of b; .* --resume` goes on"):
+        following.follow_everyone(tmp_path, wait=0.2)
+
+
+def test_too_few_sites_or_a_refusal_are_told(server: Callable[..., Server], tmp_path: Path) -> None:
+    server(here="a")
+    with pytest.raises(CoterieError, match=r"1 of 2 sites are connected after 0\.2 s"):
+        following.follow_everyone(tmp_path, wait=0.2)
+    server(lambda out: (out / REFUSED).write_text("b gives 50 more gradients") and None)
+    with pytest.raises(KnobError, match="b gives 50 more gradients"):
+        following.follow_everyone(tmp_path, wait=0.2)
+
+
+def test_a_site_that_trains_sees_both_its_run_and_what_it_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coterie.federation.watching.SECONDS_BETWEEN_LINES", 0.0)
+    said: list[str] = []
+    (tmp_path / RUN).mkdir()
+    (tmp_path / RUN / SUMMARY).write_text("of an earlier run")
+    screen, ledger = Screen(said.append, terminal=False), Ledger(tmp_path / "requests.jsonl")
+    watch = MemberWatch(tmp_path, tmp_path, Caps(gradients=100), 0, screen, steps=50)
+    watch()
+    watch._follow(20, 0.5, 0.25, None)
+    ledger.give(5, caller="b", step="9")
+    watch()
+    (tmp_path / RUN / SUMMARY).write_text("The model is better.\nSurely.\n")
+    watch()
+    mine = "own run: step 20 of 50, own loss 0.5 · peers' weight 0.25; for others: "
+    assert [line.partition(" ")[2] for line in said] == [
+        "waiting for the server",
+        mine,
+        f"{mine}step 9: 5 of 100 gradients given",
+        "The model is better.",
+        "Surely.",
+    ]
