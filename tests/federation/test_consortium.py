@@ -16,14 +16,13 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+from tests.support.waiting import steps_done, until
 
 import coterie
 from coterie.data import Preparation
@@ -38,43 +37,14 @@ from coterie.federation.watching import LOG as NVFLARE_LOG
 from coterie.recording import End
 from coterie.tables.fit import fit
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
-)
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+    ),
+]
 TESTS = Path(__file__).parents[1]
 SITES = ("cleveland", "hungarian", "switzerland")
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("consortium", TESTS.parent / "examples" / "consortium.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Mark all processes that a test starts, and end those that it leaves, whatever happens to it."""
-    import psutil
-
-    def marked() -> list[Any]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.pid != os.getpid() and process.environ().get("COTERIE_TEST") == str(tmp_path):
-                    found.append(process)
-        return found
-
-    monkeypatch.setenv("COTERIE_TEST", str(tmp_path))
-    yield
-    left = marked()
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(left, timeout=10)
 
 
 def end_of(folder: Path) -> End:
@@ -137,19 +107,6 @@ def stranger(folder: Path, example: ModuleType, port: int) -> Path:
     tables = example.hospitals(None)
     example.set_up(folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--port", str(port)])
     return folder / "sites" / "hungarian"
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, f"{what} did not happen in {seconds} s"
-        time.sleep(0.1)
-
-
-def steps_done(folder: Path) -> int:
-    path = folder / "run" / "record.jsonl"
-    points = coterie.Record.load(path).points if path.exists() else []
-    return points[-1].step if points else 0
 
 
 @pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")

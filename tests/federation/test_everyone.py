@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.members import NAMES, Job, change, copied, set_up
+from tests.support.members import NAMES, Job, change, copied, everyone_in_process, set_up
 from typer.testing import CliRunner
 
 import coterie
@@ -21,7 +21,6 @@ from coterie.federation.everyone.member import MemberRun
 from coterie.federation.everyone.relay import MEMBERS, Standing, relay, unfinished
 from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.manifest import Kit
-from coterie.federation.participants import lead_participant
 from coterie.federation.settings import Training, site_settings
 
 QUICK: dict[str, Any] = {"patience": 20.0, "pause": 0.05}
@@ -40,14 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> coterie.Runs:
     """Everyone trained in this process, with the sites' examples."""
-    held = {}
-    for name in NAMES:
-        kit = folder / "sites" / name
-        held[name], _ = lead_participant(kit, site_settings(kit).as_lead())
-    first, how = held[NAMES[0]], site_settings(folder / "sites" / NAMES[0]).as_lead().training
-    users = [each.user for each in held.values()]
-    settings = {name: getattr(how, name) for name in ("steps", "lr", "batch_size", "seed")}
-    return coterie.train_everyone(first.model, first.loss, users, coterie.AdaptiveAveraging(), **settings)
+    return everyone_in_process(folder, NAMES)
 
 
 def models_of(folder: Path, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
@@ -137,7 +129,7 @@ def test_a_run_that_fails_tells_its_kind_and_keeps_the_reason(folder: Path, tmp_
             raise ValueError("a patient's name")
 
     member = MemberRun(copied(folder, tmp_path / "trial") / "sites" / "bern")
-    assert member.train(Failing()) == {"step": 0, "steps": STEPS, "ended": False, "failed": "UserCodeError"}
+    assert member.train(Failing()) == {"step": 0, "steps": STEPS, "ended": False, "failed": "ValueError"}
     assert "a patient's name" in (member.out / REFUSED).read_text()
     assert member.responder.ready()["willing"], "it goes on answering"
 

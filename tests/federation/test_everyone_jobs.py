@@ -153,6 +153,7 @@ class Server:
         )
 
     def submit_job(self, job: str) -> str:
+        assert not (self.out / SUMMARY).exists(), "it would be taken for the end of this job"
         self.submitted += 1
         self.out.mkdir(exist_ok=True)
         self.jobs.pop(0)(self.out)

@@ -414,5 +414,5 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
         assert site.part(request) == site.join({}) == site.offer(4) == {"refused": "it answers user 0 only"}
         assert site.ready() == {"willing": False}
     monkeypatch.setattr(site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server")))
-    assert site.ready() == {"willing": True, "left": 1, "examples": 1}
+    assert site.ready() == {"willing": True, "left": 1, "size": 2, "examples": 1}
     assert "gradients" in site.gradients(request)

@@ -15,12 +15,14 @@ from unittest import mock
 import numpy as np
 import pandas as pd
 
+import coterie
 from coterie.errors import PeerLost
 from coterie.federation import kits
 from coterie.federation.everyone.member import MemberRun
 from coterie.federation.manifest import CERTIFICATES
+from coterie.federation.participants import lead_participant
 from coterie.federation.provisioning import Consortium
-from coterie.federation.settings import Data, LeadSettings, Model, Training
+from coterie.federation.settings import Data, LeadSettings, Model, Training, site_settings
 
 NAMES = ("basel", "bern", "chur")
 
@@ -69,6 +71,16 @@ def change(folder: Path, names: Sequence[str], **settings: str) -> None:
 def copied(folder: Path, to: Path) -> Path:
     """Copy a consortium, with the secrets by which its sites draw."""
     return Path(shutil.copytree(folder, to))
+
+
+def everyone_in_process(folder: Path, names: Sequence[str]) -> coterie.Runs:
+    """Train everyone in this process by adaptive averaging, with the examples of a consortium's sites."""
+    settings = {name: site_settings(folder / "sites" / name).as_lead() for name in names}
+    held = [lead_participant(folder / "sites" / name, each)[0] for name, each in settings.items()]
+    how = settings[names[0]].training
+    knobs = {name: getattr(how, name) for name in ("steps", "lr", "batch_size", "seed")}
+    users = [each.user for each in held]
+    return coterie.train_everyone(held[0].model, held[0].loss, users, coterie.AdaptiveAveraging(), **knobs)
 
 
 @dataclass

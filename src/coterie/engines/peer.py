@@ -146,7 +146,8 @@ class Peer:
         left, private = self.left, self._private
         if private is not None and _is_count(batch_size) and _is_count(gradients):
             left = self._spending.left(private.event(batch_size), gradients)
-        terms = {"willing": left is None or left > 0, "left": left, "examples": self.caps.examples}
+        terms = {"willing": left is None or left > 0, "left": left, "size": self.size}
+        terms |= {"examples": self.caps.examples}  # behind a gradient, at least
         if private is None:
             return terms
         return terms | {"promises": private.privacy.in_words(), "promise": self._spending.told()}

@@ -138,10 +138,20 @@ def test_traffic_is_what_was_sent(make_users: Users) -> None:
     assert (traffic["peer 2"].bytes_sent, traffic["peer 2"].bytes_received) == (2 * 12 * 8, 2 * 12 * 8)
 
 
+def test_sites_tell_how_many_examples_they_have_before_the_first_step(make_users: Users) -> None:
+    """So that a rule that weighs by it takes the same first step as in process."""
+    users = make_users()
+    sites = Sites(users[1:])
+    sites.silent = {"peer 2"}
+    told = engine(users, sites).capabilities.examples
+    assert told == {user.name: len(user) for user in users if user.name != "peer 2"}
+
+
 def test_a_silent_site_is_dropped_and_taken_back(make_users: Users, caplog: pytest.LogCaptureFixture) -> None:
     users = make_users()
     sites = Sites(users[1:])
     made = engine(users, sites, misses=3, probe_every=4)
+    sites.asked.clear()  # how many examples they have
     x = torch.zeros(12, dtype=torch.float64)
     left_out = []
     for step in range(20):

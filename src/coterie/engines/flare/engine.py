@@ -115,6 +115,8 @@ class Flare:
             self._sums = SecureSums(
                 sums, sites, timeout, batch_size=batch_size, send=self._post, received=self._received
             )
+        else:
+            self._ask_sizes()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -227,6 +229,12 @@ class Flare:
         buffers = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
         how: dict[str, Any] = {"batch_size": self.batch_size, "buffers": buffers, "frozen": self._frozen}
         return Request(points, step, self.seed, **how | more)
+
+    def _ask_sizes(self) -> None:
+        """Ask how many examples sites have: a rule may weigh them by it in its first step."""
+        for name, terms in self.sites.ask(self.names, "ready", self.timeout).wait().items():
+            if name in self.names and isinstance(terms, Mapping):
+                self._examples[name] = whole_number(terms.get("size"))
 
     def _send(self, names: Sequence[str], question: Question, wanted: list[bool], sent: Tensor | None) -> Replies:
         """Send a question to sites that are asked at the same points; `sent` are these where they are rounded."""

@@ -36,8 +36,6 @@ def follow_everyone(
         raise KnobError(
             f"{out} already holds a run; go on with it (`--resume`), or move it away, as all sites must"
         )
-    for name in (SUMMARY, REFUSED):
-        (out / name).unlink(missing_ok=True)
     job, left = write_job(folder.absolute() / "job", everyone=True), list(names)
     news = NewLines(out / NEWS)
 
@@ -55,6 +53,8 @@ def follow_everyone(
                 )
             if attempt and not here & set(left):
                 break
+            for name in (SUMMARY, REFUSED):  # by which an end is known
+                (out / name).unlink(missing_ok=True)
             status = watch(session, session.submit_job(str(job)), out, show_new)
         show_new()
         if (out / REFUSED).exists():

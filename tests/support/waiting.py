@@ -1,0 +1,24 @@
+"""Wait for what other processes do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import coterie
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    """Wait until something holds; that it does not in time is an error."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, f"{what} did not happen in {seconds} s"
+        time.sleep(0.1)
+
+
+def steps_done(folder: Path) -> int:
+    """Return how many steps the run in a participant's folder has recorded."""
+    path = folder / "run" / "record.jsonl"
+    points = coterie.Record.load(path).points if path.exists() else []
+    return points[-1].step if points else 0
