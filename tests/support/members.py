@@ -142,7 +142,7 @@ class Job:
             return getattr(one, method)(*([] if method == "state" else [FromASite(self, name)]))
         assert caller in one.settings.sites
         if method == "ready":
-            return one.responder.ready()
+            return one.responder.ready(**arguments)
         with self.locks[name]:
             return getattr(one.responder, method)(**arguments, caller=caller)
 
