@@ -21,6 +21,7 @@ from tests.support.processes import ended, forked, torch_distributed
 from torch import Tensor, nn
 
 import coterie
+from coterie.engines.capabilities import TellsPromises
 from coterie.engines.caps import Caps
 from coterie.engines.engine import LocalWork
 from coterie.engines.flare.engine import Flare
@@ -356,7 +357,14 @@ def test_it_answers_over_torch_distributed(tmp_path: Path) -> None:
         engine = make(nn.Linear(WIDTH, 1), LOSS, me, [user()], batch_size=N, seed=0)
         given = [engine.gradients(torch.zeros(WIDTH + 1), 0, {"a": 1.0}).peers for _ in range(2)]
         described, traffic = engine.describe(), dict(engine.traffic())
+        noise = engine.capabilities.noise
     assert not torch.equal(given[0], given[1])  # type: ignore[arg-type]
     assert described["data"].endswith(" private"), "no digest, by which a guess could be checked"
     assert traffic["a"].seconds_computing == 0
     assert Ledger(log).spent == {FULL: 2}
+    assert noise == {"a": 8.0 / N}
+    spent = epsilon_of({FULL: 2}, DELTA)
+    assert isinstance(engine, TellsPromises)
+    assert engine.promises() == {
+        "a": {"epsilon": 9.0, "delta": DELTA, "clip": 1.0, "spent": spent, "noise": 8.0 / N}
+    }

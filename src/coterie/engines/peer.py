@@ -152,6 +152,13 @@ class Peer:
             return terms
         return terms | {"promises": private.privacy.in_words(), "promise": self._spending.told()}
 
+    def promise(self, batch_size: int) -> dict[str, float] | None:
+        """Return what is promised, how much of it was spent, and the noise on each number; None where nothing."""
+        if self._private is None:
+            return None
+        noise = self._private.deviation(self._private.event(batch_size), min(batch_size, self.size or 1))
+        return self._spending.told() | {"noise": noise}
+
     @functools.cached_property
     def identity(self) -> Identity:
         """By what other peers know it in masked sums: the same in all runs where caps and log keep its secret."""

@@ -1,5 +1,6 @@
 """What user 0 asks of a peer and what a peer answers, whatever carries it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,26 @@ class Reply:
     seconds: float = 0.0
     examples: int | None = None  # about how many the peer has; None for a stream
     noise: float | None = None  # the standard deviation of what a private peer added to each number
+
+
+def promise_told(reported: Any) -> dict[str, float] | None:
+    """Return what a peer says it promises and has spent of it, where that can be true.
+
+    Example:
+        >>> promise_told({"epsilon": 4.0, "delta": 1e-5, "clip": 1.0, "spent": 0.5, "more": "words"})
+        {'epsilon': 4.0, 'delta': 1e-05, 'clip': 1.0, 'spent': 0.5}
+        >>> promise_told({"epsilon": 4.0, "delta": -1.0, "clip": 1.0, "spent": 0.5}) is None
+        True
+    """
+    fields = reported if isinstance(reported, dict) else {}
+    told = {name: fields.get(name) for name in ("epsilon", "delta", "clip", "spent")}
+    fine = all(isinstance(value, float) and 0 <= value < math.inf for value in told.values())
+    return {name: float(value) for name, value in told.items() if value is not None} if fine else None
+
+
+def noise_told(reported: Any) -> float:
+    """Return the standard deviation of the noise that a peer says it adds to each number; 0 where it says none."""
+    return reported if isinstance(reported, float) and 0 <= reported < math.inf else 0.0
 
 
 def to_array(tensor: Tensor) -> np.ndarray[Any, Any]:

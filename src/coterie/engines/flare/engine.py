@@ -16,9 +16,9 @@ from coterie.engines.flare.masked_groups import MaskedGroups
 from coterie.engines.flare.messages import pack_request, read_reply, request_bytes
 from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import Replies, Sites
-from coterie.engines.flare.standing import Standing, noise_told, promise_told, seconds_told, whole_number
+from coterie.engines.flare.standing import Standing, seconds_told, whole_number
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.requests import Request
+from coterie.engines.requests import Request, noise_told, promise_told
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, is_finite

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import LocalReplies, Replies, Sites
-from coterie.engines.flare.standing import noise_told, whole_number
+from coterie.engines.flare.standing import whole_number
+from coterie.engines.requests import noise_told
 from coterie.errors import KnobError
 from coterie.privacy.masked_sums import MaskedSums
 

@@ -1,6 +1,5 @@
 """How a site stands with user 0, and what can be true of what it tells."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,23 +25,3 @@ def whole_number(reported: Any) -> int | None:
 def seconds_told(reported: Any, most: float) -> float:
     """Return the seconds that a site says it computed, as far as they can be true."""
     return reported if isinstance(reported, float) and 0 <= reported <= most else 0.0
-
-
-def promise_told(reported: Any) -> dict[str, float] | None:
-    """Return what a site says it promises and has spent of it, where that can be true.
-
-    Example:
-        >>> promise_told({"epsilon": 4.0, "delta": 1e-5, "clip": 1.0, "spent": 0.5, "more": "words"})
-        {'epsilon': 4.0, 'delta': 1e-05, 'clip': 1.0, 'spent': 0.5}
-        >>> promise_told({"epsilon": 4.0, "delta": -1.0, "clip": 1.0, "spent": 0.5}) is None
-        True
-    """
-    fields = reported if isinstance(reported, dict) else {}
-    told = {name: fields.get(name) for name in ("epsilon", "delta", "clip", "spent")}
-    fine = all(isinstance(value, float) and 0 <= value < math.inf for value in told.values())
-    return {name: float(value) for name, value in told.items() if value is not None} if fine else None
-
-
-def noise_told(reported: Any) -> float:
-    """Return the standard deviation of the noise that a site says it adds to each number; 0 where it says none."""
-    return reported if isinstance(reported, float) and 0 <= reported < math.inf else 0.0

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.requests import noise_told, promise_told
 from coterie.engines.rounding import Compress, relative_error
 from coterie.engines.sketch import sketch_size
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
-from coterie.engines.torch_distributed.hellos import HELLO, check_hellos, strictest
+from coterie.engines.torch_distributed.hellos import HELLO, PROMISE, check_hellos, strictest
 from coterie.engines.torch_distributed.reading import Exchange, Reading
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
@@ -101,6 +102,7 @@ class TorchDistributed:
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
         self.sums_only = strictest(self.hellos)
+        self._promises = self._told(self.hellos)
         self.capabilities = self._capabilities()
         self._reading = Reading(self.wire, self.names, compress)
         self._sums = None if sums is None else SecureSums(sums, self.group, self.wire, self.names)
@@ -242,9 +244,30 @@ class TorchDistributed:
             if self._whole:
                 self._whole = False
                 self.wire.request.ask(Ask.END)
-                with contextlib.suppress(RuntimeError):  # whoever is gone need not be told
+                with contextlib.suppress(RuntimeError, PeerLost):  # whoever is gone need not be told
                     self.wire.send_request().wait()
+                    self._promises |= self._told(self._last_words())
             self.group.disconnect()
+
+    def promises(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what private peers promise and have spent; after `close` with what this run has cost."""
+        return self._promises
+
+    def _last_words(self) -> list[dict[str, Any]]:
+        """Return what each private peer says when the run has ended, in the form of a hello."""
+        ranks = {rank: name for rank, name in enumerate(self.names, 1) if name in self._promises}
+        said = {name: self.group.read_note(f"{PROMISE}/{rank}", repr(name)) for rank, name in ranks.items()}
+        return [{"name": name, "promise": promise} for name, promise in said.items()]
+
+    @staticmethod
+    def _told(said: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+        """Return what peers promise, where it can be true, with the noise on each number."""
+        found = {}
+        for one in said:
+            promise: Any = one.get("promise")
+            if (told := promise_told(promise)) is not None:
+                found[one["name"]] = told | {"noise": noise_told(promise.get("noise"))}
+        return found
 
     def _meet(self, expected: Sequence[str]) -> list[dict[str, Any]]:
         """Return what each peer says of itself, once all are there and fit together."""
@@ -266,6 +289,7 @@ class TorchDistributed:
             rows=self.sums_only is None and not self.secure_sums,
             same_bits=self.gather and self.compress is None,
             examples={**own.examples, **counts},
+            noise={name: noise_told(promise.get("noise")) for name, promise in self._promises.items()},
             batch_size=own.batch_size,
             batch_dependent=own.batch_dependent,
             many_points=not self.secure_sums,

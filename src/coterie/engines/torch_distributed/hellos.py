@@ -12,6 +12,9 @@ HELLO: dict[str, Any] = {"name": str, "examples": int | str, "data": str, "size"
 HELLO |= {"sums_only": list | None, "refused": str | None}
 """The entries of a hello, and of which types they are."""
 
+PROMISE = "promise"
+"""What the note is called that a private peer leaves when the run has ended."""
+
 
 def strictest(hellos: Sequence[Mapping[str, Any]]) -> SumsOnly | None:
     """Return sums that all peers take part in; None where none gives sums only."""

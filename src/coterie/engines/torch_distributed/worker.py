@@ -18,6 +18,7 @@ from coterie.engines.requests import MAX_POINTS, Reply, Request
 from coterie.engines.rounding import HALVES
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
+from coterie.engines.torch_distributed.hellos import PROMISE
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
 from coterie.engines.torch_distributed.secure_sums import MaskedPart, constants_of
@@ -134,6 +135,9 @@ class _Worker:
         began = time.perf_counter()
         ask, step, sketched = self.wire.request.read()
         if ask in (Ask.END, Ask.NOTHING):
+            if ask is Ask.END and self.peer.is_private:
+                promise = self.peer.promise(self.run["batch_size"])
+                self.group.leave_note(f"{PROMISE}/{self.group.rank}", promise)
             return ask is Ask.NOTHING
         if ask is Ask.POINTS:
             self._take_points(step, added=bool(sketched))
@@ -237,7 +241,7 @@ class _Worker:
             said = str(error) if self.given[2] is None else type(error).__name__  # the text may tell of an example
             self.group.leave_note(key, hello | {"refused": said})
             raise
-        self.group.leave_note(key, hello | {"refused": None})
+        self.group.leave_note(key, hello | {"refused": None, "promise": peer.promise(run["batch_size"])})
         go = self.group.read_note("go", "user 0", refused=str | None)
         if go["refused"]:
             raise PeerLost(f"user 0 began no run: {printable(go['refused'], 1000)}")
