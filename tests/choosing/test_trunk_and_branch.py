@@ -65,13 +65,10 @@ def distance(run: coterie.Run) -> float:
 
 
 @pytest.mark.parametrize("held_out", [0, 9])
-@pytest.mark.parametrize(
-    ("kind", "steps"), [("alike", 40), ("alike", 160), ("wrong", 40), ("wrong", 160), ("strangers", 40)]
-)
-def test_it_is_the_twin_in_numpy(kind: str, held_out: int, steps: int) -> None:
-    """In the long runs α goes back to where the losses were lowest, before they rose."""
+@pytest.mark.parametrize("kind", ["alike", "wrong", "strangers"])
+def test_it_is_the_twin_in_numpy(kind: str, held_out: int) -> None:
     me, peers = users(kind, held_out)
-    run, folds = train(me, peers, guard="off", steps=steps, evaluate_every=1), split(me, 3, 0).numpy()
+    run, folds = train(me, peers, guard="off"), split(me, 3, 0).numpy()
     folds = np.concatenate([folds, np.arange(held_out) % 3])
     counts = Resampled(folds, random_key(0, "me/resamples") % 2**63).counts.astype(float)
     torch.manual_seed(0)
@@ -84,11 +81,8 @@ def test_it_is_the_twin_in_numpy(kind: str, held_out: int, steps: int) -> None:
         x, y = me.validation.take(torch.arange(held_out))
         validation = x.numpy(), y[:, 0].numpy()
     start = Parameters(nn.Linear(D, 1).double()).vector().numpy()
-    twin = trunk_and_branch(plain[0], plain[1:], validation, start, folds, counts=counts, steps=steps, lr=0.05)
+    twin = trunk_and_branch(plain[0], plain[1:], validation, start, folds, counts=counts, steps=40, lr=0.05)
     account = run.record.end.account
-    alphas = [point.weight for point in run.record.points[1:]][-len(twin["alphas"]) :]
-    np.testing.assert_allclose(alphas, twin["alphas"], atol=1e-9)
-    assert (min(alphas) > 0.02) == (steps == 160)
     assert account["path"] == twin["path"]
     np.testing.assert_allclose(vector(run), twin["point"], atol=1e-6)
     if twin["path"] == "branch":
@@ -139,13 +133,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize(("stop", "steps"), [(7, 40), (20, 40), (31, 40), (122, 160)])
+@pytest.mark.parametrize("stop", [7, 20, 31])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_resuming_gives_the_same_bits(tmp_path: Path, kind: str, stop: int, steps: int) -> None:
+def test_resuming_gives_the_same_bits(tmp_path: Path, kind: str, stop: int) -> None:
     me, peers = users("wrong", 9)
     halving = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.5)  # noqa: E731
-    asked: dict[str, Any] = {"batch_size": 4, "optimizer": OPTIMIZERS[kind], "lr": None, "steps": steps}
-    asked["scheduler"] = halving
+    asked: dict[str, Any] = {"batch_size": 4, "optimizer": OPTIMIZERS[kind], "lr": None, "scheduler": halving}
     whole = train(me, peers, **asked)
     train(me, peers, out=tmp_path, checkpoint_every=5, hooks=[lambda step: step.step == stop], **asked)
     resumed = train(me, peers, out=tmp_path, resume=True, **asked)

@@ -129,29 +129,21 @@ def trunk_and_branch(
             return np.asarray(own * np.ones_like(w))  # the peers are not heard
         return np.asarray((1 - a) * own + a * total)
 
-    fallen, held, at_looks, alphas = 0, False, [], []  # by how many steps α has fallen
     for t in range(half, steps + 1):
         if t % every == 0 or t in (half, steps):
             look("alone", alone[0], alone[1:])
             look("branch", copies[0], copies[1:])
             look("pooled", pooled, [])
-            seen = np.array(paths["branch"]["l"])
-            worse = seen[-1] - seen[seen.mean(1).argmin()]
-            at_looks.append(fallen)
-            held = bool(worse.mean() > worse.std(ddof=1) / np.sqrt(len(worse)))
-            fallen = at_looks[seen.mean(1).argmin()] if held else fallen
         if t == steps:
             break
-        a = 1 / (1 + np.exp(-(2.2 - 6.8 * fallen / max(1, steps - half - 1))))
-        alphas.append(a)
-        fallen += not held
+        a = 1 / (1 + np.exp(-(2.2 - 6.8 * (t - half) / max(1, steps - half - 1))))
         copies = [
             w - lr * step_of(w, tau, a, gradient(w, part)) for w, part, tau in zip(copies, parts, used, strict=True)
         ]
         pooled = pooled - lr * step_of(pooled, by_size, 1.0, 0.0)
         alone = [w - lr * gradient(w, part) for w, part in zip(alone, parts, strict=True)]
     everything = tuple(np.concatenate(pair) for pair in zip(own, held_out, strict=True))
-    return _served(paths, folds, counts, cast("Data", everything)) | {"tau": used[0], "alphas": alphas}
+    return _served(paths, folds, counts, cast("Data", everything)) | {"tau": used[0]}
 
 
 def _served(

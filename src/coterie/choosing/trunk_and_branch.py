@@ -4,8 +4,8 @@
              follow. Trunk q is judged without fold q. A gradient far longer than the others' is not heard
     pooled   all steps: one more follows the peers by numbers of examples
     branch   second half, from the better of the two: F + 1 copies step by (1 − α) own + α peers, α falling; F of
-             them are blind to one fold each, and their losses there say how far α falls and when to stop. A sum
-             of the peers that is longer than they sent while they were judged is not heard
+             them are blind to one fold each, and their losses there say when to stop. A sum of the peers that is
+             longer than they sent while they were judged is not heard
     alone    all steps: F + 1 copies ask no peer
 
 With `exchange_every=K` the peers are asked at every K-th step, and where they are judged; in the steps between,
@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.account import compared, sentence, stop_of
 from coterie.choosing.looks import Looks
-from coterie.choosing.when import FallingWeight, Path
+from coterie.choosing.when import Path
 from coterie.choosing.whom import GRAMS, Array, FittedWeights, added_noise, shares, sizes
 from coterie.engines.engine import Engine
 from coterie.gradients.trained_part import copied, load_trained_state, trained_state
@@ -40,6 +40,8 @@ from coterie.recording.result import GuardDecision
 from coterie.recording.traffic import Traffic
 from coterie.rules import Alone
 
+FIRST, LAST = 2.2, -4.6
+"""The logit of α at the branch's first and last step: α falls from .9 to .01."""
 LOOKS = 20
 """Looks in a run."""
 FAR = 10.0
@@ -64,7 +66,7 @@ class TrunkAndBranch(Learner):
         self.sizes = sizes(engine)
         self.by_size = shares(self.sizes)
         self._between_grams, self._between_looks = max(1, self.half // GRAMS), max(1, spec.steps // LOOKS)
-        self.trunk, self.alpha_at = "fitted", FallingWeight(self.half, spec.steps - self.half)
+        self.trunk = "fitted"
         start, d = self.points.start(), self.points.d
         self.alone = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
         self.peers = Stack.of(spec, start[:d].expand(self.n_trunks + 1, -1))
@@ -215,6 +217,11 @@ class TrunkAndBranch(Learner):
             ends += [step + -step % self._between_grams, self.half]
         return min(ends) - step
 
+    def alpha_at(self, step: int) -> float:
+        """Return the peers' weight at a step of the branch."""
+        done = (step - self.half) / max(1, self.spec.steps - self.half - 1)
+        return 1 / (1 + math.exp(-(FIRST + (LAST - FIRST) * min(1.0, done))))
+
     def _fork(self) -> None:
         """Begin the branch from the trunk of the lower loss on examples that did not steer it; pooled goes on."""
         trunks, copies = self.n_trunks, self.n_folds + 1
@@ -239,8 +246,6 @@ class TrunkAndBranch(Learner):
             branch, pooled = torch.split(self._points(1), [self.n_folds + 1, 1])
             copies |= {"branch": branch, "pooled": pooled}
         self.looks.add(self.step, copies)
-        if "branch" in self.looks.paths:
-            self.alpha_at.look(self.step, self.looks.paths["branch"])
 
     def consider(self, validation_loss: float) -> None:
         """Tell a scheduler that wants to know; what is best is chosen at the looks."""
@@ -350,7 +355,6 @@ class TrunkAndBranch(Learner):
             **plain,
             "unheard": self.unheard,
             "longest": self.longest,
-            "alpha": self.alpha_at.state_dict(),
             "model": trained_state(self.model),
             **parts,
             "sizes": torch.from_numpy(self.sizes),
@@ -385,7 +389,6 @@ class TrunkAndBranch(Learner):
         self.heard = state.get("heard")
         self.unheard.copy_(state["unheard"])
         self.longest.copy_(state["longest"])
-        self.alpha_at.load_state_dict(state["alpha"])
 
 
 def _over(weights: Tensor, followed: Tensor) -> Tensor:

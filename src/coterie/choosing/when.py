@@ -1,9 +1,8 @@
-"""How far to follow, when to stop, and which path to serve: all by losses at looks."""
+"""When to stop, and which path to serve: losses at looks, and how often each look is best under resampling."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from coterie.choosing.whom import Array
 
-FIRST, LAST = 2.2, -4.6
-"""The logit of α at the branch's first step, and where it ends if it falls all the way: α falls from .9 to .01."""
 RESAMPLES = 300
 """Bootstrap resamples of the examples."""
 HANDICAP = 0.5
@@ -59,53 +56,6 @@ class Path:
         for frequency, point in used:
             mean.add_(point, alpha=frequency)
         return used[0][1].clone() if len(used) == 1 else mean
-
-
-class FallingWeight:
-    """α, the peers' weight in the branch: its logit falls evenly, but not beyond what the losses allow.
-
-    Where the loss at a look is above that of the best look by more than one standard error of their difference, α
-    goes back to what it was there and stays until the next look: the steps left are taken where it was best to be.
-
-    Args:
-        begin: the branch's first step.
-        steps: how many steps it has.
-
-    Example:
-        >>> alpha = FallingWeight(begin=30, steps=30)
-        >>> [round(alpha(step), 2) for step in (30, 40, 50, 59)]
-        [0.9, 0.46, 0.08, 0.01]
-    """
-
-    def __init__(self, begin: int, steps: int) -> None:
-        self._pace = 1 / max(1, steps - 1)
-        self._since, self._at, self._falls = begin, 0.0, True
-        self._fallen: list[float] = []  # at each look, as a share of the whole way
-
-    def __call__(self, step: int) -> float:
-        """Return α at a step after the last look."""
-        return 1 / (1 + math.exp(-(FIRST + (LAST - FIRST) * self._share(step))))
-
-    def _share(self, step: int) -> float:
-        return min(1.0, self._at + self._falls * self._pace * (step - self._since))
-
-    def look(self, step: int, path: Path) -> None:
-        """Take the losses of a new look, after which this step comes."""
-        self._fallen.append(self._share(step))
-        table = path.table()
-        best = int(table.mean(1).argmin())
-        change = table[-1] - table[best]
-        self._falls = not change.mean() > standard_error(change)
-        self._since, self._at = step, self._fallen[-1 if self._falls else best]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what later steps depend on."""
-        return {"since": self._since, "at": self._at, "falls": self._falls, "fallen": list(self._fallen)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state."""
-        self._since, self._at, self._falls = state["since"], state["at"], state["falls"]
-        self._fallen = list(state["fallen"])
 
 
 @dataclass(frozen=True, eq=False)
