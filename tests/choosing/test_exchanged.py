@@ -139,7 +139,8 @@ class Absent(LocalSites):
         self.silent = silent
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
-        there = [n for n in names if n != "alike 1" or not self.silent(arguments["request"]["step"])]
+        silent = method == "gradients" and self.silent(arguments["request"]["step"])
+        there = [name for name in names if name != "alike 1" or not silent]
         return super().ask(there, method, timeout, **arguments)
 
 
