@@ -92,6 +92,14 @@ def kill_points(seed: int) -> dict[str, Any]:
     return {"n": len(points.POINTS) + len(ledgers), "bad": lost, "told": "the same bits, and the same caps"}
 
 
+def ledgers(count: int, seed: int) -> dict[str, Any]:
+    """Return how often kills of private peers, two on one ledger, lost what was spent, or ε was exceeded."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = support("killed_ledgers").killed(Path(folder) / "log", count, seed, 16.0 if count < 50 else 60.0)
+    told = f"{found.left} answers left, {found.counted} of {found.most} were counted"
+    return {"n": found.kills, "bad": found.bad, "told": told}
+
+
 def fuzz(name: str, count: int, seed: int) -> dict[str, Any]:
     """Return how many messages of nonsense ended in an untyped error."""
     found = getattr(support("fuzz"), name)(count, seed)
@@ -144,6 +152,7 @@ DOES: dict[str, Callable[..., dict[str, Any]]] = {
     "damage": damage,
     "kills": kills,
     "kill points": kill_points,
+    "ledgers": ledgers,
     "fuzz": fuzz,
     "inputs": inputs,
     "commands": commands,
@@ -155,6 +164,7 @@ BAD = {
     "damage": "accepted in silence, or a raw error",
     "kills": "runs lost or other bits",
     "kill points": "runs lost or other bits",
+    "ledgers": "budget lost or overspent",
     "fuzz": "untyped errors",
     "inputs": "not refused in words",
     "commands": "tracebacks",
@@ -189,6 +199,7 @@ def cases(part: str, quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
     plain: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
         "kills": [("random moments", (5 if quick else 50, seed)) for seed in range(1 if quick else 10)],
         "kill points": [("named points", (seed,)) for seed in range(1 if quick else 3)],
+        "ledgers": [("private peers, two on a ledger", (10 if quick else 200, 0))],
         "inputs": [("library", ())],
         "commands": [("command line", ())],
         "memory": [("8 processes", (300 if quick else 20_000,))],
