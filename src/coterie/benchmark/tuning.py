@@ -25,8 +25,7 @@ from coterie.registry import RunFacts
 from coterie.rules import Rule, weights_in
 from coterie.training.choose import Followed
 from coterie.training.many import train_many
-from coterie.training.run import Run, Step, Stopped
-from coterie.training.setup import RunOptions
+from coterie.training.run import Run, RunOptions, Step, Stopped
 from coterie.training.train import train_spec
 from coterie.users.examples import Examples
 from coterie.users.user import Loss

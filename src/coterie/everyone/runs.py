@@ -10,8 +10,7 @@ from torch import nn
 from coterie.everyone.gains import Gain, Overall, by_chance, counted, gain_of, overall
 from coterie.learners.spec import RunSpec
 from coterie.reporting.whom import heard
-from coterie.training.run import Run, Stopped
-from coterie.training.setup import RunOptions
+from coterie.training.run import Run, RunOptions, Stopped
 from coterie.users.user import User
 
 if TYPE_CHECKING:

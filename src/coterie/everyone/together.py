@@ -24,8 +24,7 @@ from coterie.recording.interruption import interruptible
 from coterie.recording.progress import Show, progress_bar
 from coterie.rules import Alone, FormulaRule
 from coterie.training.loop import TrainingLoop
-from coterie.training.run import Run, Stopped
-from coterie.training.setup import RunOptions
+from coterie.training.run import Run, RunOptions, Stopped
 from coterie.training.train import SetUpRun, set_up
 
 T = TypeVar("T")

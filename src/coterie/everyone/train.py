@@ -23,7 +23,7 @@ from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
 from coterie.recording.claim import claimed
 from coterie.rules import Rule
 from coterie.training import setup
-from coterie.training.setup import RunOptions
+from coterie.training.run import RunOptions
 from coterie.training.train import train_spec
 from coterie.users.user import USER, Loss, User, check_names
 

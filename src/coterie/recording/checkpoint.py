@@ -6,18 +6,65 @@ running code.
 """
 
 import io
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from coterie.errors import CheckpointError
 from coterie.recording import files
+from coterie.recording.claim import Claim
 
+T = TypeVar("T")
 MAGIC = b"coterie-checkpoint 3 "
 EARLIER = (b"coterie-checkpoint 1 ", b"coterie-checkpoint 2 ")
 KEPT = 2
+
+
+class RunFolder:
+    """What a run writes to its folder, where it has one. A run does not end because that fails."""
+
+    def __init__(self, claim: Claim | None = None, saved_at: int | None = None) -> None:
+        self.claim, self.saved_at = claim, saved_at  # the step of the last checkpoint
+
+    def write(self, what: str, write: Callable[[], T]) -> T | None:
+        """Write something; where there is no folder it stays in memory."""
+        return write() if self.claim is None else self.claim.attempt(what, write)
+
+    def save(self, step: int, content: Callable[[], dict[str, Any]]) -> Path | None:
+        """Write a checkpoint of a step, unless it has one, and return its path."""
+        if self.claim is None:
+            return None
+        folder = self.claim.folder / "checkpoints"
+        if (there := saved(folder)) and self.saved_at == step:
+            return there[-1]
+
+        def write() -> Path:
+            path = save(folder, step, content())
+            self.saved_at = step
+            return path
+
+        return self.write("checkpoint", write)
+
+    def where(self) -> str:
+        """Say where the state is that was saved last."""
+        there = self.claim is not None and not self.claim.unwritten
+        paths = saved(self.claim.folder / "checkpoints") if self.claim and there else []
+        return (
+            f"what was computed is saved in {paths[-1]}" if paths else "what was computed is in this error's `run`"
+        )
+
+    def unwritten(self) -> str:
+        """Say what could not be written, last of all in a warning; nothing where all is there."""
+        missing = "; ".join(map(str, self.claim.unwritten.values())) if self.claim else ""
+        if self.claim and missing:
+            warnings.warn(
+                f"not all of this run is in {self.claim.folder}: {missing}. The run returned is whole", stacklevel=3
+            )
+        return missing
 
 
 def save(folder: Path, step: int, content: dict[str, Any]) -> Path:

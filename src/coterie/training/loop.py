@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -15,11 +15,12 @@ from coterie.evaluation.evaluate import evaluate
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.recording import checkpoint
+from coterie.recording.checkpoint import RunFolder
 from coterie.recording.claim import Claim
 from coterie.recording.configuration import Configuration
 from coterie.recording.costs import Cost
 from coterie.recording.record import Record
-from coterie.recording.result import End, Point
+from coterie.recording.result import End, GuardDecision, Point
 from coterie.recording.traffic import Traffic, total
 from coterie.reporting.beside_alone import with_verdict
 from coterie.training.captured import Captured
@@ -27,8 +28,6 @@ from coterie.training.choose import MAY_DIFFER, check_free
 from coterie.training.guard import Guard
 from coterie.training.hooks import Hook, HookLike, Start, as_hook, tell
 from coterie.training.run import Run, Step, Stopped
-
-T = TypeVar("T")
 
 
 class TrainingLoop:
@@ -55,9 +54,7 @@ class TrainingLoop:
         self.left_out: dict[str, dict[str, int]] = {}
         self.travelled: dict[str, Traffic] = {}  # before this session
         self.losses: list[float] = []
-        self.out: Path | None = None
-        self.claim: Claim | None = None
-        self.saved_at: int | None = None
+        self.folder = RunFolder()
         self._told_of_gradients = False
         self.whole = True  # whether the state is that after a whole step, evaluated where that is due
         self.first: Mapping[str, float] | None = None  # what the validation set says before the first step
@@ -65,8 +62,7 @@ class TrainingLoop:
 
     def open(self, configuration: Configuration, claim: Claim | None, resume: bool) -> None:
         """Begin the record, or resume the run that was left in the folder that was claimed."""
-        out = None if claim is None else claim.folder
-        self.claim, self.out = claim, out
+        out, self.folder = None if claim is None else claim.folder, RunFolder(claim)
         path = out and out / "record.jsonl"
         saved = checkpoint.saved(out / "checkpoints") if out else []
         if out and resume and saved and path and path.exists():
@@ -74,7 +70,7 @@ class TrainingLoop:
             self.load_state_dict(checkpoint.load(saved[-1], self.learner.x.device), configuration, saved[-1])
             record.configuration = configuration
             record.cut(self.learner.step)
-            self.saved_at = self.learner.step
+            self.folder.saved_at = self.learner.step
             return self.begin(record)
         check_free(out, resume)
         if saved:
@@ -213,7 +209,7 @@ class TrainingLoop:
             validation=validation or {},
             guard=None if self.guard is None else self.guard.check(learner),
         )
-        self._write("record", lambda: self.record.add(point))
+        self.folder.write("record", lambda: self.record.add(point))
         self.whole = True
         tell(self.hooks, "on_evaluation", point)
         return point
@@ -228,19 +224,41 @@ class TrainingLoop:
         broken = stopped is Stopped.USER_CODE  # and might fail again
         if self.guard is not None and not broken:
             model, best, decision = self.guard.decide(model, best)
-        validation, test = dict[str, float](), dict[str, float]()
         held_out = spec.me.validation, spec.me.test if stopped in (None, Stopped.HOOK) else None
+        scores: list[dict[str, float]] = [{}, {}]
         try:
             if not broken:
-                scores = (evaluate(model, spec.loss, e, spec.metrics) if e is not None else {} for e in held_out)
-                validation, test = scores
+                scores = [evaluate(model, spec.loss, e, spec.metrics) if e is not None else {} for e in held_out]
         except UserCodeError as error:
             failed, stopped, broken = error, Stopped.USER_CODE, True
-        engine = learner.engine
+        end = self._end(stopped, seconds, scores, best.get("step", learner.step), decision)
+        alone = learner.trained_alone() if self.guard is None else self.guard.alone()
+        end = with_verdict(end, self.record.configuration, spec, model, None if broken else alone)
+        self.folder.write("record", lambda: self.record.finish(end))
+        given = learner.state, learner.step, end.best_step, scores[1], stopped, learner.models(), alone
+        run = Run(model, self.record, *given, self.folder.unwritten())
+        try:
+            tell(self.hooks, "on_end", run)
+        except UserCodeError as error:
+            failed = failed or error
+        if failed is not None:
+            raise UserCodeError(f"{failed}; {self.folder.where()}", run) from failed.__cause__
+        return run
+
+    def _end(
+        self,
+        stopped: Stopped | None,
+        seconds: float,
+        scores: Sequence[Mapping[str, float]],
+        best_step: int,
+        decision: GuardDecision | None,
+    ) -> End:
+        """Return what the record says of the end, but for the verdict."""
+        learner, engine, (validation, test) = self.learner, self.learner.engine, scores
         traffic = total(self.travelled, engine.traffic())
-        end = End(
+        return End(
             step=learner.step,
-            best_step=best.get("step", learner.step),
+            best_step=best_step,
             seconds=round(seconds, 3),
             stopped=stopped,
             validation=validation,
@@ -254,58 +272,15 @@ class TrainingLoop:
             account=learner.account(traffic),
             not_captured=(self.captured and self.captured.failed) or "",
         )
-        alone = learner.trained_alone() if self.guard is None else self.guard.alone()
-        end = with_verdict(end, self.record.configuration, spec, model, None if broken else alone)
-        self._write("record", lambda: self.record.finish(end))
-        run = Run(
-            model,
-            self.record,
-            learner.state,
-            learner.step,
-            end.best_step,
-            test,
-            stopped,
-            learner.models(),
-            alone,
-            self._unwritten(),
-        )
-        try:
-            tell(self.hooks, "on_end", run)
-        except UserCodeError as error:
-            failed = failed or error
-        if failed is not None:
-            raise UserCodeError(f"{failed}; {self._where()}", run) from failed.__cause__
-        return run
 
     def save(self) -> Path | None:
         """Write a checkpoint, where there is a folder for it and this step has none yet, and return its path."""
-        if self.out is None:
-            return None
-        there = checkpoint.saved(self.out / "checkpoints")
-        if there and self.saved_at == self.learner.step:
-            return there[-1]
-        return self._write("checkpoint", self._save)
 
-    def _save(self) -> Path | None:
-        if self.out is None:
-            return None
-        self.record.before_checkpoint(self.learner.step)
-        path = checkpoint.save(self.out / "checkpoints", self.learner.step, self.state_dict())
-        self.saved_at = self.learner.step
-        return path
+        def content() -> dict[str, Any]:
+            self.record.before_checkpoint(self.learner.step)
+            return self.state_dict()
 
-    def _unwritten(self) -> str:
-        """Say what could not be written to the folder, last of all in a warning; nothing where all is there."""
-        missing = "; ".join(map(str, self.claim.unwritten.values())) if self.claim else ""
-        if missing:
-            warnings.warn(
-                f"not all of this run is in {self.out}: {missing}. The run returned is whole", stacklevel=3
-            )
-        return missing
-
-    def _write(self, what: str, write: Callable[[], T]) -> T | None:
-        """Write something to the folder, if there is one; a run does not end because that fails."""
-        return write() if self.claim is None else self.claim.attempt(what, write)
+        return self.folder.save(self.learner.step, content)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
@@ -352,15 +327,7 @@ class TrainingLoop:
             run = self.finish(Stopped.USER_CODE, 0.0)
         except UserCodeError as second:  # the same code fails at the end too
             run = second.run
-        return UserCodeError(f"{error}, after {self.learner.step} steps; {self._where()}", run)
-
-    def _where(self) -> str:
-        """Say where the state is that was saved last."""
-        there = self.claim is not None and not self.claim.unwritten
-        saved = checkpoint.saved(self.out / "checkpoints") if self.out and there else []
-        return (
-            f"what was computed is saved in {saved[-1]}" if saved else "what was computed is in this error's `run`"
-        )
+        return UserCodeError(f"{error}, after {self.learner.step} steps; {self.folder.where()}", run)
 
     def _lost(self, lost: PeerLost) -> PeerLost:
         """Save the state before this step, and return the error with where it is."""

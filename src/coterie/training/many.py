@@ -23,8 +23,7 @@ from coterie.rules import Alone, FormulaRule
 from coterie.training import setup
 from coterie.training.choose import with_choice
 from coterie.training.many_loop import ManyLoop, ReadyRun
-from coterie.training.run import Run, Stopped
-from coterie.training.setup import RunOptions
+from coterie.training.run import Run, RunOptions, Stopped
 from coterie.training.train import train_spec
 from coterie.users.examples import InMemory
 from coterie.users.sampling import seeded

@@ -31,8 +31,7 @@ from coterie.training import setup
 from coterie.training.choose import choose, with_earlier_choice, with_estimates
 from coterie.training.hooks import HookLike, ProgressHook
 from coterie.training.loop import TrainingLoop
-from coterie.training.run import Run
-from coterie.training.setup import RunOptions
+from coterie.training.run import Run, RunOptions
 from coterie.training.trackers import trackers_of
 from coterie.users.user import Loss, User
 
