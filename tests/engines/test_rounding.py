@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import coterie
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Peer
 from coterie.engines.rounding import Rounding
 from coterie.errors import KnobError
 
@@ -66,6 +68,14 @@ def trained(where: str, compress: str | None, steps: int = 100) -> coterie.Run:
         }
         rule = coterie.WeightedAveraging(0.9)
         return coterie.train(nn.Linear(4, 1), mse_loss, me, peers, rule, engine=engine, measure=False, **how)
+
+
+def test_a_peer_adds_what_its_last_answer_lost_for_each_caller_by_itself() -> None:
+    peer, exact = Peer(users()[1], Passes(nn.Linear(4, 1), mse_loss)), torch.full((1, 5), 1.001)
+    sent = sum(peer.rounded(exact, torch.bfloat16).float() for _ in range(500))
+    torch.testing.assert_close(sent, 500 * exact, rtol=2e-5, atol=0.0)
+    assert torch.equal(peer.rounded(exact, torch.bfloat16, "another"), exact.to(torch.bfloat16))
+    assert peer.rounded(exact, torch.float32) is exact
 
 
 @pytest.mark.parametrize("where", WHERE)
