@@ -157,10 +157,10 @@ def test_validation_at_user_0_guards_a_masked_sum() -> None:
 def test_adaptive_averaging_takes_groups_of_private_sites(tmp_path: Path) -> None:
     """(Their rows it takes in `test_private_peers.py`.)"""
     promise = Privacy(epsilon=50.0, delta=1e-3, clip=5.0, noise=0.5)
-    options: dict[str, Any] = {"steps": 10, "lr": 0.05, "batch_size": 8, "progress": False}
+    options: dict[str, Any] = {"steps": 6, "lr": 0.05, "batch_size": 8, "progress": False}
     carrying = sites(promise, tmp_path)
     masked = functools.partial(grouped, carrying=carrying)
-    assert coterie.train(model(), LOSS, user("me"), [], engine=masked, **options).step == 10
+    assert coterie.train(model(), LOSS, user("me"), [], engine=masked, **options).step == 6
     peer = carrying.responders["a"].peer
     assert peer.epsilon is not None
     assert 0 < peer.epsilon < math.inf

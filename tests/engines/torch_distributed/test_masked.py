@@ -124,7 +124,7 @@ def test_masks_are_wanted_by_both_or_there_is_no_run() -> None:
 # Without processes.
 
 
-@pytest.mark.parametrize(("n", "steps"), [(3, 1000), (10, 1000 if SLOW else 60)])
+@pytest.mark.parametrize(("n", "steps"), [(3, 1000), (10, 1000 if SLOW else 30)])
 def test_masked_sums_over_many_steps_are_the_plain_ones(n: int, steps: int) -> None:
     ring, tau = Ring(n), uneven(n)
     for step in range(steps):
