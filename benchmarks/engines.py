@@ -7,7 +7,8 @@ Every side takes its turn in the same processes. For torch.distributed (gloo):
 
 - calls: one broadcast of x and one reduce of d numbers, nothing else;
 - bare: the same with every rank's gradient by plain autograd between them, as a script without coterie would do;
-- ours: `TorchDistributed.gradients`, with the weights, the notes and the checks; and with `gather`.
+- ours: `TorchDistributed.gradients`, with the weights, the notes and the checks; with `gather`; and masked, with
+  `secure_sums`.
 
 For NVFLARE, over mutual TLS, in one job (`engines_flare.py`): a bare Collab call that sends x and gets as much
 back; the same with gradients by plain autograd; `Flare.gradients`; the same with
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import socket
 import statistics
@@ -96,13 +98,16 @@ def bare(rank: int, d: int, steps: int, with_gradients: bool) -> list[float]:
     return found
 
 
-def ours(rank: int, d: int, steps: int, gather: bool) -> list[float]:
+def ours(rank: int, d: int, steps: int, *, gather: bool = False, secure_sums: bool = False) -> list[float]:
     """Time the engine."""
+    logging.disable(logging.WARNING)  # who joins masked sums
     model, mine = Flat(d), user(rank)
     if rank:
         serve(model, mse_loss, mine, timeout=60)
         return []
-    engine = TorchDistributed(model, mse_loss, mine, batch_size=4, timeout=60, gather=gather)
+    engine = TorchDistributed(
+        model, mse_loss, mine, batch_size=4, timeout=60, gather=gather, secure_sums=secure_sums
+    )
     x = Parameters(model).share()
     weights = dict.fromkeys(engine.names, 1 / PEERS)
     found = timed(lambda: engine.gradients(x, 0, weights), steps)
@@ -116,8 +121,9 @@ def rank_of_torch(rank: int, d: int, seconds: float) -> None:
     sides: dict[str, Callable[[int], list[float]]] = {
         "calls": lambda steps: bare(rank, d, steps, with_gradients=False),
         "bare": lambda steps: bare(rank, d, steps, with_gradients=True),
-        "ours": lambda steps: ours(rank, d, steps, gather=False),
+        "ours": lambda steps: ours(rank, d, steps),
         "gather": lambda steps: ours(rank, d, steps, gather=True),
+        "masked": lambda steps: ours(rank, d, steps, secure_sums=True),
     }
     steps = max(10, int(seconds / ROUNDS / len(sides) / (5e-3 if d < 100_000 else 30e-3)))
     times: dict[str, list[float]] = {name: [] for name in sides}

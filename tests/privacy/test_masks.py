@@ -15,7 +15,7 @@ from tests.support.masked import D, Ring, fixed_keys, fixed_private, tau_of
 
 from coterie.errors import MaskError
 from coterie.privacy.keys import Identity, Offer, shared_secret
-from coterie.privacy.masks import N_CHECKS, Agreement, Masks, digest_of, total, whole_numbers
+from coterie.privacy.masks import CHUNK, N_CHECKS, Agreement, Masks, digest_of, total, whole_numbers
 
 
 def p_value(words: np.ndarray[Any, Any]) -> float:
@@ -60,6 +60,16 @@ def test_a_message_alone_is_noise(n: int) -> None:
     passed = list(itertools.accumulate(sent))[:-1]
     again = masks[0].masked(gradient, b"step 1") - sent[0]
     assert min(p_value(words) for words in (*sent, *passed, again)) > 1e-3
+
+
+def test_long_gradients_are_masked_in_chunks() -> None:
+    """The stream goes on from chunk to chunk: no two have the same mask, and the sum is right to the last number."""
+    agreed, masks = fixed_keys(3)
+    rows = np.random.default_rng(0).normal(size=(3, 2 * CHUNK + 5))
+    parts = [m.masked(row, b"x") for m, row in zip(masks, rows, strict=True)]
+    np.testing.assert_allclose(total(parts, agreed), rows.mean(0), atol=3 * 16 / 2**31)
+    zeros = masks[0].masked(np.zeros(2 * CHUNK), b"x")
+    assert p_value(zeros[:CHUNK] - zeros[CHUNK : 2 * CHUNK]) > 1e-3
 
 
 def test_what_ranks_pass_on_is_noise() -> None:

@@ -21,6 +21,9 @@ from coterie.privacy.keys import Offer, shared_secret
 N_CHECKS = 4
 """How many zeros a part has at its end. Their sum is zero where the masks cancel, else with a chance of 2⁻¹²⁸."""
 
+CHUNK = 2**16
+"""So many numbers are masked at a time, so that they stay near the processor."""
+
 MAX_SITES = 1000
 MAX_DEPTH = 4
 
@@ -150,13 +153,17 @@ class Masks:
 
         `cut`: an entry that is too large is cut, not refused: of a private gradient no refusal may tell.
         """
-        gradient = gradient.clip(-self.agreement.largest, self.agreement.largest) if cut else gradient
-        part = np.zeros(gradient.size + N_CHECKS, np.uint32)
-        part[: gradient.size] = whole_numbers(gradient, self.agreement.weights[self.site], self.agreement)
-        mask, zeros = np.empty_like(part), bytes(part.nbytes)
-        for other, key in self._keys.items():
-            _stream(key, context, zeros, mask)
-            (np.add if self.site < other else np.subtract)(part, mask, out=part)
+        values, largest = gradient.ravel(), self.agreement.largest
+        values = values.clip(-largest, largest) if cut else values
+        part = np.zeros(values.size + N_CHECKS, np.uint32)
+        zeros, mask = memoryview(bytes(4 * CHUNK)), np.empty(CHUNK, np.uint32)
+        streams = [(_stream(key, context), self.site < other) for other, key in self._keys.items()]
+        for start in range(0, len(part), CHUNK):
+            some, here = values[start : start + CHUNK], part[start : start + CHUNK]
+            here[: len(some)] = whole_numbers(some, self.agreement.weights[self.site], self.agreement)
+            for stream, adds in streams:
+                stream.update_into(zeros[: here.nbytes], mask.data.cast("B"))
+                (np.add if adds else np.subtract)(here, _little(mask[: len(here)]), out=here)
         return part
 
 
@@ -225,16 +232,18 @@ def _encode(value: Any, depth: int, put: Callable[[Any], None]) -> None:
         raise MaskError(f"a request must be plain data, got a {printable(type(value).__name__, 50)}")
 
 
-def _stream(key: bytes, context: bytes, zeros: bytes, into: Words) -> None:
-    """Write numbers that only who has the key can tell from random ones: ChaCha20 under a key of the context."""
+def _stream(key: bytes, context: bytes) -> Any:
+    """Return what writes bytes that only who has the key can tell from random ones: ChaCha20, one key a context."""
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
     once = hmac.digest(key, b"coterie: a mask of " + context + b"\x01", "sha256")  # HKDF's second half, of 32 bytes
-    stream = Cipher(ChaCha20(once, bytes(16)), mode=None).encryptor()  # a key for one message needs no nonce
-    stream.update_into(zeros, into.data.cast("B"))
-    if sys.byteorder == "big":
-        into.byteswap(inplace=True)
+    return Cipher(ChaCha20(once, bytes(16)), mode=None).encryptor()  # a key for one message needs no nonce
+
+
+def _little(words: Words) -> Words:
+    """Return words of a stream as the same numbers on every machine."""
+    return words.byteswap() if sys.byteorder == "big" else words
 
 
 def _is_positive(number: Any) -> bool:
