@@ -63,7 +63,7 @@ def test_a_message_alone_is_noise(n: int) -> None:
 
 
 def test_long_gradients_are_masked_in_chunks() -> None:
-    """The stream goes on from chunk to chunk: no two have the same mask, and the sum is right to the last number."""
+    """The stream goes on from chunk to chunk: no two have one mask, and the sum is right to the last number."""
     agreed, masks = fixed_keys(3)
     rows = np.random.default_rng(0).normal(size=(3, 2 * CHUNK + 5))
     parts = [m.masked(row, b"x") for m, row in zip(masks, rows, strict=True)]
