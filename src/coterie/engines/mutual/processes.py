@@ -174,7 +174,10 @@ class Processes:
 
     def _until_all_are_done(self) -> None:
         began, told = time.monotonic(), False
-        while waiting := [mate for mate in self._all if self._is_needed(mate, began)]:
+        while not self._over.is_set():
+            waiting = [mate for mate in self._all if self._is_needed(mate, began)]
+            if not waiting:
+                break
             for mate in waiting:
                 if mate.linked.is_set() and not mate.knows:
                     mate.knows = DONE in self.ask([mate.name], DONE, 1.0).wait().get(mate.name, ())
@@ -206,7 +209,7 @@ class Processes:
             link = Link(pair, int(mate.rank > self.meeting.place.rank), seals, self._longest)
             mate.take(link)
             try:
-                while True:
+                while not self._over.is_set():
                     self._take(mate, unpacked(link.read()))
             except (PeerLost, ValueError) as error:
                 if goes_on():
