@@ -8,7 +8,9 @@ Every side takes its turn in the same processes. For torch.distributed (gloo):
 - calls: one broadcast of x and one reduce of d numbers, nothing else;
 - bare: the same with every rank's gradient by plain autograd between them, as a script without coterie would do;
 - ours: `TorchDistributed.gradients`, with the weights, the notes and the checks; with `gather`; and masked, with
-  `secure_sums`.
+  `secure_sums`;
+- everyone: `Mutual.gradients`, where all four ask each other at the same time, over four bare steps, one after the
+  other.
 
 For NVFLARE, over mutual TLS, in one job (`engines_flare.py`): a bare Collab call that sends x and gets as much
 back; the same with gradients by plain autograd; `Flare.gradients`; the same with
@@ -28,6 +30,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -37,6 +40,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import coterie
+from coterie.engines.mutual.engine import Mutual
+from coterie.engines.mutual.processes import LAST_THREAD
 from coterie.engines.torch_distributed.engine import TorchDistributed, join, serve
 from coterie.gradients.parameters import Parameters
 
@@ -115,6 +120,20 @@ def ours(rank: int, d: int, steps: int, *, gather: bool = False, secure_sums: bo
     return found
 
 
+def everyone(rank: int, d: int, steps: int) -> list[float]:
+    """Time the engine of users who all train."""
+    model = Flat(d)
+    engine = Mutual(model, mse_loss, user(rank), batch_size=4, patience=60)
+    x = Parameters(model).share()
+    weights = dict.fromkeys(engine.names, 1 / PEERS)
+    found = timed(lambda: engine.gradients(x, 0, weights), steps)
+    engine.close()
+    for thread in threading.enumerate():
+        if thread.name == LAST_THREAD:
+            thread.join()
+    return found
+
+
 def rank_of_torch(rank: int, d: int, seconds: float) -> None:
     """Be one of the processes; the first prints the medians in milliseconds."""
     torch.set_num_threads(1)
@@ -124,6 +143,7 @@ def rank_of_torch(rank: int, d: int, seconds: float) -> None:
         "ours": lambda steps: ours(rank, d, steps),
         "gather": lambda steps: ours(rank, d, steps, gather=True),
         "masked": lambda steps: ours(rank, d, steps, secure_sums=True),
+        "everyone": lambda steps: everyone(rank, d, steps),
     }
     steps = max(10, int(seconds / ROUNDS / len(sides) / (5e-3 if d < 100_000 else 30e-3)))
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -133,8 +153,10 @@ def rank_of_torch(rank: int, d: int, seconds: float) -> None:
             times[name].append(1e3 * statistics.median(found) if found else 0.0)
     if not rank:
         ratios = [a / b for a, b in zip(times["ours"], times["bare"], strict=True)]
+        of_all = [a / b / (1 + PEERS) for a, b in zip(times["everyone"], times["bare"], strict=True)]
         medians = {name: statistics.median(found) for name, found in times.items()}
-        print(json.dumps(medians | {"ratio": statistics.median(ratios)}))
+        medians |= {"ratio": statistics.median(ratios), "ratio of all": statistics.median(of_all)}
+        print(json.dumps(medians))
 
 
 def torch_distributed(d: int, seconds: float) -> dict[str, float]:
@@ -185,9 +207,10 @@ def main() -> None:
             if options.json:
                 print(json.dumps({"engine": engine, "d": d, "peers": PEERS, **found}), flush=True)
             else:
-                ratio = found.pop("ratio", found["ours"] / found["bare"])
+                ratio, of_all = found.pop("ratio", found["ours"] / found["bare"]), found.pop("ratio of all", None)
                 shown = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())
-                print(f"{engine:<8}d = {d:<10,}{shown}; ours / bare = {ratio:.2f}", flush=True)
+                more = "" if of_all is None else f", everyone / (4 bare) = {of_all:.2f}"
+                print(f"{engine:<8}d = {d:<10,}{shown}; ours / bare = {ratio:.2f}{more}", flush=True)
 
 
 if __name__ == "__main__":

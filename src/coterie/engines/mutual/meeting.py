@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from coterie.engines.mutual.link import Pair
 from coterie.engines.torch_distributed.group import Group, check_seconds
@@ -28,9 +28,6 @@ POLL = 0.05
 """Seconds from one look at the notes to the next."""
 CONNECTING = 10.0
 """Seconds that two processes who have agreed have to connect."""
-
-_kept: dict[Place, Store] = {}
-"""The stores that this process keeps: one for each address, as long as it lives."""
 
 
 _meetings: dict[Place, int] = {}
@@ -51,8 +48,8 @@ class Meeting:
         self.number = _meetings[self.place] = _meetings.get(self.place, -1) + 1
         self.token = secrets.token_hex(8)
         self.said: dict[str, Any] = {}  # by subject
-        if self.place.keeps_store and self.place not in _kept:
-            _kept[self.place] = self.place.keep(timedelta(seconds=patience), all_come=False)
+        if self.place.keeps_store:
+            self.place.keep(timedelta(seconds=patience), all_come=False)
 
     def exchange(self, subject: str, mine: Mapping[str, Any], **entries: Any) -> dict[int, dict[str, Any]]:
         """Say something on a subject, and return what the others say, by rank; `PeerLost` where one does not come.

@@ -57,10 +57,12 @@ class Place:
         return not self.rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def keep(self, waiting: timedelta, *, all_come: bool) -> Store:
-        """Open the store and keep it; return it at once, or once all processes have come to it."""
-        listener = _listener(self.address, self.port)
-        how: dict[str, Any] = {"timeout": waiting, "wait_for_workers": all_come, "master_listen_fd": listener}
-        return TCPStore(self.address, self.port, self.size, is_master=True, **how)
+        """Open the store, keep it as long as this process lives, and return it: at once, or once all have come."""
+        if self not in _kept:
+            listener = _listener(self.address, self.port)
+            how: dict[str, Any] = {"timeout": waiting, "wait_for_workers": all_come, "master_listen_fd": listener}
+            _kept[self] = TCPStore(self.address, self.port, self.size, is_master=True, **how)
+        return _kept[self]
 
     def reach(self, waiting: timedelta) -> Store:
         """Return a connection of its own to the store, whoever else has come; `DistError` where nobody keeps it."""
@@ -70,6 +72,10 @@ class Place:
             raise dist.DistNetworkError(f"nobody answers at {self.address}:{self.port}: {error}") from error
         store = TCPStore(self.address, self.port, is_master=False, timeout=waiting, wait_for_workers=False)
         return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
+_kept: dict[Place, Store] = {}
+"""The stores that this process keeps."""
 
 
 def _listener(address: str, port: int) -> int:
