@@ -102,3 +102,13 @@ SHARED = nn.Linear(6, 6)
 )
 def test_only_what_cannot_mix_is_taken(model: nn.Module, loss: Callable[..., Tensor]) -> None:
     assert not takes(Passes(model, loss))
+
+
+@pytest.mark.parametrize("place", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_model_that_somebody_hooked_is_not_taken(place: str) -> None:
+    """A hook may let examples meet, or change what a layer does."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    handle = getattr(model[1], place)(lambda *_: None)
+    assert not takes(Passes(model, CLASSES))
+    handle.remove()
+    assert takes(Passes(model, CLASSES))

@@ -11,11 +11,10 @@ on its own. A test on a batch would not do: what is promised must hold for every
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 
 from coterie.engines.in_process.layers import gradients_of
@@ -53,12 +52,9 @@ def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree,
     It is None where an example's gradient is not finite.
     """
     parameters, total = passes.parameters, torch.empty_like(x)
-    leaves = {name: view.requires_grad_() for name, view in parameters.unflatten(x.detach()).items()}
-    views = {
-        id(p): view for p, view in zip(parameters.named.values(), parameters.unflatten(total).values(), strict=True)
-    }
+    views = parameters.unflatten(total)
     with full_precision():
-        calls, output = _watched(passes.model, leaves, inputs)
+        calls, output = _called(passes.model, parameters.unflatten(x.detach()), inputs)
         losses = _losses(passes, output, targets, n_rows(inputs))
         gradients = torch.autograd.grad(losses.sum(), [call.output for call in calls])
         each = list(zip(calls, gradients, strict=True))
@@ -68,7 +64,7 @@ def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree,
             return None
         factors = clip_factors(norms * (1 + MARGIN), clip)
         for (call, gradient), (_, rows) in zip(each, found, strict=True):
-            into = {kind: views[id(p)] for kind, p in call.layer.named_parameters(recurse=False)}
+            into = {kind: views[name] for kind, name in call.names.items()}
             for kind, theirs in rows.items():
                 torch.mv(theirs.flatten(1).T, factors, out=into.pop(kind).view(-1))
             if into:
@@ -84,28 +80,34 @@ Squares: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What went into a layer and came out."""
+    """What went into a layer and came out, and what its parameters are called in the model, by kind."""
 
     layer: nn.Module
+    names: Mapping[str, str]
     inputs: Tensor
     output: Tensor
 
 
-def _watched(model: nn.Module, leaves: Mapping[str, Tensor], inputs: Tree) -> tuple[list[_Call], Tensor]:
-    """Return the calls of the layers with parameters, and the output."""
+def _called(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Tree) -> tuple[list[_Call], Tensor]:
+    """Return the calls of the layers with parameters, and the output; layers are known, so no module is asked."""
     calls: list[_Call] = []
-
-    def note(layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-        if isinstance(layer, nn.Conv2d) and arguments[0].ndim != 4:
+    flowing = cast("Tensor", inputs)
+    for prefix, layer in model.named_modules(remove_duplicate=False):
+        if type(layer) is nn.Sequential:
+            continue
+        if not _has_parameters(layer):
+            flowing = layer(flowing)
+            continue
+        if isinstance(layer, nn.Conv2d) and flowing.ndim != 4:
             raise ModelError(f"{layer} takes the examples for channels; give it inputs of 4 dimensions")
-        calls.append(_Call(layer, arguments[0].detach(), output))
-
-    handles = [layer.register_forward_hook(note) for layer in model.modules() if _has_parameters(layer)]
-    try:
-        return calls, functional_call(model, dict(leaves), (inputs,))
-    finally:
-        for handle in handles:
-            handle.remove()
+        names = {kind: f"{prefix}.{kind}".lstrip(".") for kind, _ in layer.named_parameters(recurse=False)}
+        given = {kind: parameters[name] for kind, name in names.items()}
+        output = _APPLIED[type(layer)](layer, flowing, given)
+        if not output.requires_grad:
+            output.requires_grad_()
+        calls.append(_Call(layer, names, flowing.detach(), output))
+        flowing = output
+    return calls, flowing
 
 
 def _losses(passes: Passes, output: Tensor, targets: Tree, n: int) -> Tensor:
@@ -123,8 +125,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_apart(module: nn.Module) -> bool:
-    """Say whether a module of this class treats each example on its own, and does not work in place."""
-    if getattr(module, "inplace", False):
+    """Say whether a module of this class treats each example on its own, not in place, and nobody looks on."""
+    if getattr(module, "inplace", False) or module._forward_hooks or module._forward_pre_hooks:
         return False
     if type(module) is nn.Flatten:
         return module.start_dim >= 1
@@ -204,3 +206,17 @@ _SQUARES: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Squares]] = {
     nn.GroupNorm: _by_formula,
     nn.LayerNorm: _by_formula,
 }
+
+_APPLIED: dict[type[nn.Module], Callable[[Any, Tensor, Mapping[str, Tensor]], Tensor]] = {
+    nn.Linear: lambda layer, x, p: functional.linear(x, p["weight"], p.get("bias")),
+    nn.Conv2d: lambda layer, x, p: functional.conv2d(
+        x, p["weight"], p.get("bias"), layer.stride, layer.padding, layer.dilation, layer.groups
+    ),
+    nn.GroupNorm: lambda layer, x, p: functional.group_norm(
+        x, layer.num_groups, p.get("weight"), p.get("bias"), layer.eps
+    ),
+    nn.LayerNorm: lambda layer, x, p: functional.layer_norm(
+        x, layer.normalized_shape, p.get("weight"), p.get("bias"), layer.eps
+    ),
+}
+"""What a layer does, with parameters that are given."""
