@@ -13,10 +13,11 @@ from tests.support.quadratics import within
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-from coterie import BiasCorrection, Rule, User, WeightedAveraging, theory
+from coterie import BiasCorrection, Rule, User, WeightedAveraging, theory, train
 from coterie.cli import app
 from coterie.engines import PrivatePeers
 from coterie.privacy import Privacy
+from coterie.theory.estimates import Estimates
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 pytest.importorskip("dp_accounting", reason='dp-accounting is not installed: pip install "coterie[privacy]"')
@@ -77,6 +78,37 @@ def test_private_peers_move_as_exact_moments_with_their_noise_say(rule: Rule) ->
         direction, state = rule(engine.gradients(x, step, weights), state)
         x = x - 0.2 * direction
     assert within(0.5 * np.array(squares).T, np.asarray(exact))
+
+
+@pytest.mark.usefixtures("seeded_secrets")
+def test_auto_measures_private_peers_by_gradients_that_count_and_knows_their_noise() -> None:
+    """Peers like user 0: what they add is noise, no bias, though each gradient is of all their rows."""
+    spread = torch.zeros(ROWS, D)
+    spread[::2] += 1.0  # user 0 has noise to save
+    users = [User("me", spread, torch.zeros(ROWS, 1)), *(centred(name, 0.0) for name in ("quiet", "noisy"))]
+    privacy = {name: Privacy(1e3, 1e-3, 2.0 * D**0.5, noise) for name, noise in (("quiet", 1.0), ("noisy", 2.0))}
+    made: list[PrivatePeers] = []
+
+    def engine(*given: Any, **options: Any) -> PrivatePeers:
+        made.append(PrivatePeers(*given, privacy=privacy, **options))
+        return made[0]
+
+    model = Point()
+    nn.init.ones_(model.x)
+    how: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "steps": 40, "batch_size": ROWS}
+    rule = WeightedAveraging("auto")
+    run = train(model, half_square, users[0], users[1:], rule, engine=engine, guard="off", **how)
+    measured = Estimates.from_plain(run.record.configuration.estimates)
+    noise = {name: theory.Promise(promise, ROWS, D, 1).noise() for name, promise in privacy.items()}
+    for name, peer in measured.peers.items():
+        assert peer.added == pytest.approx(noise[name])
+        assert peer.noise.value < 0.4 * noise[name], "what is left when the noise is taken off"
+        assert peer.bias_floor.value**2 < noise[name] ** 2 / 4
+    assert measured.constants(40).peer_noise == pytest.approx(list(noise.values()), rel=0.2)
+    tau = run.record.configuration.choice["tau"]
+    assert 0 < tau.get("noisy", 0.1) < tau["quiet"]
+    for private in made[0].peers.values():
+        assert private.ledger.given == 40 + 2 * 8, "the gradients that constants were measured by count too"
 
 
 def test_the_noise_is_the_least_with_which_epsilon_lasts() -> None:

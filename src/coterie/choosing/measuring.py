@@ -42,6 +42,7 @@ class Sampling:
     of: float = math.inf  # examples that they are drawn from anew each time; infinite for fresh or disjoint batches
     in_run: float | None = None  # examples in a batch of the run; as `size` when None
     share: float = 0.0  # how much of the user's examples a batch of the run is; 0 for fresh samples
+    added: float = 0.0  # s, the noise that a private peer adds to a gradient, new in each
 
 
 def measure(
@@ -116,7 +117,11 @@ def before_training(engine: Engine, problem: RunSpec, *, batches: int = BATCHES)
     asking = Asking(engine, here, parts, me, min(batches, BATCHES), max(1, batches // BATCHES))
     x = Parameters(problem.model).vector()
     with _kept(problem.model):
-        return _estimates(asking.sample(x), plans.pop(me), plans)
+        sampled, told = asking.sample(x), engine.capabilities.noise  # which peers tell when they answer
+    for name in (name for name, noise in told.items() if noise and name in plans):
+        # Samples and noise of a private peer are new in each gradient, and differ as fresh examples do.
+        plans[name] = Sampling(share=plans[name].share, added=told[name] * math.sqrt(len(x)))
+    return _estimates(sampled, plans.pop(me), plans)
 
 
 def _dealt(n: int, most: int, key: int) -> Tensor:
@@ -137,7 +142,7 @@ class _User:
         first, ahead = sampled.first, sampled.ahead
         self.at, self.first, self.ahead = at, at.like(first, rest, one), at.like(ahead, rest, one)
         self.change = at.like(ahead - first, rest, one)
-        self.in_run, self.share = plan.in_run or plan.size, plan.share
+        self.in_run, self.share, self.added = plan.in_run or plan.size, plan.share, plan.added
 
 
 def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str, Sampling]) -> Estimates:
@@ -149,8 +154,13 @@ def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str
 
     def noise(user: _User) -> Measured:
         each = user.at.each()
-        root = math.sqrt((at if each is None else float(each.values[0])) / user.in_run)
-        return Measured(root, 0.0 if each is None or not root else each.over(user.in_run).error / (2 * root))
+        square = (at if each is None else float(each.values[0])) / user.in_run
+        error = 0.0 if each is None else each.over(user.in_run).error
+        if user.added:  # what is known, and then what is not clear of the error, which T·share would magnify
+            square = max(0.0, square - user.added**2)
+            square = square if square > 2 * error else 0.0
+        root = math.sqrt(square)
+        return Measured(root, error / (2 * root) if root else 0.0)
 
     gradient, before, after = me.at.square(each=at), me.first.square(each=first), me.ahead.square(each=ahead)
     smoothness = _root(me.change.square(each=change).over(over))
@@ -172,6 +182,7 @@ def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str
             bias_growth=grows,
             hessian_gap=_root(peer.change.square(me.change, change).over(over)),
             share=peer.share,
+            added=peer.added,
         )
     return Estimates(
         loss=sampled.losses[0],

@@ -25,6 +25,7 @@ class PeerEstimates:
     bias_growth: Measured  # m_k; 0 where it is not clear of its error
     hessian_gap: Measured  # δ_k along the path
     share: float = 0.0  # how much of the peer's examples a batch is; 0 for fresh samples
+    added: float = 0.0  # s, what a private peer adds to each gradient; it is not in `noise`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Estimates:
 
         Noise averages out over a run only as far as samples are new. Where a user's n examples are gone through
         several times, its noise is counted up to what leaves, after T steps, the noise of n samples:
-        σ² max(1, T·share).
+        σ² max(1, T·share). The noise of a private peer is new at every step: s² is added to that as it is.
 
         Weights that follow small numbers closely would follow their errors. So ζ_k² of standard error e enters as
         ζ_k²(1 − (2e/ζ_k²)²), as nothing below 2e; and δ_k, a lower estimate, with its error added. What is small is
@@ -65,7 +66,7 @@ class Estimates:
             pl=self.pl,
             initial_gap=self.loss,
             noise=noise(self.noise, self.share),
-            peer_noise=[noise(peer.noise, peer.share) for peer in peers],
+            peer_noise=[math.hypot(noise(peer.noise, peer.share), peer.added) for peer in peers],
             bias_floor=[
                 _clear(p.bias_floor) if bias_errors is None else _more(p.bias_floor, bias_errors) for p in peers
             ],
@@ -89,7 +90,7 @@ class Estimates:
         bias = [_clear(p.bias_floor) for p in peers]
         return (
             f"measured at the start: noise {self.noise.value:.2g}, "
-            f"peers' noise {range_of([p.noise.value for p in peers])}, "
+            f"peers' noise {range_of([math.hypot(p.noise.value, p.added) for p in peers])}, "
             f"{'bias ' + range_of(bias) if any(bias) else 'no bias clear of the noise'}, "
             f"Hessian gap {range_of([p.hessian_gap.value for p in peers])}, "
             f"smoothness {self.smoothness.value:.2g}, PL {self.pl:.2g}"
@@ -97,7 +98,11 @@ class Estimates:
 
     def to_plain(self) -> dict[str, Any]:
         """Return everything as a record and a checkpoint can hold it."""
-        return dict(json.loads(json.dumps(asdict(self))))
+        plain = dict(json.loads(json.dumps(asdict(self))))
+        for peer in plain["peers"].values():
+            if not peer["added"]:  # as of all peers but private ones
+                del peer["added"]
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
