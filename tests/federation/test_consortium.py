@@ -16,7 +16,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -45,6 +45,7 @@ pytestmark = [
 ]
 TESTS = Path(__file__).parents[1]
 SITES = ("cleveland", "hungarian", "switzerland")
+SLOW = pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
 
 
 def end_of(folder: Path) -> End:
@@ -57,15 +58,32 @@ def site_in_this_process(kit: Path, copy: Path) -> Peer:
     return peer_of(copy)
 
 
-def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
+def a_small_one(folder: Path, example: ModuleType) -> Sequence[str]:
+    """Set two sites up and train with them, by the example's functions."""
+    tables = {name: table for name, table in example.hospitals(None).items() if name != "switzerland"}
+    sites: list[str] = example.set_up(folder, tables, "va", ["--own-examples", "40", "--steps", "60"])
+    with example.started(*example.commands(folder, sites)):
+        subprocess.run([*example.COTERIE, "run", str(folder)], check=True, timeout=400)
+    return sites
+
+
+def the_example(folder: Path, example: ModuleType) -> Sequence[str]:
+    """Run the example as it stands."""
+    subprocess.run([sys.executable, "-W", "error", str(example.__file__), str(folder)], check=True, timeout=600)
+    return SITES
+
+
+@pytest.mark.parametrize("trained", [a_small_one, pytest.param(the_example, marks=SLOW)])
+def test_a_consortium_gives_the_model_of_one_process(
+    trained: Callable[[Path, ModuleType], Sequence[str]], tmp_path: Path, example: ModuleType
+) -> None:
     folder = tmp_path / "trial"
-    command = [sys.executable, "-W", "error", str(TESTS.parent / "examples" / "consortium.py"), str(folder)]
-    subprocess.run(command, check=True, timeout=600)
+    sites = trained(folder, example)
 
     settings = lead_settings(folder)
     _, mine = lead_participant(folder, settings)
     assert mine is not None
-    here = {site: site_in_this_process(folder / "sites" / site, tmp_path / "here" / site) for site in SITES}
+    here = {site: site_in_this_process(folder / "sites" / site, tmp_path / "here" / site) for site in sites}
     knobs = settings.training
     inside = fit(
         mine,
@@ -76,7 +94,7 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
         steps=knobs.steps,
         lr=knobs.lr,
         batch_size=knobs.batch_size,
-        engine=functools.partial(Flare, sites=LocalSites(here), names=SITES),
+        engine=functools.partial(Flare, sites=LocalSites(here), names=sites),
     )
     assert inside is not None
     found = torch.load(folder / "run" / "model.pt", weights_only=True)
@@ -85,7 +103,7 @@ def test_the_example_gives_the_model_of_one_process(tmp_path: Path) -> None:
     end = end_of(folder)
     assert end.left_out == {}
     assert end.test == pytest.approx(inside.test, rel=1e-4)
-    for site in SITES:
+    for site in sites:
         lines = (folder / "sites" / site / "requests.jsonl").read_text().splitlines()
         assert [int(json.loads(line)["step"]) for line in lines] == list(range(knobs.steps)), "one exchange a step"
         assert sum(json.loads(line)["gradients"] for line in lines) == end.costs[site].gradients
@@ -109,7 +127,7 @@ def stranger(folder: Path, example: ModuleType, port: int) -> Path:
     return folder / "sites" / "hungarian"
 
 
-@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+@SLOW
 def test_a_run_outlives_whatever_befalls_a_site(
     tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +179,7 @@ def test_a_run_outlives_whatever_befalls_a_site(
     assert end.left_out["switzerland"]["not waited for"] > 0
 
 
-@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+@SLOW
 def test_masked_sums_with_keys_that_were_compared(tmp_path: Path, example: ModuleType) -> None:
     """To the model of sites in this process that give plain gradients, but for rounding."""
     folder = tmp_path / "trial"
@@ -192,7 +210,7 @@ def test_masked_sums_with_keys_that_were_compared(tmp_path: Path, example: Modul
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+@SLOW
 @pytest.mark.parametrize("moment", ["before the job", "while it starts", 10, 150, 290])
 def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example: ModuleType) -> None:
     folder, misses = tmp_path / "trial", 3
@@ -218,7 +236,7 @@ def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example:
     assert end.traffic["va"].seconds_waiting < 300 + misses * 5
 
 
-@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+@SLOW
 @pytest.mark.parametrize("whose", ["a site's worker", "user 0's worker", "the server"])
 def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, example: ModuleType) -> None:
     """NVFLARE ends the job; the run goes on in another, from its last state."""
@@ -246,7 +264,7 @@ def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, exam
     assert len(lines) <= 300 + 30 + 2, "no more is done again than the steps since the last checkpoint"
 
 
-@pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+@SLOW
 def test_a_job_of_another_class_or_with_code_is_not_run_by_a_site(tmp_path: Path, example: ModuleType) -> None:
     """User 0 lifts all limits of its own server, and submits jobs that would run a program at the site."""
     folder, marker = tmp_path / "trial", tmp_path / "taken over"

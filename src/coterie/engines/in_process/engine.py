@@ -18,9 +18,10 @@ from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.cpu_threads import operations
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.model_support import check_classes, probe
-from coterie.engines.in_process.passes import Passes, Weights
+from coterie.engines.in_process.passes import Passes
 from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn, with_own
 from coterie.engines.in_process.side_stream import side_stream
+from coterie.engines.in_process.weights import Weights
 from coterie.engines.peer import Peer
 from coterie.engines.requests import Request
 from coterie.errors import KnobError
