@@ -21,6 +21,7 @@ from coterie.choosing.when import Resampled
 from coterie.engines.attacks import Attacked
 from coterie.engines.engine import Capabilities
 from coterie.gradients.parameters import Parameters
+from coterie.learners.points import Own, Sums
 from coterie.users.sampling import random_key
 
 
@@ -214,6 +215,25 @@ def test_a_peer_that_sends_far_more_than_the_others_costs_no_gain(factor: float,
     assert survived.record.end.account["path"] != "alone"
     assert survived.record.end.account["tau"].get("loud", 0.0) == 0.0
     assert "more than 10 times as long as the median of all" in survived.record.end.left_out["loud"]
+
+
+def test_a_trunk_follows_no_sum_that_is_longer_than_peers_may_send() -> None:
+    made: list[Any] = []
+
+    class Watched(AdaptiveAveraging):
+        def learner(self, *given: Any, **options: Any) -> Any:
+            made.append(super().learner(*given, **options))
+            return made[-1]
+
+    train(*users("alike"), rule=Watched(budget=3), hooks=[lambda step: True])  # one step of one trunk and pooled
+    learner = made[-1]
+    learner.longest.fill_(2.0)
+    sums, own = torch.zeros_like(learner.peers.x), torch.ones_like(learner.alone.x)
+    sums[:, 0] = torch.tensor([0.9, 1.1])
+    learner.follow(Own(own, own[0, 0], own[:, :0]), Sums(sums, sums.new_tensor([0.5, 0.5])))  # half has answered
+    torch.testing.assert_close(learner.peers.direction[:, 0], sums.new_tensor([1.8, 0.0]))
+    assert not learner.peers.direction[:, 1:].any()
+    assert torch.equal(learner.alone.direction, own)
 
 
 def test_a_peer_that_is_missing_now_and_then_is_left_out_of_those_steps() -> None:
