@@ -27,20 +27,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from coterie.aggregators import (
-    Aggregator,
-    Bucketing,
-    CentredClipping,
-    CoordinateMedian,
-    GeometricMedian,
-    Krum,
-    Mean,
-    MultiKrum,
-    NearestNeighbourMixing,
-    TrimmedMean,
-)
+from coterie import aggregators
 
-Sides: TypeAlias = dict[str, tuple[Aggregator, Callable[[Tensor], Tensor]]]
+Sides: TypeAlias = dict[str, tuple[aggregators.Aggregator, Callable[[Tensor], Tensor]]]
 
 
 def byzfl_aggregators() -> Any:
@@ -65,31 +54,37 @@ def sides(n: int, f: int, radius: float, steps: int) -> Sides:
     buckets, median = theirs.Bucketing(2), theirs.Median()
     least = theirs.GeometricMedian(nu=1e-9, T=steps)
     return {
-        "mean": (Mean(), theirs.Average()),
-        "coordinate median": (CoordinateMedian(), median),
-        "trimmed mean": (TrimmedMean(f), trimmed),
-        "geometric median": (GeometricMedian(), theirs.GeometricMedian()),
-        f"… converged ({steps} steps)": (GeometricMedian(), least),
-        "Krum": (Krum(f), krum),
-        "Multi-Krum": (MultiKrum(f), theirs.MultiKrum(f)),
-        "centred clipping, 1": (CentredClipping(radius, 1), partial(clipping, iterations=1)),
-        "centred clipping, 10": (CentredClipping(radius, 10), partial(clipping, iterations=10)),
-        "mixing, Krum": (NearestNeighbourMixing(f, then=Krum(f)), lambda rows: krum(mixing(rows))),
+        "mean": (aggregators.Mean(), theirs.Average()),
+        "coordinate median": (aggregators.CoordinateMedian(), median),
+        "trimmed mean": (aggregators.TrimmedMean(f), trimmed),
+        "geometric median": (aggregators.GeometricMedian(), theirs.GeometricMedian()),
+        f"… converged ({steps} steps)": (aggregators.GeometricMedian(), least),
+        "Krum": (aggregators.Krum(f), krum),
+        "Multi-Krum": (aggregators.MultiKrum(f), theirs.MultiKrum(f)),
+        "centred clipping, 1": (aggregators.CentredClipping(radius, 1), partial(clipping, iterations=1)),
+        "centred clipping, 10": (aggregators.CentredClipping(radius, 10), partial(clipping, iterations=10)),
+        "mixing, Krum": (
+            aggregators.NearestNeighbourMixing(f, then=aggregators.Krum(f)),
+            lambda rows: krum(mixing(rows)),
+        ),
         "mixing, trimmed mean": (
-            NearestNeighbourMixing(f, then=TrimmedMean(f)),
+            aggregators.NearestNeighbourMixing(f, then=aggregators.TrimmedMean(f)),
             lambda rows: trimmed(mixing(rows)),
         ),
         "mixing, geometric median": (
-            NearestNeighbourMixing(f, then=GeometricMedian()),
+            aggregators.NearestNeighbourMixing(f, then=aggregators.GeometricMedian()),
             lambda rows: least(mixing(rows)),
         ),
-        "bucketing, median": (Bucketing(2, then=CoordinateMedian()), lambda rows: median(buckets(rows))),
+        "bucketing, median": (
+            aggregators.Bucketing(2, then=aggregators.CoordinateMedian()),
+            lambda rows: median(buckets(rows)),
+        ),
     }
 
 
 def enough_steps(rows: Tensor) -> int:
     """Return how many steps byzfl's geometric median takes to come near the one that ours finds."""
-    wanted, spread = GeometricMedian()(rows), (rows - rows.mean(0)).norm(dim=1).median()
+    wanted, spread = aggregators.GeometricMedian()(rows), (rows - rows.mean(0)).norm(dim=1).median()
     for steps in (3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000):
         found = byzfl_aggregators().GeometricMedian(nu=1e-9, T=steps)(rows)
         if (found - wanted).norm() <= 1e-6 * spread:

@@ -14,18 +14,7 @@ from hypothesis.extra import numpy as hnp
 from tests.support.aggregators import AGGREGATORS, F, every_equivariant, normal
 from torch import Tensor
 
-from coterie.aggregators import (
-    Aggregator,
-    Bucketing,
-    CentredClipping,
-    CoordinateMedian,
-    GeometricMedian,
-    Krum,
-    Mean,
-    MultiKrum,
-    NearestNeighbourMixing,
-    TrimmedMean,
-)
+from coterie import aggregators
 from coterie.errors import KnobError
 
 NUMBERS = st.floats(-100, 100, allow_subnormal=False)
@@ -40,7 +29,7 @@ def matrices(draw: st.DrawFn) -> Tensor:
 
 @every_equivariant
 @given(rows=matrices(), data=st.data())
-def test_order_does_not_matter(aggregator: Aggregator, rows: Tensor, data: st.DataObject) -> None:
+def test_order_does_not_matter(aggregator: aggregators.Aggregator, rows: Tensor, data: st.DataObject) -> None:
     order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
     assume("Geometric" not in str(aggregator) or rows.shape[1] > 1)  # on a line the median may be an interval
     torch.testing.assert_close(aggregator(rows), aggregator(rows[order]), rtol=1e-6, atol=1e-6)
@@ -49,7 +38,7 @@ def test_order_does_not_matter(aggregator: Aggregator, rows: Tensor, data: st.Da
 @every_equivariant
 @given(rows=matrices(), shift=st.floats(-50, 50), scale=st.sampled_from([-2.0, 0.25, 3.0, 1024.0]))
 def test_moved_and_scaled_rows_give_the_moved_and_scaled_result(
-    aggregator: Aggregator, rows: Tensor, shift: float, scale: float
+    aggregator: aggregators.Aggregator, rows: Tensor, shift: float, scale: float
 ) -> None:
     assume("Geometric" not in str(aggregator) or rows.shape[1] > 1)
     torch.testing.assert_close(
@@ -59,7 +48,7 @@ def test_moved_and_scaled_rows_give_the_moved_and_scaled_result(
 
 @given(rows=matrices(), scale=st.sampled_from([0.25, 3.0, 1024.0]))
 def test_clipping_scales_with_its_radius(rows: Tensor, scale: float) -> None:
-    small, large = CentredClipping(2.0)(rows), CentredClipping(2.0 * scale)(scale * rows)
+    small, large = aggregators.CentredClipping(2.0)(rows), aggregators.CentredClipping(2.0 * scale)(scale * rows)
     torch.testing.assert_close(scale * small, large, rtol=1e-9, atol=1e-9)
     assert small.norm() <= 2.0 * 10 + 1e-9  # a radius an iteration
 
@@ -81,42 +70,45 @@ def test_bad_rows_carry_no_robust_aggregator_away(rows: Tensor, far: float, n_ba
     rows[:n_bad] = far * rows[:n_bad].sign()
     length, n = float(good.norm(dim=1).max()), len(rows)
     bound = 2 * (n - n_bad) / (n - 2 * n_bad) * length  # Minsker (2015), Lemma 2.1, about 0
-    assert GeometricMedian()(rows).norm() <= bound * (1 + 1e-6)
-    assert CentredClipping(3.0)(rows).norm() <= 30.0 + 1e-9  # the radius, ten times
-    chosen = Krum(F)(rows)
+    assert aggregators.GeometricMedian()(rows).norm() <= bound * (1 + 1e-6)
+    assert aggregators.CentredClipping(3.0)(rows).norm() <= 30.0 + 1e-9  # the radius, ten times
+    chosen = aggregators.Krum(F)(rows)
     assert (rows == chosen).all(1).any()
     if far >= 1e12:
         assert (good == chosen).all(1).any()
-        assert MultiKrum(F)(rows).norm() <= length + 1e-9
-        for then in (CoordinateMedian(), Krum(F), GeometricMedian()):
-            assert NearestNeighbourMixing(F, then=then)(rows).norm() <= math.sqrt(rows.shape[1]) * length + 1e-6
+        assert aggregators.MultiKrum(F)(rows).norm() <= length + 1e-9
+        for then in (aggregators.CoordinateMedian(), aggregators.Krum(F), aggregators.GeometricMedian()):
+            assert (
+                aggregators.NearestNeighbourMixing(F, then=then)(rows).norm()
+                <= math.sqrt(rows.shape[1]) * length + 1e-6
+            )
 
 
 def test_missing_rows_lower_f_and_never_end_a_run() -> None:
     rows = torch.tensor([[0.0], [1.0], [50.0]])
-    assert torch.equal(TrimmedMean(2)(rows), torch.tensor([1.0]))
+    assert torch.equal(aggregators.TrimmedMean(2)(rows), torch.tensor([1.0]))
     for aggregator in AGGREGATORS.values():
         for n in range(1, 5):
             assert aggregator(rows[:n]).isfinite().all()
 
 
 def test_errors() -> None:
-    for make in (TrimmedMean, Krum, MultiKrum):
+    for make in (aggregators.TrimmedMean, aggregators.Krum, aggregators.MultiKrum):
         for f in [-1, 1.5, True]:
             wrong: Any = f
             with pytest.raises(KnobError, match="`n_byzantine` must be a whole number, at least 0, got"):
                 make(wrong)
     with pytest.raises(KnobError, match="`m` must be a whole number, at least 1, or None, got 0"):
-        MultiKrum(1, m=0)
+        aggregators.MultiKrum(1, m=0)
     with pytest.raises(KnobError, match="`size` must be a whole number, at least 1, got 0"):
-        Bucketing(0, then=Mean())
+        aggregators.Bucketing(0, then=aggregators.Mean())
     for radius in (0.0, math.inf, math.nan):
         with pytest.raises(KnobError, match="`radius` must be a finite number above 0"):
-            CentredClipping(radius)
+            aggregators.CentredClipping(radius)
     with pytest.raises(KnobError, match="`iterations` must be a whole number, at least 1, got 0"):
-        CentredClipping(1.0, 0)
+        aggregators.CentredClipping(1.0, 0)
     with pytest.raises(KnobError, match="`tolerance` must lie between 0 and 1, got 0"):
-        GeometricMedian(0)
+        aggregators.GeometricMedian(0)
     for aggregator in AGGREGATORS.values():
         with pytest.raises(KnobError, match="nothing to aggregate: none of 2 rows is finite"):
             aggregator(torch.full((2, 3), math.nan))

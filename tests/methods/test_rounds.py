@@ -11,71 +11,49 @@ from tests.support.least_squares import HELD_OUT, PROBLEM, START, D, N, last_of,
 from torch import Tensor, nn
 
 import coterie
+from coterie import methods
 from coterie.errors import KnobError
-from coterie.methods import (
-    AFL,
-    APFL,
-    L2GD,
-    MVR,
-    QFFL,
-    SAGA,
-    SVRG,
-    Ditto,
-    FedAvg,
-    FedFomo,
-    FedProx,
-    FineTuning,
-    HypCluster,
-    Mapper,
-    Method,
-    Mime,
-    PerFedAvg,
-    PFedMe,
-    Sampled,
-    Scaffold,
-    Selfish,
-    UserCentric,
-    Waffle,
-)
 from coterie.recording import Cost
 
-METHODS: list[Method] = [
-    APFL(3),
-    Ditto(together=FedAvg(3), personal_steps=2),
-    FedAvg(3),
-    FineTuning(3, FedAvg(2)),
-    HypCluster(2, 3),
-    L2GD(3),
-    Mapper(2),
-    PerFedAvg(2),
-    PerFedAvg(2, difference=1e-3),
-    Scaffold(3),
-    Scaffold(3, option=1),
-    Mime(3),
-    Mime(3, lite=True),
-    SVRG(3),
-    SAGA(3),
-    SAGA(3, biased=True),
-    MVR(3),
-    FedFomo(3),
-    FedFomo(3, "mine"),
-    Waffle(9, 3),
-    UserCentric(3),
-    UserCentric(3, clusters=2, blocks=3),
-    Selfish(3, ("user 2",)),
-    FedProx(3),
-    AFL(2),
-    QFFL(2),
-    PFedMe(2, inner_steps=2),
-    Sampled(Scaffold(2), peers=3),
+METHODS: list[methods.Method] = [
+    methods.APFL(3),
+    methods.Ditto(together=methods.FedAvg(3), personal_steps=2),
+    methods.FedAvg(3),
+    methods.FineTuning(3, methods.FedAvg(2)),
+    methods.HypCluster(2, 3),
+    methods.L2GD(3),
+    methods.Mapper(2),
+    methods.PerFedAvg(2),
+    methods.PerFedAvg(2, difference=1e-3),
+    methods.Scaffold(3),
+    methods.Scaffold(3, option=1),
+    methods.Mime(3),
+    methods.Mime(3, lite=True),
+    methods.SVRG(3),
+    methods.SAGA(3),
+    methods.SAGA(3, biased=True),
+    methods.MVR(3),
+    methods.FedFomo(3),
+    methods.FedFomo(3, "mine"),
+    methods.Waffle(9, 3),
+    methods.UserCentric(3),
+    methods.UserCentric(3, clusters=2, blocks=3),
+    methods.Selfish(3, ("user 2",)),
+    methods.FedProx(3),
+    methods.AFL(2),
+    methods.QFFL(2),
+    methods.PFedMe(2, inner_steps=2),
+    methods.Sampled(methods.Scaffold(2), peers=3),
 ]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_costs_are_counted_by_user(method: Method) -> None:
+def test_costs_are_counted_by_user(method: methods.Method) -> None:
     run = HELD_OUT.train(method, rounds=5, lr=0.05)
     costs = run.record.end.costs
-    before = method.blocks if isinstance(method, UserCentric) else 0  # of blocks that are all examples together
+    before = (
+        method.blocks if isinstance(method, methods.UserCentric) else 0
+    )  # of blocks that are all examples together
     assert costs["user 0"].gradients == before + 5 * method.gradients_a_round
     assert costs["user 1"].examples == 20 * (costs["user 1"].gradients - max(0, before - 1))
     assert costs["user 0"].numbers_received == sum(costs[f"user {k}"].numbers_sent for k in range(1, N))
@@ -83,7 +61,7 @@ def test_costs_are_counted_by_user(method: Method) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_resumed_run_is_the_run_that_was_never_stopped(method: Method, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_run_that_was_never_stopped(method: methods.Method, tmp_path: Path) -> None:
     def train(out: Path, steps: int, resume: bool = False) -> coterie.Run:
         return HELD_OUT.train(method, rounds=steps, lr=0.05, batch_size=4, out=out, resume=resume)
 
@@ -95,7 +73,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(method: Method, tmp_pat
 
 def test_batches_of_a_method_are_those_of_the_users() -> None:
     """One round of one local step is user k's gradient on the batch of step 0."""
-    run = PROBLEM.train(FedAvg(1, "equal"), rounds=1, lr=1.0, batch_size=4)
+    run = PROBLEM.train(methods.FedAvg(1, "equal"), rounds=1, lr=1.0, batch_size=4)
     rows = [PROBLEM.gradient(k, START, step=0, batch_size=4) for k in range(N)]
     assert torch.allclose(weights_of(run), -torch.stack(rows).mean(0), atol=1e-12)
 
@@ -103,21 +81,21 @@ def test_batches_of_a_method_are_those_of_the_users() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        APFL(3),
-        Ditto(together=FedAvg(3), personal_steps=2),
-        FineTuning(2, FedAvg(3)),
-        HypCluster(2, 3),
-        L2GD(3),
-        Mapper(2),
-        PerFedAvg(2),
-        PerFedAvg(2, difference=0.1),
-        FedProx(2),
-        AFL(2),
-        PFedMe(2, inner_steps=2),
+        methods.APFL(3),
+        methods.Ditto(together=methods.FedAvg(3), personal_steps=2),
+        methods.FineTuning(2, methods.FedAvg(3)),
+        methods.HypCluster(2, 3),
+        methods.L2GD(3),
+        methods.Mapper(2),
+        methods.PerFedAvg(2),
+        methods.PerFedAvg(2, difference=0.1),
+        methods.FedProx(2),
+        methods.AFL(2),
+        methods.PFedMe(2, inner_steps=2),
     ],
     ids=repr,
 )
-def test_a_round_draws_the_batches_it_counts(method: Method) -> None:
+def test_a_round_draws_the_batches_it_counts(method: methods.Method) -> None:
     drawn: list[int] = []
 
     class Listening(ExactUsers):
@@ -141,13 +119,13 @@ def test_a_peer_whose_gradient_is_not_finite_takes_no_step_and_is_counted() -> N
     bad = coterie.User("bad", torch.full((4, D), torch.inf, dtype=torch.float64), torch.zeros(4, 1).double())
     me, *peers = PROBLEM.users
     model = nn.Linear(D, 1, bias=False).double()
-    run = coterie.train(model, nn.functional.mse_loss, me, [*peers, bad], FedAvg(2), lr=0.05, steps=3)
+    run = coterie.train(model, nn.functional.mse_loss, me, [*peers, bad], methods.FedAvg(2), lr=0.05, steps=3)
     assert run.record.end.left_out == {"bad": {"not finite": 3}}
     assert torch.isfinite(weights_of(run)).all()
 
 
 def test_every_user_has_a_model_and_one_model_for_all_is_everybodys() -> None:
-    run = PROBLEM.train(FedAvg(2), rounds=3, lr=0.05)
+    run = PROBLEM.train(methods.FedAvg(2), rounds=3, lr=0.05)
     assert set(run.models) == {user.name for user in PROBLEM.users}
     for model in run.models.values():
         assert torch.equal(next(iter(model.parameters())).flatten(), weights_of(run))
@@ -157,11 +135,11 @@ def test_what_a_method_cannot_use_is_refused() -> None:
     me, *peers = PROBLEM.users
     model, loss = nn.Linear(D, 1, bias=False).double(), nn.functional.mse_loss
     with pytest.raises(KnobError, match="plain gradient steps"):
-        coterie.train(model, loss, me, peers, FedAvg(), optimizer=torch.optim.Adam)
+        coterie.train(model, loss, me, peers, methods.FedAvg(), optimizer=torch.optim.Adam)
     with pytest.raises(KnobError, match="guard"):
-        coterie.train(model, loss, me, peers, FedAvg(), guard="held-out")
+        coterie.train(model, loss, me, peers, methods.FedAvg(), guard="held-out")
     with pytest.raises(KnobError, match="local_steps"):
-        FedAvg(0)
+        methods.FedAvg(0)
 
 
 def test_rules_count_what_they_cost_too() -> None:

@@ -13,17 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.attacks import (
-    AlternatingDrift,
-    Attack,
-    Attacked,
-    LittleIsEnough,
-    Mimic,
-    Scaled,
-    flip_labels,
-    inner_product,
-    sign_flip,
-)
+from coterie.engines import attacks
 from coterie.engines.engine import MakeEngine
 from coterie.users.examples import InMemory
 
@@ -50,7 +40,7 @@ class Late:
 
     def __call__(self, honest: Tensor, n: int, step: int) -> Tensor:
         """Return n times what is sent at a step."""
-        return Scaled(1.0 if step < self.first else -10.0)(honest, n, step)
+        return attacks.Scaled(1.0 if step < self.first else -10.0)(honest, n, step)
 
 
 @dataclass(frozen=True)
@@ -62,17 +52,17 @@ class NotANumber:
         return torch.full_like(honest[:1], torch.nan).expand(n, -1).clone()
 
 
-GRADIENTS: dict[str, Attack] = {
-    "sign flip": sign_flip(),
-    "−2 ×": Scaled(-2.0),
-    "−10 ×": Scaled(-10.0),
-    "100 ×": Scaled(100.0),
-    "10⁶ ×": Scaled(1e6),
+GRADIENTS: dict[str, attacks.Attack] = {
+    "sign flip": attacks.sign_flip(),
+    "−2 ×": attacks.Scaled(-2.0),
+    "−10 ×": attacks.Scaled(-10.0),
+    "100 ×": attacks.Scaled(100.0),
+    "10⁶ ×": attacks.Scaled(1e6),
     "not a number": NotANumber(),
-    "inner product": inner_product(0.5),
-    "little is enough": LittleIsEnough(),
-    "drift": AlternatingDrift(z=1.5, period=50),
-    "mimic": Mimic(),
+    "inner product": attacks.inner_product(0.5),
+    "little is enough": attacks.LittleIsEnough(),
+    "drift": attacks.AlternatingDrift(z=1.5, period=50),
+    "mimic": attacks.Mimic(),
     "noise": Noise(),
     "late −10 ×": Late(),
 }
@@ -114,19 +104,19 @@ def accuracy(rule: str, attack: str, k: int, seed: int, *, guarded: bool, steps:
     return float(run.test["accuracy"])
 
 
-def under(attack: Attack | None, names: Sequence[str]) -> MakeEngine:
+def under(attack: attacks.Attack | None, names: Sequence[str]) -> MakeEngine:
     """Return what makes an engine in this process in which these peers attack; nobody does where there is none."""
 
     def engine(*problem: Any, **settings: Any) -> coterie.Engine:
         inside = coterie.InProcess(*problem, **settings)
-        return inside if attack is None else Attacked(inside, names, attack)
+        return inside if attack is None else attacks.Attacked(inside, names, attack)
 
     return engine
 
 
 def _bad(peer: coterie.User, me: coterie.User, attack: str) -> coterie.User:
     if attack == "wrong labels":
-        return flip_labels(peer, n_classes=10)
+        return attacks.flip_labels(peer, n_classes=10)
     assert me.validation is not None
     leaking = copy.copy(peer)
     leaking.examples = InMemory(*me.validation.take(torch.arange(len(me.validation))))

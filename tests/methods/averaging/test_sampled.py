@@ -9,91 +9,82 @@ from tests.support.least_squares import HELD_OUT, PROBLEM, START, N, last_of, sa
 from torch import Tensor
 
 import coterie
-from coterie.methods import (
-    AFL,
-    APFL,
-    L2GD,
-    QFFL,
-    Ditto,
-    FedAvg,
-    FedFomo,
-    FedPer,
-    FedProx,
-    FedRep,
-    FineTuning,
-    HypCluster,
-    Mapper,
-    Method,
-    Mime,
-    PerFedAvg,
-    PFedMe,
-    Sampled,
-    Scaffold,
-    Selfish,
-    UserCentric,
-    Waffle,
-)
+from coterie import methods
 
-PERSONAL: list[Method] = [Ditto(personal_steps=2), APFL(2), L2GD(3), Mapper(2), PFedMe(2), FineTuning(1, FedAvg(2))]
-ONE_FOR_ALL: list[Method] = [
-    FedAvg(2),
-    FedAvg(2, "equal"),
-    FedAvg(2, aggregator=lambda rows: rows.quantile(0.5, dim=0)),
-    FedProx(2),
-    AFL(2, weight_lr=0.1),
-    QFFL(2),
-    PerFedAvg(2),
-    Scaffold(2),
-    Scaffold(2, option=1),
-    Mime(2),
-    Mime(2, lite=True),
-    Selfish(2, ("user 2",)),
-    Selfish(2, alpha=0.4),
-    Waffle(9, 2),
+PERSONAL: list[methods.Method] = [
+    methods.Ditto(personal_steps=2),
+    methods.APFL(2),
+    methods.L2GD(3),
+    methods.Mapper(2),
+    methods.PFedMe(2),
+    methods.FineTuning(1, methods.FedAvg(2)),
 ]
-OTHERS: list[Method] = [HypCluster(2, 2), FedFomo(2), FedFomo(2, "mine"), UserCentric(2, blocks=2)]
-OTHERS += [FedPer(2, head=["weight"]), FedRep(1, 2, head=["weight"])]
+ONE_FOR_ALL: list[methods.Method] = [
+    methods.FedAvg(2),
+    methods.FedAvg(2, "equal"),
+    methods.FedAvg(2, aggregator=lambda rows: rows.quantile(0.5, dim=0)),
+    methods.FedProx(2),
+    methods.AFL(2, weight_lr=0.1),
+    methods.QFFL(2),
+    methods.PerFedAvg(2),
+    methods.Scaffold(2),
+    methods.Scaffold(2, option=1),
+    methods.Mime(2),
+    methods.Mime(2, lite=True),
+    methods.Selfish(2, ("user 2",)),
+    methods.Selfish(2, alpha=0.4),
+    methods.Waffle(9, 2),
+]
+OTHERS: list[methods.Method] = [
+    methods.HypCluster(2, 2),
+    methods.FedFomo(2),
+    methods.FedFomo(2, "mine"),
+    methods.UserCentric(2, blocks=2),
+]
+OTHERS += [methods.FedPer(2, head=["weight"]), methods.FedRep(1, 2, head=["weight"])]
 
 
-def name_of(method: Method) -> str:
+def name_of(method: methods.Method) -> str:
     """Return a name that is the same in every process."""
     return type(method).__name__
 
 
 @pytest.mark.parametrize("method", PERSONAL + ONE_FOR_ALL + OTHERS, ids=name_of)
-def test_a_sample_of_all_is_no_sample_to_the_bit(method: Method) -> None:
-    whole, plain = (HELD_OUT.train(m, rounds=3, lr=0.05, batch_size=4) for m in (Sampled(method, N - 1), method))
+def test_a_sample_of_all_is_no_sample_to_the_bit(method: methods.Method) -> None:
+    whole, plain = (
+        HELD_OUT.train(m, rounds=3, lr=0.05, batch_size=4) for m in (methods.Sampled(method, N - 1), method)
+    )
     assert torch.equal(last_of(whole), last_of(plain))
     assert whole.record.end.costs == plain.record.end.costs
 
 
 @pytest.mark.parametrize("method", ONE_FOR_ALL, ids=name_of)
-def test_a_round_with_a_sample_is_a_round_of_those_alone(method: Method) -> None:
+def test_a_round_with_a_sample_is_a_round_of_those_alone(method: methods.Method) -> None:
     """From the start, where nothing is kept of the absent: as if user 0 had no other peers."""
-    sampled = PROBLEM.train(Sampled(method, peers=2), rounds=1, lr=0.05)
+    sampled = PROBLEM.train(methods.Sampled(method, peers=2), rounds=1, lr=0.05)
     asked = {name for name, cost in sampled.record.end.costs.items() if cost.gradients}
     assert len(asked) == 3
     assert "user 0" in asked
     me, *peers = (user for user in PROBLEM.users if user.name in asked)
     model = torch.nn.Linear(len(START), 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
-    if isinstance(method, Selfish) and "user 2" not in asked:
-        method = Selfish(2, alpha=method.alpha)
+    if isinstance(method, methods.Selfish) and "user 2" not in asked:
+        method = methods.Selfish(2, alpha=method.alpha)
     settings = {"lr": 0.05, "steps": 1, "batch_size": 10**6}
     alone = coterie.train(model, torch.nn.functional.mse_loss, me, peers, method, **settings)  # type: ignore[arg-type]
     assert torch.allclose(weights_of(sampled), weights_of(alone), atol=1e-12)
 
 
 @pytest.mark.parametrize("method", PERSONAL, ids=name_of)
-def test_the_absent_keep_their_models_and_compute_nothing(method: Method) -> None:
-    before = PROBLEM.train(Sampled(method, peers=1), rounds=2, lr=0.05)
-    after = PROBLEM.train(Sampled(method, peers=1), rounds=3, lr=0.05)
+def test_the_absent_keep_their_models_and_compute_nothing(method: methods.Method) -> None:
+    before = PROBLEM.train(methods.Sampled(method, peers=1), rounds=2, lr=0.05)
+    after = PROBLEM.train(methods.Sampled(method, peers=1), rounds=3, lr=0.05)
     given = {
         name: after.record.end.costs[name].gradients - cost.gradients
         for name, cost in before.record.end.costs.items()
     }
     assert sorted(bool(n) for n in given.values()) == [False] * (N - 2) + [True] * 2
-    if isinstance(method, APFL | Mapper):
+    if isinstance(method, methods.APFL | methods.Mapper):
         return  # whose personal models have a part that all share
     for k, name in enumerate(given):
         assert torch.equal(last_of(before)[k], last_of(after)[k]) == (not given[name])
@@ -110,7 +101,7 @@ def test_scaffold_with_a_sample_against_a_plain_loop() -> None:
         for k in asked:
             c_k[k] = following[k]
         x = torch.stack(list(ends.values())).mean(0)
-    run = PROBLEM.train(Sampled(Scaffold(2), peers=2), rounds=4, lr=0.1)
+    run = PROBLEM.train(methods.Sampled(methods.Scaffold(2), peers=2), rounds=4, lr=0.1)
     assert same_models(run, [x] * N)
 
 
