@@ -152,22 +152,8 @@ def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str
     everyone, over = [me, *peers.values()], sampled.distance**2
     at, first, ahead, change = (_typical([getattr(user, kind) for user in everyone]) for kind in _KINDS)
 
-    def noise(user: _User) -> Measured:
-        each = user.at.each()
-        square = (at if each is None else float(each.values[0])) / user.in_run
-        error = 0.0 if each is None else each.over(user.in_run).error
-        if user.added:  # what is known, and then what is not clear of the error, which T·share would magnify
-            square = max(0.0, square - user.added**2)
-            square = square if square > 2 * error else 0.0
-        root = math.sqrt(square)
-        return Measured(root, error / (2 * root) if root else 0.0)
-
     gradient, before, after = me.at.square(each=at), me.first.square(each=first), me.ahead.square(each=ahead)
-    smoothness = _root(me.change.square(each=change).over(over))
-    if not smoothness.value > 0:  # lost in the noise of the batches' own curvature: then with it, an upper estimate
-        smoothness = Measured(math.sqrt(np.square(me.change.rows.mean(0)).sum() / over), smoothness.error)
-    if not smoothness.value > 0:
-        raise DataError("user 0's gradient is the same at both points: no curvature to measure by")
+    smoothness = _smoothness(me, change, over)
     pl = min(float(gradient.values[0]) / (2 * sampled.losses[0]), float(after.values[0]) / (2 * sampled.losses[1]))
     found = {}
     for name, peer in peers.items():
@@ -177,7 +163,7 @@ def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str
         if grows.value <= 2 * grows.error:
             growth, grows = np.zeros_like(growth), grows._replace(value=0.0)
         found[name] = PeerEstimates(
-            noise=noise(peer),
+            noise=_noise(peer, at),
             bias_floor=_root(Resampled(bias.values - growth * gradient.values, bias.variances)),
             bias_growth=grows,
             hessian_gap=_root(peer.change.square(me.change, change).over(over)),
@@ -187,7 +173,7 @@ def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str
     return Estimates(
         loss=sampled.losses[0],
         gradient=_root(gradient),
-        noise=noise(me),
+        noise=_noise(me, at),
         smoothness=smoothness,
         pl=min(pl, smoothness.value) if pl > 0 else smoothness.value,
         peers=found,
@@ -198,6 +184,28 @@ def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str
 
 
 _KINDS = ("at", "first", "ahead", "change")
+
+
+def _noise(user: _User, usual: float) -> Measured:
+    """Return σ of a user's batches in the run; by what is usual where it has too few to tell."""
+    each = user.at.each()
+    square = (usual if each is None else float(each.values[0])) / user.in_run
+    error = 0.0 if each is None else each.over(user.in_run).error
+    if user.added:  # what is known, and then what is not clear of the error, which T·share would magnify
+        square = max(0.0, square - user.added**2)
+        square = square if square > 2 * error else 0.0
+    root = math.sqrt(square)
+    return Measured(root, error / (2 * root) if root else 0.0)
+
+
+def _smoothness(me: _User, usual: float, over: float) -> Measured:
+    """Return L from how user 0's gradient changes between two points, whose squared distance is `over`."""
+    smoothness = _root(me.change.square(each=usual).over(over))
+    if not smoothness.value > 0:  # lost in the noise of the batches' own curvature: then with it, an upper estimate
+        smoothness = Measured(math.sqrt(np.square(me.change.rows.mean(0)).sum() / over), smoothness.error)
+    if not smoothness.value > 0:
+        raise DataError("user 0's gradient is the same at both points: no curvature to measure by")
+    return smoothness
 
 
 def _growth(bias_before: Resampled, bias_after: Resampled, before: Resampled, after: Resampled) -> Array:
