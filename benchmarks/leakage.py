@@ -13,9 +13,9 @@ set (of 2,000, or 1,797 digits) more.* Membership, of 64 examples of each peer b
 gradients of batches of 16: by the loss of the last model and by products of gradients; *area* is the share of pairs
 in which the member has the larger score (.5 by chance), *found* how many members are found where 1 % of the
 strangers are taken for members, and *found at most* what (ε, δ) allows of it. Errors are standard errors over
-batches, or over repetitions with other examples.
+batches (of one batch: over its images), or over repetitions with other examples.
 
-OUT/table.md has the tables of docs/privacy.md, OUT/leakage.svg its figure. Noise is secret: no two runs are alike.
+OUT/table.md has the tables of docs/privacy.md, OUT/leakage.png its figure. Noise is secret: no two runs are alike.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.private_gradients import PrivateGradients
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import least_noise
-from coterie.reporting.page import svg
 
 BATCHES, POOL, DELTA, CLIP, LEAST = (1, 8, 32), 2000, 1e-5, 1.0, 0.8
 MEMBERS, STRANGERS, STEPS, SIZE, RATE = 64, 500, 20, 16, 0.5
@@ -183,16 +182,20 @@ def work(given: tuple[Any, ...]) -> Any:
     return reconstructed(*given) if isinstance(given[0], Job) else membership(*given)
 
 
-def with_error(values: Sequence[float], *, percent: bool = False) -> str:
-    """Return a mean and its standard error as text; no error where there is one value.
+def with_error(values: Sequence[float], *, percent: bool = False, of: int = 0) -> str:
+    """Return a mean and its standard error as text; of one share, `of` so many, that of a binomial distribution.
 
     Example:
-        >>> with_error([0.4, 0.6]), with_error([0.25], percent=True)
-        ('.50 ± .10', '25 %')
+        >>> with_error([0.4, 0.6]), with_error([0.25], percent=True), with_error([0.25], percent=True, of=12)
+        ('.50 ± .10', '25 %', '25 ± 12 %')
     """
     if not values:
         return ""
-    mean, error = np.mean(values), np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else None
+    mean, error = float(np.mean(values)), None
+    if len(values) > 1:
+        error = float(np.std(values, ddof=1)) / len(values) ** 0.5
+    elif of:
+        error = (mean * (1 - mean) / of) ** 0.5
     if percent:
         return f"{100 * mean:.0f}{'' if error is None else f' ± {100 * error:.0f}'} %"
     return " ± ".join(f"{each:.2f}".removeprefix("0") for each in (mean, error) if each is not None)
@@ -207,7 +210,8 @@ def tables(found: Found, asked: Sequence[tuple[Any, ...]]) -> str:
         if isinstance(given[0], Job):
             job, view = given
             rates = found[given]["rates"] if given in found else []
-            cells.setdefault((job.name, job.kind, view.name), {})[job.batch] = with_error(rates, percent=True)
+            told = with_error(rates, percent=True, of=job.batch * view.peers)
+            cells.setdefault((job.name, job.kind, view.name), {})[job.batch] = told
         elif given in found:
             several.setdefault((given[0], given[2]), []).append(found[given])
     lines += [
@@ -217,13 +221,13 @@ def tables(found: Found, asked: Sequence[tuple[Any, ...]]) -> str:
     lines += ["", "| set | user 0 sees | by loss: area | found | by products: area | found | found at most |"]
     lines += ["|---" * 7 + "|"]
     for (name, view), each in sorted(several.items(), key=_place):
-        told = [
+        areas = [
             with_error([one[attack][place] for one in each], percent=place == 1)
             for attack in ("loss", "products")
             for place in (0, 1)
         ]
         bound = "" if view.epsilon is None else f"{100 * min(1.0, 0.01 * np.exp(view.epsilon) + DELTA):.1f} %"
-        lines.append(f"| {name} | {view.name} | {' | '.join(told)} | {bound} |")
+        lines.append(f"| {name} | {view.name} | {' | '.join(areas)} | {bound} |")
     return "\n".join(lines) + "\n"
 
 
@@ -316,7 +320,7 @@ def main() -> None:
         except KeyboardInterrupt:  # what was found so far is shown
             pool.shutdown(wait=False, cancel_futures=True)
     if not options.quick:
-        (options.out / "leakage.svg").write_text(svg(figure(found)), encoding="utf-8")
+        figure(found).savefig(options.out / "leakage.png", dpi=130)
     print(tables(found, todo))
 
 

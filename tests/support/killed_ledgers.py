@@ -21,7 +21,7 @@ from coterie.engines.peer import Peer
 from coterie.engines.requests import Request
 from coterie.errors import FileError
 from coterie.privacy import Privacy
-from coterie.privacy.accountant import Budget, Event, epsilon_of
+from coterie.privacy.accountant import Event, epsilon_of
 
 N, EPSILON, DELTA, PATIENCE = 40, 1.5, 1e-3, 60.0
 
@@ -57,10 +57,10 @@ class Outcome:
 
 def killed(log: Path, kills: int, seed: int, noise: float) -> Outcome:
     """Kill pairs of peers on one ledger some time after an answer, so often; then let one answer to the end."""
-    event, rng, outcome = Event(1.0, noise), random.Random(seed), Outcome()
-    outcome.most = Budget(EPSILON, DELTA).most({}, event, at_least=2000)  # which children need not find out again
+    event, rng, outcome, site = Event(1.0, noise), random.Random(seed), Outcome(), peer(log, noise)
+    outcome.most = site._spending.left(event, 2000)  # the accountant is slow, and children need not ask it again
     while outcome.kills < kills:
-        outcome.left += _two_killed(log, noise, rng)
+        outcome.left += _two_killed(site, rng)
         outcome.kills += 2
         try:
             outcome.counted = Ledger(log).given
@@ -69,22 +69,24 @@ def killed(log: Path, kills: int, seed: int, noise: float) -> Outcome:
             break
         outcome.lost += outcome.left > outcome.counted
         outcome.overspent += outcome.counted > outcome.most
-    site = peer(log, noise)
     while site.answer(request()).gradients is not None:
         outcome.left += 1
-    outcome.counted = site.ledger.given
+    again = peer(log, noise)
+    outcome.counted = again.ledger.given
     outcome.lost += outcome.left > outcome.counted
-    outcome.exact = outcome.counted == outcome.most and site.epsilon == epsilon_of({event: outcome.most}, DELTA)
+    outcome.exact = outcome.counted == outcome.most and again.epsilon == epsilon_of({event: outcome.most}, DELTA)
     return outcome
 
 
-def _two_killed(log: Path, noise: float, rng: random.Random) -> int:
-    """Let two processes answer until each is killed, and return how many answers left."""
+def _two_killed(site: Peer, rng: random.Random) -> int:
+    """Let two processes answer until each is killed, and return how many answers left.
+
+    The peer has read nothing of its ledger yet: each process does, as one that is started anew.
+    """
     read, write = os.pipe()
 
     def answers() -> None:
         torch.set_num_threads(1)
-        site = peer(log, noise)
         while site.answer(request()).gradients is not None:
             os.write(write, b"!")  # the answer leaves
 

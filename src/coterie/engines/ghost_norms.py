@@ -56,7 +56,8 @@ def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree,
     with full_precision():
         calls, output = _called(passes.model, parameters.unflatten(x.detach()), inputs)
         losses = _losses(passes, output, targets, n_rows(inputs))
-        gradients = torch.autograd.grad(losses.sum(), [call.output for call in calls])
+        with torch.autograd.set_multithreading_enabled(False):  # another thread costs more than a small pass takes
+            gradients = torch.autograd.grad(losses.sum(), [call.output for call in calls])
         each = list(zip(calls, gradients, strict=True))
         found = [_SQUARES[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each]
         norms = torch.stack([squares for squares, _ in found]).sum(0).sqrt()
