@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 
 import coterie
 from coterie.engines import PrivatePeers
+from coterie.engines.private_gradients import PrivateGradients
 from coterie.errors import KnobError
+from coterie.methods import AFL, FedAvg
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event, epsilon_of
 
@@ -43,15 +46,18 @@ def test_the_record_has_what_was_promised_and_spent_by_every_accountant(tmp_path
     made: list[PrivatePeers] = []
 
     def private(*args: object, **options: object) -> PrivatePeers:
-        made.append(PrivatePeers(*args, privacy=Privacy(4.0, DELTA, 1.0), gradients=45, **options))  # type: ignore[arg-type]
+        made.append(PrivatePeers(*args, privacy=Privacy(4.0, DELTA, 1.0, 5.0), **options))  # type: ignore[arg-type]
         return made[0]
 
     how: dict[str, Any] = {"steps": 10, "batch_size": N // 2, "engine": private, "out": tmp_path}
     run = coterie.train(nn.Linear(WIDTH, 1), LOSS, me, peers, **how)
     assert run.record.end.account["cost"]["runs"] == 4.5
     assert "a, b promise ε = 4 at δ = 0.001" in run.summary()
-    for name, told in coterie.Record.load(tmp_path).end.promises.items():
+    promises = coterie.Record.load(tmp_path).end.promises
+    assert sorted(promises) == ["a", "b"]
+    for name, told in promises.items():
         ((event, count),) = made[0].peers[name].ledger.spent.items()
+        assert event.rate == 0.5
         theirs = PLDAccountant()
         theirs.compose(dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(event.noise)), count)
         assert told["spent"] == epsilon_of({event: count}, DELTA)
@@ -59,11 +65,6 @@ def test_the_record_has_what_was_promised_and_spent_by_every_accountant(tmp_path
         assert told["spent"] == pytest.approx(added_up(0.5, event.noise, count, DELTA), rel=1e-2)
         assert (told["epsilon"], told["delta"], told["clip"]) == (4.0, DELTA, 1.0)
         assert told["noise"] == pytest.approx(event.noise / (N // 2)), "on each number of a gradient"
-    for peer in made[0].peers.values():
-        ((event, count),) = peer.ledger.spent.items()
-        assert event.rate == 0.5
-        assert 0 < count <= 45
-        assert peer.epsilon == epsilon_of({event: count}, DELTA) <= 4.0
 
 
 def test_who_has_spent_all_is_left_out() -> None:
@@ -102,3 +103,54 @@ def test_the_record_says_who_promises_what() -> None:
     assert run.record.configuration.engine["promises"] == {
         "a": "ε = 9 at δ = 0.001 for every example, clipped to norm 1, with noise of 8 times that"
     }
+
+
+@pytest.mark.parametrize(
+    ("rule", "gradients"),
+    [
+        (coterie.WeightedAveraging(0.5), 4),
+        (coterie.WeightedAveraging("auto"), 4 + 2 * 8),
+        (None, 18),
+        (FedAvg(local_steps=2), 8),
+    ],
+)
+def test_whatever_touches_examples_is_counted(rule: Any, gradients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a peer is there, its examples are taken for private gradients only, each of which is in its ledger."""
+    made: list[PrivatePeers] = []
+    given = {"a": 0, "b": 0}
+    at_work: list[str] = []
+    compute = PrivateGradients.gradient
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(user: coterie.User, *args: Any, **options: Any) -> Any:
+            assert not made or user.name in ("me", *at_work)
+            return method(user, *args, **options)
+
+        return called
+
+    def counted(private: PrivateGradients, *args: Any, **options: Any) -> torch.Tensor:
+        at_work.append(private.user.name)
+        given[private.user.name] += 1
+        found = compute(private, *args, **options)
+        at_work.pop()
+        return found
+
+    def engine(*args: Any, **options: Any) -> PrivatePeers:
+        made.append(PrivatePeers(*args, privacy=Privacy(1e3, DELTA, 1.0, 4.0), **options))
+        return made[0]
+
+    for name in ("take", "batch"):
+        monkeypatch.setattr(coterie.User, name, watched(getattr(coterie.User, name)))
+    monkeypatch.setattr(PrivateGradients, "gradient", counted)
+    me, *peers = users()
+    how: dict[str, Any] = {} if isinstance(rule, FedAvg) else {"optimizer": torch.optim.SGD, "lr": 0.01}
+    coterie.train(nn.Linear(WIDTH, 1), LOSS, me, peers, rule, steps=4, batch_size=N, engine=engine, **how)
+    assert {name: peer.ledger.given for name, peer in made[0].peers.items()} == given
+    assert max(given.values()) == gradients
+
+
+def test_methods_that_look_at_losses_are_refused() -> None:
+    me, *peers = users()
+    private = functools.partial(PrivatePeers, privacy=Privacy(9.0, DELTA, 1.0, 8.0))
+    with pytest.raises(KnobError, match="at a point of its own"):
+        coterie.train(nn.Linear(WIDTH, 1), LOSS, me, peers, AFL(), steps=2, engine=private)

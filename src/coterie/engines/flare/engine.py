@@ -199,15 +199,14 @@ class Flare:
         return self._traffic
 
     def promises(self) -> Mapping[str, Mapping[str, float]]:
-        """Ask the sites what they promise and have spent, and return it with the noise that they told."""
-        asked = [name for name in self.names if name not in self.dropped]
+        """Ask the sites that told of noise what they promise and have spent, and return it with that noise."""
+        asked = [name for name, noise in self._noise.items() if noise and name not in self.dropped]
+        if not asked:
+            return {}
         replies = self.sites.ask(asked, "ready", self.timeout).wait()
         terms = {name: reply.get("promise") for name, reply in replies.items() if isinstance(reply, dict)}
         told = {name: promise for name in terms if (promise := promise_told(terms[name])) is not None}
-        return {
-            name: {**promise, **({"noise": self._noise[name]} if name in self._noise else {})}
-            for name, promise in told.items()
-        }
+        return {name: {**promise, "noise": self._noise[name]} for name, promise in told.items()}
 
     def close(self) -> None:
         """Do nothing: the sites are let go where the job ends."""

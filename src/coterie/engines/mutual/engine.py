@@ -90,6 +90,7 @@ class Mutual(Flare):
         super().__init__(model, loss, me, peers, sites=self._others, **how)
         self._told = {hello["name"]: hello["examples"] for hello in hellos.values()}
         self._examples |= {name: None if isinstance(n, str) else n for name, n in self._told.items()}
+        self._promises: Mapping[str, Mapping[str, float]] = {}
         self._others.connect()
 
     def describe(self) -> dict[str, Any]:
@@ -98,8 +99,13 @@ class Mutual(Flare):
         masked = ", masked sums" if described["engine"] == MASKED_NVFLARE else ""
         return described | {"engine": f"torch.distributed, everybody trains{masked}", "peers": self._told}
 
+    def promises(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what private processes promised and had spent when this one asked no more."""
+        return self._promises
+
     def close(self) -> None:
         """Ask no more; the others are answered until they are done, in the background."""
+        self._promises = self._promises or super().promises()
         self._others.finish()
 
 
