@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ from coterie.engines.peer import Peer
 from coterie.engines.private_gradients import PrivateGradients
 from coterie.engines.requests import Request
 from coterie.engines.torch_distributed.worker import serve
-from coterie.errors import DataError, FileError, KnobError, ModelError
+from coterie.errors import CoterieError, DataError, FileError, KnobError, ModelError
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Budget, Event, epsilon_of
 
@@ -167,6 +168,15 @@ def test_neither_time_nor_sample_nor_error_leaves(tmp_path: Path) -> None:
     message = {"points": np.zeros((1, WIDTH + 1)), "step": 0, "seed": 0, "batch_size": N}
     assert answer_message(site, "server", message) == {"refused": "it failed"}
     assert site.ledger.given == 4, "what was written down is spent"
+
+
+def test_a_package_that_is_missing_is_told_before_anything_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in an answer does not leave: user 0 would see a peer that gives nothing, and nobody would know why."""
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    with pytest.raises(CoterieError, match=r"cryptography is not installed; `pip install \"coterie\[privacy\]\"`"):
+        peer(tmp_path / "log")
 
 
 def test_an_example_whose_gradient_is_not_finite_is_not_told(tmp_path: Path) -> None:

@@ -61,8 +61,6 @@ def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree,
         each = list(zip(calls, gradients, strict=True))
         found = [_SQUARES[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each]
         norms = torch.stack([squares for squares, _ in found]).sum(0).sqrt()
-        if not bool(norms.isfinite().all()):
-            return None
         factors = clip_factors(norms * (1 + MARGIN), clip)
         for (call, gradient), (_, rows) in zip(each, found, strict=True):
             into = {kind: views[name] for kind, name in call.names.items()}
@@ -72,7 +70,7 @@ def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree,
                 scaled = gradient * factors.view(-1, *[1] * (gradient.ndim - 1))
                 rest = {kind: view[None] for kind, view in into.items()}
                 gradients_of(call.layer, call.inputs[None], scaled[None], rest)
-    return total
+    return total if bool(norms.isfinite().all()) else None  # asked last: on a GPU it waits for all of the above
 
 
 Squares: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]

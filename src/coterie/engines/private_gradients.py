@@ -52,6 +52,9 @@ class PrivateGradients:
         privacy.check(len(user), gradients)
         self.user, self.passes, self.privacy, self._gradients = user, passes, privacy, gradients
         check_apart(passes)
+        noisy(
+            passes.parameters.vector()[:1], 1.0, 1.0
+        )  # a package that is missing is told now: later errors do not leave
         self._mapped = self._by_layer = False
         self._look(user.take(torch.arange(min(COMPARED, len(user))), seed=0, step=0))
 
