@@ -50,7 +50,15 @@ def trained(engine: MakeEngine, case: Case, rule: Rule, **settings: Any) -> cote
     me, *peers = make_users(case)
     held_out = coterie.User("me", *me.batch(20, seed=0, step=0), validation=me.batch(9, seed=1, step=0))
     model = make_model(case)
-    keywords = {"steps": 12, "batch_size": BATCH, "seed": SEED, "lr": 0.05, "engine": engine, **settings}
+    keywords: dict[str, Any] = {
+        "steps": 12,
+        "batch_size": BATCH,
+        "seed": SEED,
+        "lr": 0.05,
+        "engine": engine,
+        "measure": False,
+    }
+    keywords |= settings
     return coterie.train(model, case.loss, held_out, peers, rule, **keywords)
 
 
@@ -131,7 +139,7 @@ class Elsewhere(SumsOnly):
 
 def test_measuring_elsewhere_needs_rows() -> None:
     rule = coterie.WeightedAveraging(0.5)
-    assert not trained(Elsewhere, CASES["mlp"], rule).record.configuration.estimates
+    assert not trained(Elsewhere, CASES["mlp"], rule, measure=None).record.configuration.estimates
     with pytest.raises(
         KnobError, match="`measure` needs every peer's gradient, but this engine gives their weighted"
     ):

@@ -142,6 +142,7 @@ def test_any_scheduler_and_its_resumption(make_users: Users, name: str, tmp_path
             steps=steps,
             batch_size=4,
             hooks=[note],
+            measure=False,
             **keywords,
         )
         return last
