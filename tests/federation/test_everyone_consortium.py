@@ -37,9 +37,25 @@ def end_of(folder: Path) -> coterie.recording.End:
     return coterie.Record.load(folder / "run" / "record.jsonl").end
 
 
-def test_the_models_of_train_everyone_though_the_server_is_killed(tmp_path: Path, example: ModuleType) -> None:
+def assert_nothing_was_read(path: Path) -> None:
+    """Check that the server could read what sites told itself, and nothing that they told each other."""
+    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    between = [line for line in lines if line[0] in SITES and line[1] in SITES]
+    assert sum(line[2] == "1" for line in between) > 6 * 100, "all requests and answers are encrypted"
+    assert not any(line[4] == "1" for line in between)
+    plain = [int(line[3]) for line in between if line[2] == "0"]
+    assert sum(length > 4 for length in plain) <= 4 * 6, "certificates, and receipts without content"
+    assert any(line[4] == "1" for line in lines), "it would have been noticed"
+
+
+def test_the_models_of_train_everyone_though_the_server_is_killed(
+    tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batches are all of a site's training rows, so that it does not matter who draws them."""
-    folder = tmp_path / "trial"
+    folder, heard = tmp_path / "trial", tmp_path / "heard"
+    monkeypatch.setenv("COTERIE_LISTEN", str(heard))
+    listening = Path(__file__).parents[1] / "support" / "listening"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(listening), os.environ.get("PYTHONPATH", "")]))
     kits = set_up(example, folder, "--steps", "150", "--batch-size", "400", "--timeout", "30")
     change(folder, SITES, norm="inf", examples="1")
     with (
@@ -63,6 +79,7 @@ def test_the_models_of_train_everyone_though_the_server_is_killed(tmp_path: Path
             torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
         assert (kit / "run" / "index.html").exists()
     assert {path.name for path in (folder / "run").iterdir()} == {"members.json", "news.log", "summary.txt"}
+    assert_nothing_was_read(heard)
 
 
 def test_sites_that_hang_and_that_are_killed_come_back(tmp_path: Path, example: ModuleType) -> None:

@@ -90,7 +90,8 @@ def init(
     for each, fingerprint in fingerprints.items():
         typer.echo(f"{folder}/sites/{each}   for {each}, over a safe way: it holds a private key")
         typer.echo(f"  its fingerprint, to tell {each} in another way: {fingerprint}")
-    typer.echo(f"next: coterie federate server {folder}; when sites are connected: coterie federate run {folder}")
+    mine = f" and coterie federate site {folder}/sites/{me}" if everyone else ""
+    typer.echo(f"next: coterie federate server {folder}{mine}; with all sites there: coterie federate run {folder}")
 
 
 @federate.command()

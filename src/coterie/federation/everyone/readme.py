@@ -15,7 +15,8 @@ site to site. This folder is data: nothing in it is run. Your machine runs the `
 4. `coterie federate check .` says what would be given. Nothing is sent.
 5. `coterie federate site .` connects to {server}:{port}, trains when {lead} says so, and answers until you stop it
    (Ctrl-C). Your machine dials out; nothing needs to be opened in your firewall for incoming connections.
-6. `coterie predict run FILE` applies your model; `run/index.html` says whether the others have helped.
+6. `coterie predict run FILE` applies your model to rows whose columns are called as in `preparation.json`;
+   `run/index.html` says whether the others have helped.
 
 The {n_others} others plan to ask you for at most {gradients} gradients in all, of {batch_size} rows each. What you
 give, and how to give less, is in `[caps]` of `{file}`:
