@@ -173,7 +173,7 @@ def test_neither_time_nor_sample_nor_error_leaves(tmp_path: Path) -> None:
 def test_a_package_that_is_missing_is_told_before_anything_is_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error in an answer does not leave: user 0 would see a peer that gives nothing, and nobody would know why."""
+    """An error in an answer does not leave: user 0 would see a peer that gives nothing, and nobody would know."""
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(CoterieError, match=r"cryptography is not installed; `pip install \"coterie\[privacy\]\"`"):
         peer(tmp_path / "log")
