@@ -51,6 +51,15 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         assert not any(word in source for word in ("<script", 'src="', "@import", "http"))
 
 
+def test_what_private_peers_promise_stands_beside_them(tmp_path: Path) -> None:
+    record = Record(configuration(rule="WeightedAveraging(alpha=0.5)", peers={"a": 1, "b": 2}))
+    told = {"epsilon": 4.0, "delta": 1e-5, "clip": 1.0, "spent": 1.83, "noise": 0.1}
+    record.finish(End(step=9, best_step=9, promises={"a": told}))
+    text = text_of(write_run_page(tmp_path / "report.html", record))
+    assert {"promises for each example", "ε = 4 at δ = 1e-05; 1.83 spent"} <= set(text)
+    assert "private: a promises ε = 4 at δ = 1e-05 for each example; spent over all its runs: a 1.83" in text
+
+
 def test_left_out_peers_stand_with_the_reason(tmp_path: Path) -> None:
     record = Record(configuration(rule="WeightedAveraging(alpha=0.5)", peers={"a": 1, "b": 2, "c": 3}))
     record.add(Point(step=9, own_loss=0.5))

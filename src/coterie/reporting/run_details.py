@@ -136,6 +136,11 @@ def _peers(record: Record) -> Section:
         }
         for name, examples in everyone.items()
     ]
+    if promises := record.end.promises:
+        for row in rows:
+            told = promises.get(str(row["user"]))
+            private = told and f"ε = {told['epsilon']:g} at δ = {told['delta']:g}; {told['spent']:.3g} spent"
+            row["promises for each example"] = private or "–"
     return Section("Users and what it cost each", tables=[rows], folded=True)
 
 
