@@ -24,13 +24,19 @@ def modules_after(*code: str) -> list[set[str]]:
         check=True,
         env=os.environ | {"PYTHONPATH": source},
     )
-    return [{name.partition(".")[0] for name in json.loads(line)} for line in process.stdout.splitlines()]
+    lines = [line for line in process.stdout.splitlines() if line.startswith("[")]
+    return [{name.partition(".")[0] for name in json.loads(line)} for line in lines]
 
 
 def test_what_an_import_brings_and_what_is_heavy_only_where_it_is_used() -> None:
-    light, used = modules_after("import coterie", "coterie.data.digits_by_writer()")
+    told = "from coterie.cli import app; app(['--help'], standalone_mode=False)"
+    light, told_of, used = modules_after(
+        "import coterie, coterie.theory.quadratic", told, "coterie.data.digits_by_writer()"
+    )
     assert {"coterie", "torch", "numpy", "scipy"} <= light
     assert not light & HEAVY
+    assert "typer" in told_of
+    assert not told_of & {"matplotlib", "pandas", "jinja2", "sklearn"}
     assert "sklearn" in used
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,11 +47,3 @@ def test_every_command_explains_itself(command: str) -> None:
     result = RUNNER.invoke(app, [command, "--help"])
     assert result.exit_code == 0
     assert len(result.output) > 400
-
-
-def test_help_does_not_load_what_draws() -> None:
-    code = "import sys; from coterie.cli import app; app(['--help'], standalone_mode=False); print(*sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    loaded = set(shown.splitlines()[-1].split())
-    assert "coterie.cli.demo" in loaded
-    assert not loaded & {"matplotlib", "pandas", "jinja2", "sklearn"}
