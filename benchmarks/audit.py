@@ -33,7 +33,7 @@ from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event, epsilon_of
 
 Ratios: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
-N, DELTA, CLIP, CONFIDENCE = 96, 1e-2, 1.0, 0.95
+N, DELTA, CLIP = 96, 1e-2, 1.0
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def ratios(case: Case, runs: int) -> tuple[Ratios, Ratios]:
     return with_it.ravel(), without.ravel()
 
 
-def lower_bound(with_it: Ratios, without: Ratios) -> float:
-    """Return the ε that is exceeded at 95 %, by ratios of runs with the canary and of as many without.
+def lower_bound(with_it: Ratios, without: Ratios, confidence: float = 0.95) -> float:
+    """Return the ε that is exceeded at this confidence, by ratios of runs with the canary and of as many without.
 
     Example:
         >>> ones = np.ones(1000)
@@ -91,11 +91,11 @@ def lower_bound(with_it: Ratios, without: Ratios) -> float:
     (first_in, last_in), (first_out, last_out) = (each.reshape(2, -1) for each in (with_it, without))
     thresholds = np.quantile(np.concatenate([first_in, first_out]), np.linspace(0.01, 0.99, 99))
     tests = [(threshold, sign) for threshold in thresholds for sign in (1, -1)]
-    bounds = [_bound(first_in, first_out, *test) for test in tests]
-    return max(0.0, _bound(last_in, last_out, *tests[int(np.argmax(bounds))]))
+    bounds = [_bound(first_in, first_out, *test, confidence) for test in tests]
+    return max(0.0, _bound(last_in, last_out, *tests[int(np.argmax(bounds))], confidence))
 
 
-def _bound(with_it: Ratios, without: Ratios, threshold: float, sign: int) -> float:
+def _bound(with_it: Ratios, without: Ratios, threshold: float, sign: int, confidence: float) -> float:
     """Return the bound by one threshold; the sign −1 is that of a test for who is not there."""
     if sign < 0:
         with_it, without = -without, -with_it
@@ -104,15 +104,15 @@ def _bound(with_it: Ratios, without: Ratios, threshold: float, sign: int) -> flo
         int((without > sign * threshold).sum()),
         len(with_it),
     )
-    each = (1 - CONFIDENCE) / 2
+    each = (1 - confidence) / 2
     least = beta.ppf(each, hits, runs - hits + 1) if hits else 0.0
     most = beta.ppf(1 - each, mistakes + 1, runs - mistakes) if mistakes < runs else 1.0
     return math.log((least - DELTA) / most) if least > DELTA else -math.inf
 
 
-def audited(case: Case, runs: int) -> float:
+def audited(case: Case, runs: int, confidence: float = 0.95) -> float:
     """Return the lower bound on ε of so many runs with the canary and as many without."""
-    return lower_bound(*ratios(case, runs))
+    return lower_bound(*ratios(case, runs), confidence)
 
 
 def main() -> None:

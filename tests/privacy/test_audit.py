@@ -8,18 +8,20 @@ import pytest
 from scipy.stats import binomtest
 
 pytest.importorskip("dp_accounting", reason='dp-accounting is not installed: pip install "coterie[privacy]"')
+RUNS = {1: 8000, 50: 960}
+"""By steps, so many that chance alone does not fail a test."""
 
 
 @pytest.mark.parametrize("name", audit.HONEST)
 def test_a_private_peer_keeps_its_word(name: str) -> None:
     case = audit.HONEST[name]
-    assert 0.1 * case.stated < audit.audited(case, runs=4000 if case.steps == 1 else 480) < case.stated
+    assert 0.1 * case.stated < audit.audited(case, RUNS[case.steps], confidence=0.9999) < case.stated
 
 
 @pytest.mark.parametrize("name", [name for name in audit.CHEATS if name != "50 steps, half of the noise"])
 def test_who_cheats_is_found_out(name: str) -> None:
     case = audit.CHEATS[name]
-    assert audit.audited(case, runs=4000 if case.steps == 1 else 480) > case.stated
+    assert audit.audited(case, RUNS[case.steps], confidence=0.9999) > case.stated
 
 
 def test_the_bound_is_that_of_exact_binomial_intervals() -> None:
