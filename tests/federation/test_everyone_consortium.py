@@ -119,3 +119,17 @@ def test_sites_that_hang_and_that_are_killed_come_back(tmp_path: Path, example: 
     assert "ended: cleveland (600 steps), hungarian (600 steps), switzerland (600 steps)" in (
         folder / "run" / "summary.txt"
     ).read_text(encoding="utf-8")
+
+
+def test_a_worker_of_a_site_is_killed(tmp_path: Path, example: ModuleType) -> None:
+    """NVFLARE ends the job; all go on in another from where they were."""
+    folder = tmp_path / "trial"
+    kits = set_up(example, folder, "--rule", "wga", "--steps", "200", "--batch-size", "40")
+    with (
+        example.started(*example.commands(folder, SITES)) as (_, _, site, _),
+        example.started([*example.COTERIE, "run", str(folder)]) as (run,),
+    ):
+        until(lambda: min(map(steps_done, kits.values())) >= 40, "step 40", 240)
+        site.children(recursive=True)[-1].kill()
+        assert run.wait(timeout=400) == 0, (folder / "said.txt").read_text()
+    assert all((end_of(kit).step, end_of(kit).stopped) == (200, None) for kit in kits.values())
