@@ -69,10 +69,9 @@ def started(name: str, folder: Path) -> str:
 
 
 SLOW = pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="starts six processes: COTERIE_SLOW=1 runs it")
-four_processes = pytest.mark.parametrize("run", [forked, pytest.param(started, marks=SLOW)])
 
 
-@four_processes
+@pytest.mark.parametrize("run", [forked, pytest.param(started, marks=SLOW)])
 def test_the_cluster_is_four_processes(run: Callable[[str, Path], str], tmp_path: Path) -> None:
     out = run("cluster", tmp_path)
     gave = sorted(re.findall(r"(writer \d) gave (\d+) gradients", out))
@@ -82,9 +81,9 @@ def test_the_cluster_is_four_processes(run: Callable[[str, Path], str], tmp_path
     assert float(accuracy[1]) > 0.8
 
 
-@four_processes
-def test_everyone_is_four_processes(run: Callable[[str, Path], str], tmp_path: Path) -> None:
-    out = run("everyone", tmp_path)
+@SLOW
+def test_everyone_is_four_processes(tmp_path: Path) -> None:
+    out = started("everyone", tmp_path)
     assert sorted(re.findall(r"^(writer \d): ", out, re.MULTILINE)) == [f"writer {k}" for k in (0, 3, 5, 8)]
 
 
