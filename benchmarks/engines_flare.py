@@ -74,6 +74,11 @@ class Site:
         return plain_gradient(self.model, 1, x)
 
     @publish
+    def ready(self) -> Any:
+        """Say that there is something to give."""
+        return self.responder().ready()
+
+    @publish
     def gradients(self, request: Any) -> Any:
         """Answer as coterie's sites do."""
         return self.responder().gradients(request)

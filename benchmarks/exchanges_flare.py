@@ -76,18 +76,27 @@ class Site:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.peer: Peer | None = None
+        self._peer: Peer | None = None
+
+    @publish
+    def ready(self) -> Any:
+        """Say that there is something to give."""
+        return self.peer().terms()
 
     @publish
     def gradients(self, request: Any) -> Any:
         """Answer as coterie's sites do."""
-        if self.peer is None:
+        return answer_message(self.peer(), "server", request)
+
+    def peer(self) -> Peer:
+        """Return what answers, made at the first request."""
+        if self._peer is None:
             name = str(collab.site_name)
             mine = digits_by_writer(0).peers[NAMES.index(name)]
             mine.name = name
             log = Path(collab.workspace.get_root_dir()) / "requests.jsonl"
-            self.peer = Peer(mine, Passes(model(), cross_entropy), log=log)
-        return answer_message(self.peer, "server", request)
+            self._peer = Peer(mine, Passes(model(), cross_entropy), log=log)
+        return self._peer
 
 
 class User0:

@@ -47,6 +47,7 @@ class MaskedGroups:
             raise KnobError(
                 f"`secure_sums` must have a site in one group, got {twice[0]!r} in more: they would tell"
             )
+        self._sites = sites
         self._tau = {name: dict.fromkeys(group, 1 / max(1, len(group))) for name, group in groups.items()}
 
         def send(to: Sequence[str], method: str, message: dict[str, Any]) -> Replies:
@@ -61,13 +62,19 @@ class MaskedGroups:
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
         """Ask the sites of these groups; see `Sites.ask`. Seconds are those of `Flare`."""
         if method != "gradients":
-            return LocalReplies({name: {"willing": len(self._here(name)) > 1} for name in names})
+            return LocalReplies({name: self._ready(name, timeout) for name in names})
         request = arguments["request"]
         asked = {name: self._sums[name].ask(request, self._tau[name]) for name in names}
         return GroupReplies({name: partial(self._mean, name, request, waiting) for name, waiting in asked.items()})
 
-    def _here(self, name: str) -> list[str]:
-        return [site for site in self._tau[name] if site not in self._sums[name].sums.lost]
+    def _ready(self, name: str, timeout: float) -> dict[str, Any]:
+        """Say whether a group has a sum to give, and how many examples its sites say they have."""
+        here = [site for site in self._tau[name] if site not in self._sums[name].sums.lost]
+        told = [
+            reply for reply in self._sites.ask(here, "ready", timeout).wait().values() if isinstance(reply, dict)
+        ]
+        sizes = [whole_number(reply.get("size")) for reply in told]
+        return {"willing": len(here) > 1, "size": None if None in sizes else sum(n or 0 for n in sizes)}
 
     def _mean(
         self, name: str, request: Mapping[str, Any], waiting: Callable[[], tuple[Tensor | None, dict[str, str]]]
