@@ -149,7 +149,7 @@ def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str
     """Return the constants with their errors."""
     me = _User(sampled.own, own_plan, 0)
     peers = {name: _User(one, plans[name], 1 + k) for k, (name, one) in enumerate(sampled.peers.items())}
-    everyone, over = [me, *peers.values()], sampled.distance**2
+    everyone, over = [me, *(peer for peer in peers.values() if not peer.added)], sampled.distance**2
     at, first, ahead, change = (_typical([getattr(user, kind) for user in everyone]) for kind in _KINDS)
 
     gradient, before, after = me.at.square(each=at), me.first.square(each=first), me.ahead.square(each=ahead)
@@ -191,9 +191,10 @@ def _noise(user: _User, usual: float) -> Measured:
     each = user.at.each()
     square = (usual if each is None else float(each.values[0])) / user.in_run
     error = 0.0 if each is None else each.over(user.in_run).error
-    if user.added:  # what is known, and then what is not clear of the error, which T·share would magnify
-        square = max(0.0, square - user.added**2)
-        square = square if square > 2 * error else 0.0
+    if user.added:  # off with what is known, and with what is not clear of its error: T·share would magnify it
+        batches, length = user.at.rows.shape
+        chance = user.added**2 * math.sqrt(2 / (length * max(1, batches - 1)))
+        square = square - user.added**2 if square > user.added**2 + 4 * max(error, chance) else 0.0
     root = math.sqrt(square)
     return Measured(root, error / (2 * root) if root else 0.0)
 
