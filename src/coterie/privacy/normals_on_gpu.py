@@ -23,8 +23,7 @@ def normals_of(key: bytes, n: int, device: torch.device) -> Tensor:
     given = torch.empty(chunks * CHUNK, dtype=torch.float64, device=device)
     with torch.cuda.device(device):
         _box_muller[(chunks * BLOCKS // LANES,)](
-            *(given, torch.tensor(words, dtype=torch.int32, device=device), CHUNK, BLOCKS, LANES),
-            enable_fp_fusion=False,  # rounded as on a CPU
+            given, torch.tensor(words, dtype=torch.int32, device=device), CHUNK, BLOCKS, LANES
         )
     return given[:n]
 
