@@ -9,7 +9,8 @@ Only models that cannot mix examples are taken, as their classes show: sequences
 on its own. A test on a batch would not do: what is promised must hold for every batch.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -22,7 +23,6 @@ from coterie.engines.in_process.model_support import full_precision
 from coterie.engines.in_process.passes import Passes
 from coterie.errors import ModelError
 from coterie.evaluation.losses import known_per_example
-from coterie.privacy.clipping import clip_factors
 from coterie.users.trees import Tree, n_rows
 
 MARGIN = 1e-3
@@ -59,9 +59,9 @@ def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree,
         with torch.autograd.set_multithreading_enabled(False):  # another thread costs more than a small pass takes
             gradients = torch.autograd.grad(losses.sum(), [call.output for call in calls])
         each = list(zip(calls, gradients, strict=True))
-        found = [_SQUARES[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each]
-        norms = torch.stack([squares for squares, _ in found]).sum(0).sqrt()
-        factors = clip_factors(norms * (1 + MARGIN), clip)
+        found = [_NORMS[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each]
+        norms = torch.stack([part for parts, _ in found for part in parts]).norm(dim=0)
+        factors = clip / (norms * (1 + MARGIN)).clamp(min=clip)
         for (call, gradient), (_, rows) in zip(each, found, strict=True):
             into = {kind: views[name] for kind, name in call.names.items()}
             for kind, theirs in rows.items():
@@ -70,11 +70,11 @@ def clipped_sum_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree,
                 scaled = gradient * factors.view(-1, *[1] * (gradient.ndim - 1))
                 rest = {kind: view[None] for kind, view in into.items()}
                 gradients_of(call.layer, call.inputs[None], scaled[None], rest)
-    return total if bool(norms.isfinite().all()) else None  # asked last: on a GPU it waits for all of the above
+    return total if math.isfinite(norms.sum()) else None  # asked last: on a GPU it waits for all of the above
 
 
-Squares: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
-"""The squared norms of the examples' gradients by a layer's parameters, and those that it took, by name."""
+Norms: TypeAlias = tuple[Sequence[Tensor], Mapping[str, Tensor]]
+"""The norms of examples' gradients by parts of a layer's parameters, and the gradients that it took, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,32 +131,34 @@ def _is_apart(module: nn.Module) -> bool:
         return module.start_dim >= 1
     if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
         return False
-    return type(module) in (nn.Sequential, *_WITHOUT_PARAMETERS, *_SQUARES)
+    return type(module) in (nn.Sequential, *_WITHOUT_PARAMETERS, *_NORMS)
 
 
-def _linear(layer: Any, inputs: Tensor, gradient: Tensor) -> Squares:
+def _linear(layer: Any, inputs: Tensor, gradient: Tensor) -> Norms:
     inputs, gradient = (each.reshape(len(each), -1, each.shape[-1]) for each in (inputs, gradient))
     if inputs.shape[1] == 1:
-        squares, rows = inputs.square().sum((1, 2)) * gradient.square().sum((1, 2)), dict[str, Tensor]()
+        norms, rows = inputs.norm(dim=(1, 2)) * gradient.norm(dim=(1, 2)), dict[str, Tensor]()
+        bias = gradient.squeeze(1)
     else:
-        squares, rows = _of_product(inputs, gradient)
-    return _with_bias(layer, gradient, squares, rows)
+        norms, rows = _of_product(inputs, gradient)
+        bias = gradient.sum(1)
+    return _with_bias(layer, bias, norms, rows)
 
 
-def _convolution(layer: Any, inputs: Tensor, gradient: Tensor) -> Squares:
+def _convolution(layer: Any, inputs: Tensor, gradient: Tensor) -> Norms:
     n, places, groups = len(inputs), gradient[0, 0].numel(), layer.groups
     options = {name: getattr(layer, name) for name in ("dilation", "padding", "stride")}
     long, wide = layer.out_channels // groups, layer.weight[0].numel()
     if not inputs.is_cuda and not _by_pairs(places, wide, long):
         rows = {"weight": _each_weight(layer, inputs, gradient)}
-        squares = rows["weight"].flatten(1).norm(dim=1).square()
+        norms = rows["weight"].flatten(1).norm(dim=1)
     else:
         patches = functional.unfold(inputs, layer.kernel_size, **options)
         parts = (each.reshape(n * groups, -1, places).mT for each in (patches, gradient))
-        squares, rows = _of_product(*parts)
-        squares = squares.view(n, groups).sum(1)
+        norms, rows = _of_product(*parts)
+        norms = norms if groups == 1 else norms.view(n, groups).norm(dim=1)
         rows = {name: each.reshape(n, *layer.weight.shape) for name, each in rows.items()}
-    return _with_bias(layer, gradient.flatten(2).mT, squares, rows)
+    return _with_bias(layer, gradient.flatten(2).sum(2), norms, rows)
 
 
 def _each_weight(layer: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
@@ -171,12 +173,11 @@ def _each_weight(layer: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
     return rows.view(n, *shape)
 
 
-def _with_bias(layer: Any, gradient: Tensor, squares: Tensor, rows: Mapping[str, Tensor]) -> Squares:
-    """Return the same with the bias's share, from gradients of shape (n, T, o)."""
+def _with_bias(layer: Any, bias: Tensor, norms: Tensor, rows: Mapping[str, Tensor]) -> Norms:
+    """Return the same with the gradients by the bias, where there is one."""
     if layer.bias is None:
-        return squares, rows
-    bias = gradient.sum(1)
-    return squares + bias.square().sum(1), {**rows, "bias": bias}
+        return [norms], rows
+    return [norms, bias.norm(dim=1)], {**rows, "bias": bias}
 
 
 def _by_pairs(places: int, wide: int, long: int) -> bool:
@@ -185,21 +186,21 @@ def _by_pairs(places: int, wide: int, long: int) -> bool:
 
 
 def _of_product(inputs: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ‖Σ_t g_t a_tᵀ‖² for each example, from (n, T, i) and (n, T, o), and the sum where it was computed."""
+    """Return ‖Σ_t g_t a_tᵀ‖ for each example, from (n, T, i) and (n, T, o), and the sum where it was computed."""
     if _by_pairs(inputs.shape[1], inputs.shape[2], gradient.shape[2]):
-        return ((inputs @ inputs.mT) * (gradient @ gradient.mT)).sum((1, 2)).clamp(min=0), {}
+        return ((inputs @ inputs.mT) * (gradient @ gradient.mT)).sum((1, 2)).clamp(min=0).sqrt(), {}
     product = gradient.mT @ inputs
-    return product.flatten(1).norm(dim=1).square(), {"weight": product}
+    return product.flatten(1).norm(dim=1), {"weight": product}
 
 
-def _by_formula(layer: Any, inputs: Tensor, gradient: Tensor) -> Squares:
+def _by_formula(layer: Any, inputs: Tensor, gradient: Tensor) -> Norms:
     """Return those of a layer of few parameters, by its gradients themselves."""
     rows = {name: gradient.new_empty(len(inputs), *p.shape) for name, p in layer.named_parameters()}
     gradients_of(layer, inputs.unsqueeze(1), gradient.unsqueeze(1), rows)
-    return torch.stack([part.flatten(1).norm(dim=1).square() for part in rows.values()]).sum(0), rows
+    return [part.flatten(1).norm(dim=1) for part in rows.values()], rows
 
 
-_SQUARES: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Squares]] = {
+_NORMS: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Norms]] = {
     nn.Linear: _linear,
     nn.Conv2d: _convolution,
     nn.GroupNorm: _by_formula,
