@@ -57,7 +57,7 @@ def test_what_private_peers_promise_stands_beside_them(tmp_path: Path) -> None:
     record.finish(End(step=9, best_step=9, promises={"a": told}))
     text = text_of(write_run_page(tmp_path / "report.html", record))
     assert {"promises for each example", "ε = 4 at δ = 1e-05; 1.83 spent"} <= set(text)
-    assert "private: a promises ε = 4 at δ = 1e-05 for each example; spent over all its runs: a 1.83" in text
+    assert "private: a promises ε = 4 at δ = 1e-05 for each example; spent over all its runs: 1.83" in text
 
 
 def test_left_out_peers_stand_with_the_reason(tmp_path: Path) -> None:

@@ -67,16 +67,18 @@ def promised(end: End) -> list[str]:
     Example:
         >>> a, b = ({"epsilon": 4.0, "delta": 1e-5, "clip": 1.0, "spent": spent} for spent in (1.5, 1.25))
         >>> promised(End(step=1, best_step=1, promises={"a": a, "b": b}))
-        ['private: a, b promise ε = 4 at δ = 1e-05 for each example; spent over all their runs: a 1.5, b 1.25']
+        ['private: 2 peers promise ε = 4 at δ = 1e-05 for each example; spent over all their runs: 1.25 to 1.5']
     """
     alike: dict[str, dict[str, float]] = {}
     for name, one in end.promises.items():
         alike.setdefault(f"ε = {one['epsilon']:g} at δ = {one['delta']:g}", {})[name] = one["spent"]
     lines = []
     for promise, by_name in alike.items():
-        spent = ", ".join(f"{name} {value:.3g}" for name, value in by_name.items())
-        who = f"{', '.join(by_name)} promise{'s' if len(by_name) == 1 else ''}"
-        whose = "its" if len(by_name) == 1 else "their"
+        least, most = (f"{value:.3g}" for value in (min(by_name.values()), max(by_name.values())))
+        spent = least if least == most else f"{least} to {most}"
+        who, whose = f"{len(by_name)} peers promise", "their"
+        if len(by_name) == 1:
+            who, whose = f"{next(iter(by_name))} promises", "its"
         lines.append(f"private: {who} {promise} for each example; spent over all {whose} runs: {spent}")
     return lines
 
