@@ -14,17 +14,14 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
+from users_in_turn import options, problem_of, users_of
 
 import coterie
-from coterie.benchmark.models import MODELS
-from coterie.benchmark.sets import SETS, load
-from coterie.benchmark.tasks import candidates, task_of
+from coterie.benchmark.sets import SETS
 from coterie.evaluation.evaluate import example_errors
-from coterie.users.sampling import seeded
 
 RULES: dict[str, coterie.Rule | coterie.AdaptiveAveraging] = {
     "alone": coterie.Alone(),
@@ -36,14 +33,10 @@ RULES: dict[str, coterie.Rule | coterie.AdaptiveAveraging] = {
 def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> dict[str, float]:
     """Return each rule's score and seconds for one user, and `wrong`: the weight on wrong peers."""
     torch.set_num_threads(1)
-    kind = SETS[name]
-    sizes = {"own_examples": kind.own_examples, "most_peers": kind.most_peers}
-    task = task_of(load(SETS[name], settings.data), me, condition=condition, **sizes)
+    task, model = problem_of(name, me, settings.data, settings.model, condition)
     task.me.validation = None
-    with seeded(0, "model", 0):
-        model = MODELS[settings.model](task.n_inputs, task.n_outputs)
     regression = task.n_outputs == 1
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for rule_name, rule in RULES.items():
         began = time.perf_counter()
         run = coterie.train(
@@ -54,18 +47,18 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
             rule,
             lr=settings.lr,
             steps=settings.steps,
-            batch_size=kind.batch_size,
+            batch_size=SETS[name].batch_size,
             progress=False,
             measure=False,
         )
-        found[f"{rule_name}, seconds"] = time.perf_counter() - began
+        measured[f"{rule_name}, seconds"] = time.perf_counter() - began
         if task.me.test is None:
             raise AssertionError("a task has test examples")
         cost = float(example_errors(run.model, task.me.test, 1 / task.spread).mean())
-        found[rule_name] = -(cost**0.5) if regression else 1 - cost
+        measured[rule_name] = -(cost**0.5) if regression else 1 - cost
         if run.record.end.account:
-            found["wrong"] = sum(run.record.end.account["tau"].get(peer, 0.0) for peer in task.wrong)
-    return found
+            measured["wrong"] = sum(run.record.end.account["tau"].get(peer, 0.0) for peer in task.wrong)
+    return measured
 
 
 def row(label: str, by_user: list[dict[str, float]]) -> str:
@@ -82,12 +75,9 @@ def row(label: str, by_user: list[dict[str, float]]) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=None, help="the folder of all data; digits need none")
-    parser.add_argument("--sets", default="digits")
+    parser = options(__doc__)
     parser.add_argument("--models", default="linear")
     parser.add_argument("--conditions", default="honest,wrong-labels,permuted")
-    parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--jobs", type=int, default=1)
@@ -104,16 +94,15 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(settings.jobs) as aggregator:
         under_way = {}
         for name in settings.sets.split(","):
-            names = candidates(load(SETS[name], settings.data), SETS[name].own_examples)[: settings.users]
             for model in settings.models.split(","):
                 chosen = argparse.Namespace(**(vars(settings) | {"model": model}))
                 for condition in settings.conditions.split(","):
-                    tasks = [(name, condition, me, chosen) for me in names]
+                    tasks = [(name, condition, me, chosen) for me in users_of(name, settings)]
                     under_way[f"{name}, {model}, {condition}"] = aggregator.starmap_async(
                         scores, tasks, chunksize=1
                     )
-        for label, found in under_way.items():
-            print(row(label, found.get()), flush=True)
+        for label, waiting in under_way.items():
+            print(row(label, waiting.get()), flush=True)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ Sides: TypeAlias = dict[str, tuple[aggregators.Aggregator, Callable[[Tensor], Te
 
 def byzfl_aggregators() -> Any:
     """Return `byzfl.aggregators` without running the package's `__init__`, which imports torchvision."""
-    found = importlib.util.find_spec("byzfl")
-    if found is None or found.submodule_search_locations is None:
+    package = importlib.util.find_spec("byzfl")
+    if package is None or package.submodule_search_locations is None:
         raise SystemExit("this compares with byzfl: pip install --no-deps byzfl")
-    sys.modules["byzfl"] = importlib.util.module_from_spec(found)
+    sys.modules["byzfl"] = importlib.util.module_from_spec(package)
     return importlib.import_module("byzfl.aggregators")
 
 
@@ -47,8 +47,8 @@ def sides(n: int, f: int, radius: float, steps: int) -> Sides:
 
     def clipping(rows: Tensor, iterations: int) -> Tensor:
         # A new one each time: it would start where the last call ended.
-        found: Tensor = theirs.CenteredClipping(L=iterations, tau=radius)(rows)
-        return found
+        clipped: Tensor = theirs.CenteredClipping(L=iterations, tau=radius)(rows)
+        return clipped
 
     trimmed, krum, mixing = theirs.TrMean(f), theirs.Krum(f), theirs.NNM(f)
     buckets, median = theirs.Bucketing(2), theirs.Median()
@@ -86,8 +86,8 @@ def enough_steps(rows: Tensor) -> int:
     """Return how many steps byzfl's geometric median takes to come near the one that ours finds."""
     wanted, spread = aggregators.GeometricMedian()(rows), (rows - rows.mean(0)).norm(dim=1).median()
     for steps in (3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000):
-        found = byzfl_aggregators().GeometricMedian(nu=1e-9, T=steps)(rows)
-        if (found - wanted).norm() <= 1e-6 * spread:
+        median = byzfl_aggregators().GeometricMedian(nu=1e-9, T=steps)(rows)
+        if (median - wanted).norm() <= 1e-6 * spread:
             return steps
     return 1000
 
@@ -121,7 +121,7 @@ def main() -> None:
         while time.monotonic() < end or len(times[0]) < 5:  # by turns, so that both see the same machine
             times[0].append(timed(ours, rows))
             times[1].append(timed(theirs, rows))
-        mine, other = (statistics.median(found) for found in times)
+        mine, other = (statistics.median(each) for each in times)
         if options.json:
             print(json.dumps({"aggregator": name, "coterie_ms": mine, "byzfl_ms": other}), flush=True)
         else:

@@ -28,7 +28,7 @@ from torch import nn
 
 import coterie
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.private_gradients import PrivateGradients
+from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event, epsilon_of
 
@@ -71,12 +71,12 @@ def ratios(case: Case, runs: int) -> tuple[Ratios, Ratios]:
     held = coterie.User("a", 5 * torch.eye(N, 2 * N), torch.ones(N, 1))
     private = PrivateGradients(held, passes, Privacy(1.0, DELTA, case.clip, case.event.noise), None)
     x, event = torch.zeros(2 * N), case.done or case.event
-    rate, noise, found = case.event.rate, case.event.noise, []
+    rate, noise, by_event = case.event.rate, case.event.noise, []
     for _ in range(-(-runs // N)):
         given = torch.stack([private.gradient(x, event=event) for _ in range(case.steps)])
         sums = given.double().numpy() * -event.rate * N / CLIP  # 1 and noise where a canary was sampled
-        found.append(np.log1p(rate * np.expm1((sums - 0.5) / noise**2)).sum(0))
-    with_it, without = np.split(np.array(found), 2, axis=1)
+        by_event.append(np.log1p(rate * np.expm1((sums - 0.5) / noise**2)).sum(0))
+    with_it, without = np.split(np.array(by_event), 2, axis=1)
     return with_it.ravel(), without.ravel()
 
 

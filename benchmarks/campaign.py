@@ -60,9 +60,9 @@ def fault(name: str) -> dict[str, Any]:
 def damage(name: str, count: int, seed: int) -> dict[str, Any]:
     """Return how many damaged files were accepted in silence, or ended in a raw error."""
     with tempfile.TemporaryDirectory() as folder:
-        found = support("damage").corrupt(name, Path(folder), count // 3, count - count // 3, seed)
-    told = f"{found.refused} refused, {found.survived} read up to the damage, {found.silent} in silence"
-    return {"n": count, "bad": found.silent + len(found.raw), "told": "; ".join([told, *found.raw[:3]])}
+        outcome = support("damage").corrupt(name, Path(folder), count // 3, count - count // 3, seed)
+    told = f"{outcome.refused} refused, {outcome.survived} read up to the damage, {outcome.silent} in silence"
+    return {"n": count, "bad": outcome.silent + len(outcome.raw), "told": "; ".join([told, *outcome.raw[:3]])}
 
 
 def kills(count: int, seed: int) -> dict[str, Any]:
@@ -70,11 +70,11 @@ def kills(count: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "tests/support/killed_runs.py"), folder, str(count), str(seed)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    lost = sum(each["digest"] != each["wanted"] for each in found) + (done.returncode != 0)
-    torn = sum(each["torn"] for each in found)
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    lost = sum(each["digest"] != each["wanted"] for each in rounds) + (done.returncode != 0)
+    torn = sum(each["torn"] for each in rounds)
     told = f"{torn} times while a checkpoint was written {done.stderr.strip()[-200:]}"
-    return {"n": sum(len(each["killed_at"]) for each in found), "bad": lost, "told": told.strip()}
+    return {"n": sum(len(each["killed_at"]) for each in rounds), "bad": lost, "told": told.strip()}
 
 
 def kill_points(seed: int) -> dict[str, Any]:
@@ -95,16 +95,16 @@ def kill_points(seed: int) -> dict[str, Any]:
 def ledgers(count: int, seed: int) -> dict[str, Any]:
     """Return how often kills of private peers, two on one ledger, lost what was spent, or ε was exceeded."""
     with tempfile.TemporaryDirectory() as folder:
-        found = support("killed_ledgers").killed(Path(folder) / "log", count, seed, 16.0 if count < 50 else 60.0)
-    told = f"{found.left} answers left, {found.counted} of {found.most} were counted"
-    return {"n": found.kills, "bad": found.bad, "told": told}
+        outcome = support("killed_ledgers").killed(Path(folder) / "log", count, seed, 16.0 if count < 50 else 60.0)
+    told = f"{outcome.left} answers left, {outcome.counted} of {outcome.most} were counted"
+    return {"n": outcome.kills, "bad": outcome.bad, "told": told}
 
 
 def fuzz(name: str, count: int, seed: int) -> dict[str, Any]:
     """Return how many messages of nonsense ended in an untyped error."""
-    found = getattr(support("fuzz"), name)(count, seed)
-    bad = {what: n for what, n in found.items() if what.startswith("untyped")}
-    return {"n": count, "bad": sum(bad.values()), "told": str(dict(found))[:300]}
+    outcomes = getattr(support("fuzz"), name)(count, seed)
+    bad = {what: n for what, n in outcomes.items() if what.startswith("untyped")}
+    return {"n": count, "bad": sum(bad.values()), "told": str(dict(outcomes))[:300]}
 
 
 def inputs() -> dict[str, Any]:
@@ -176,11 +176,11 @@ BAD = {
 def cells(quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the cases of training under attack, those without attackers too."""
     runs, seeds, ks = support("attack_runs"), range(2) if quick else SEEDS, (1, 4) if quick else KS
-    found: list[tuple[Any, ...]] = [("alone", "none", 0, seed, False) for seed in seeds]
+    asked: list[tuple[Any, ...]] = [("alone", "none", 0, seed, False) for seed in seeds]
     both = [(rule, seed, guarded) for seed in seeds for rule in runs.RULES for guarded in (False, True)]
-    found += [(rule, "none", 0, seed, guarded) for rule, seed, guarded in both]
-    found += [(rule, attack, k, seed, g) for rule, seed, g in both for attack in runs.ATTACKS for k in ks]
-    return [(f"{r}{', guarded' * g}: {attack}, {k} of 10", (r, attack, k, s, g)) for r, attack, k, s, g in found]
+    asked += [(rule, "none", 0, seed, guarded) for rule, seed, guarded in both]
+    asked += [(rule, attack, k, seed, g) for rule, seed, g in both for attack in runs.ATTACKS for k in ks]
+    return [(f"{r}{', guarded' * g}: {attack}, {k} of 10", (r, attack, k, s, g)) for r, attack, k, s, g in asked]
 
 
 def cases(part: str, quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
@@ -214,18 +214,18 @@ def work(part: str, given: tuple[Any, ...]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = DOES[part](*given)
+            result = DOES[part](*given)
         except Exception as error:
-            found = {"n": 1, "bad": 1, "told": f"{type(error).__name__}: {error}"[:300]}
-    return found | {"seconds": round(time.perf_counter() - began, 1)}
+            result = {"n": 1, "bad": 1, "told": f"{type(error).__name__}: {error}"[:300]}
+    return result | {"seconds": round(time.perf_counter() - began, 1)}
 
 
 def cells_of(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], tuple[float, float]]:
     """Return by rule, attack and number of attackers the difference to Alone, paired by seed, and its error."""
-    found = {tuple(row["given"]): row["accuracy"] for row in rows if "accuracy" in row}
-    alone = {seed: a for (rule, _, _, seed, _), a in found.items() if rule == "alone"}
+    accuracies = {tuple(row["given"]): row["accuracy"] for row in rows if "accuracy" in row}
+    alone = {seed: a for (rule, _, _, seed, _), a in accuracies.items() if rule == "alone"}
     by_cell: dict[tuple[str, str, int], list[float]] = {}
-    for (rule, attack, k, seed, guarded), accuracy in found.items():
+    for (rule, attack, k, seed, guarded), accuracy in accuracies.items():
         if rule != "alone" and seed in alone:
             by_cell.setdefault((f"{rule}{', guarded' * guarded}", attack, k), []).append(accuracy - alone[seed])
     return {
@@ -244,21 +244,21 @@ def table(rows: list[dict[str, Any]]) -> str:
             total[0] += row["n"]
             total[1] += int(row["bad"])
     lines += [f"| {p} | {c} | {n:,} | {bad} | {BAD[p]} |" for (p, c), (n, bad) in counted.items()]
-    found = cells_of(rows)
-    if not found:
+    by_cell = cells_of(rows)
+    if not by_cell:
         return "\n".join(lines) + "\n"
-    rules, ks = list(dict.fromkeys(rule for rule, _, _ in found)), sorted({k for _, _, k in found if k})
+    rules, ks = list(dict.fromkeys(rule for rule, _, _ in by_cell)), sorted({k for _, _, k in by_cell if k})
     lines += ["", "Accuracy less Alone's, mean and standard error over seeds, by attackers of ten:", ""]
     lines += [f"| rule | attack | {' | '.join(map(str, ks))} |", "|---|---|" + "---|" * len(ks)]
     for rule in rules:
-        for attack in dict.fromkeys(cell[1] for cell in found if cell[0] == rule):
-            told = [found.get((rule, attack, k if attack != "none" else 0)) for k in ks]
+        for attack in dict.fromkeys(cell[1] for cell in by_cell if cell[0] == rule):
+            told = [by_cell.get((rule, attack, k if attack != "none" else 0)) for k in ks]
             shown = [f"{d:+.3f} ± {e:.3f}" if each else "" for each in told for d, e in [each or (0.0, 0.0)]]
             lines.append(f"| {rule} | {attack} | {' | '.join(shown)} |")
     lines += ["", "With at most half of the peers attacking:", ""]
     lines += ["| rule | cells | below −.05 | below Alone by 3 errors | the worst |", "|---|---|---|---|---|"]
     for rule in rules:
-        some = {cell: each for cell, each in found.items() if cell[0] == rule and cell[2] <= 5}
+        some = {cell: each for cell, each in by_cell.items() if cell[0] == rule and cell[2] <= 5}
         worst = min(some, key=lambda cell: some[cell][0])
         low = [cell for cell, (d, _) in some.items() if d < -0.05]
         sure = [cell for cell, (d, e) in some.items() if d < -3 * e and d < 0]

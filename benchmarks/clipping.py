@@ -1,6 +1,6 @@
 """The cost of a clipped sum over that of a plain gradient of the same batch, all sides timed in one run.
 
-The sides: a plain gradient; the clipped sum by layer (`engines/ghost_norms.py`); the same from every example's
+The sides: a plain gradient; the clipped sum by layer (`engines/peer/ghost_norms.py`); the same from every example's
 gradient by `vmap`; the noise alone; and a whole private gradient, with its noise and its random sample. Then what a
 peer takes to answer: plainly, with a log of what it gives, and privately, where each line of the log is on the disk
 before anything is computed. The log lies in the folder for temporary files, or in `--log`.
@@ -23,12 +23,11 @@ from step_cost import cnn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.caps import Caps
-from coterie.engines.ghost_norms import clipped_sum_by_layer
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
-from coterie.engines.private_gradients import PrivateGradients
+from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer.ghost_norms import clipped_sum_by_layer
+from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Request
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event

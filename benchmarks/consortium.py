@@ -23,11 +23,10 @@ import pandas as pd
 import torch
 
 import coterie
-from coterie.engines.caps import Caps
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
 from coterie.tables import models
 
 RULES: dict[str, Any] = {
@@ -60,16 +59,16 @@ def scores(table: pd.DataFrame, me: str, wrong: str | None, seed: int) -> dict[s
     )
     torch.manual_seed(seed)
     model, loss = models.build("linear", task.n_inputs, task.n_outputs), models.loss_of(task.preparation)
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for name, rule in RULES.items():
         passes = Passes(models.build("linear", task.n_inputs, task.n_outputs), loss)
         held = {peer.name: Peer(peer, passes, Caps(None, 10, 16)) for peer in task.peers}
         engine = partial(Flare, sites=LocalSites(held), names=list(held))
         run = coterie.train(model, loss, task.me, [], rule, engine=engine, seed=seed, **OPTIONS)
-        found[name] = run.test["accuracy"]
+        measured[name] = run.test["accuracy"]
         if name == "adaptive" and wrong is not None:
-            found["wrong"] = run.record.end.account["tau"].get(wrong, 0.0)
-    return found
+            measured["wrong"] = run.record.end.account["tau"].get(wrong, 0.0)
+    return measured
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/engines.py                     # 3 peers on this machine, d = 10,000 and 1,000,000
     python benchmarks/engines.py --engine torch --seconds 30
+    python benchmarks/engines.py --engine torch --sides bare everyone --d 1000000
 
 Every side takes its turn in the same processes. For torch.distributed (gloo):
 
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ from coterie.engines.torch_distributed.engine import TorchDistributed, join, ser
 from coterie.gradients.parameters import Parameters
 
 PEERS = 3
+SIDES = ("calls", "bare", "ours", "gather", "masked", "everyone")
 ROUNDS = 15
 """How often every side takes its turn; the ratio is the median of the rounds', since a machine's load drifts."""
 
@@ -73,12 +75,12 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
     """Return the seconds of each of some steps, after a few that do not count."""
     for _ in range(3):
         step()
-    found = []
+    seconds = []
     for _ in range(steps):
         began = time.perf_counter()
         step()
-        found.append(time.perf_counter() - began)
-    return found
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def bare(rank: int, d: int, steps: int, with_gradients: bool) -> list[float]:
@@ -98,9 +100,9 @@ def bare(rank: int, d: int, steps: int, with_gradients: bool) -> list[float]:
             gradient = gradient / PEERS if rank else torch.zeros(d)
         dist.reduce(gradient, 0)
 
-    found = timed(step, steps)
+    seconds = timed(step, steps)
     group.disconnect()
-    return found
+    return seconds
 
 
 def ours(rank: int, d: int, steps: int, *, gather: bool = False, secure_sums: bool = False) -> list[float]:
@@ -115,9 +117,9 @@ def ours(rank: int, d: int, steps: int, *, gather: bool = False, secure_sums: bo
     )
     x = Parameters(model).share()
     weights = dict.fromkeys(engine.names, 1 / PEERS)
-    found = timed(lambda: engine.gradients(x, 0, weights), steps)
+    seconds = timed(lambda: engine.gradients(x, 0, weights), steps)
     engine.close()
-    return found
+    return seconds
 
 
 def everyone(rank: int, d: int, steps: int) -> list[float]:
@@ -126,15 +128,15 @@ def everyone(rank: int, d: int, steps: int) -> list[float]:
     engine = Mutual(model, mse_loss, user(rank), batch_size=4, patience=60)
     x = Parameters(model).share()
     weights = dict.fromkeys(engine.names, 1 / PEERS)
-    found = timed(lambda: engine.gradients(x, 0, weights), steps)
+    seconds = timed(lambda: engine.gradients(x, 0, weights), steps)
     engine.close()
     for thread in threading.enumerate():
         if thread.name == LAST_THREAD:
             thread.join()
-    return found
+    return seconds
 
 
-def rank_of_torch(rank: int, d: int, seconds: float) -> None:
+def rank_of_torch(rank: int, d: int, seconds: float, only: list[str]) -> None:
     """Be one of the processes; the first prints the medians in milliseconds."""
     torch.set_num_threads(1)
     sides: dict[str, Callable[[int], list[float]]] = {
@@ -145,27 +147,29 @@ def rank_of_torch(rank: int, d: int, seconds: float) -> None:
         "masked": lambda steps: ours(rank, d, steps, secure_sums=True),
         "everyone": lambda steps: everyone(rank, d, steps),
     }
+    sides = {name: side for name, side in sides.items() if name in only}
     steps = max(10, int(seconds / ROUNDS / len(sides) / (5e-3 if d < 100_000 else 30e-3)))
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(ROUNDS):
         for name, side in sides.items():
-            found = side(steps)
-            times[name].append(1e3 * statistics.median(found) if found else 0.0)
+            taken = side(steps)
+            times[name].append(1e3 * statistics.median(taken) if taken else 0.0)
     if not rank:
-        ratios = [a / b for a, b in zip(times["ours"], times["bare"], strict=True)]
-        of_all = [a / b / (1 + PEERS) for a, b in zip(times["everyone"], times["bare"], strict=True)]
-        medians = {name: statistics.median(found) for name, found in times.items()}
-        medians |= {"ratio": statistics.median(ratios), "ratio of all": statistics.median(of_all)}
+        medians = {name: statistics.median(taken) for name, taken in times.items()}
+        for name, ratio, share in (("ours", "ratio", 1), ("everyone", "ratio of all", 1 + PEERS)):
+            if name in sides and "bare" in sides:
+                pairs = zip(times[name], times["bare"], strict=True)
+                medians[ratio] = statistics.median(a / b / share for a, b in pairs)
         print(json.dumps(medians))
 
 
-def torch_distributed(d: int, seconds: float) -> dict[str, float]:
+def torch_distributed(d: int, seconds: float, sides: Sequence[str] = SIDES) -> dict[str, float]:
     """Return the median milliseconds of each side, and the `ratio` of ours to the bare calls."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(1 + PEERS)}
-    command = [sys.executable, __file__, "--rank-of", str(d), "--seconds", str(seconds)]
+    command = [sys.executable, __file__, "--rank-of", str(d), "--seconds", str(seconds), "--sides", *sides]
     ranks = [
         subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)  # noqa: S603
         for rank in range(1 + PEERS)
@@ -175,18 +179,21 @@ def torch_distributed(d: int, seconds: float) -> dict[str, float]:
     finally:
         for process in ranks:
             process.kill()
-    found: dict[str, float] = json.loads(out[0])
-    return found
+    medians: dict[str, float] = json.loads(out[0])
+    return medians
 
 
-def nvflare(d: int, seconds: float) -> dict[str, float]:
+def nvflare(d: int, seconds: float, _: Sequence[str] = SIDES) -> dict[str, float]:
     """Return the median milliseconds of each side; see `engines_flare.py`."""
     from engines_flare import flare  # noqa: PLC0415  # NVFLARE need not be installed for the others
 
     return flare(d, seconds)
 
 
-ENGINES: dict[str, Callable[[int, float], dict[str, float]]] = {"torch": torch_distributed, "nvflare": nvflare}
+ENGINES: dict[str, Callable[[int, float, Sequence[str]], dict[str, float]]] = {
+    "torch": torch_distributed,
+    "nvflare": nvflare,
+}
 
 
 def main() -> None:
@@ -195,22 +202,28 @@ def main() -> None:
     parser.add_argument("--engine", choices=list(ENGINES), nargs="+", default=list(ENGINES))
     parser.add_argument("--d", type=int, nargs="+", default=[10_000, 1_000_000], help="numbers of parameters")
     parser.add_argument("--seconds", type=float, default=30, help="time to spend on each line")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="of torch")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        rank_of_torch(int(os.environ["RANK"]), options.rank_of, options.seconds)
+        rank_of_torch(int(os.environ["RANK"]), options.rank_of, options.seconds, options.sides)
         return
     for engine in options.engine:
         for d in options.d:
-            found = ENGINES[engine](d, options.seconds)
+            medians = ENGINES[engine](d, options.seconds, options.sides)
             if options.json:
-                print(json.dumps({"engine": engine, "d": d, "peers": PEERS, **found}), flush=True)
+                print(json.dumps({"engine": engine, "d": d, "peers": PEERS, **medians}), flush=True)
             else:
-                ratio, of_all = found.pop("ratio", found["ours"] / found["bare"]), found.pop("ratio of all", None)
-                shown = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())
-                more = "" if of_all is None else f", everyone / (4 bare) = {of_all:.2f}"
-                print(f"{engine:<8}d = {d:<10,}{shown}; ours / bare = {ratio:.2f}{more}", flush=True)
+                if "ours" in medians and "bare" in medians:
+                    medians.setdefault("ratio", medians["ours"] / medians["bare"])
+                told = {
+                    "ours / bare": medians.pop("ratio", None),
+                    "everyone / (4 bare)": medians.pop("ratio of all", None),
+                }
+                shown = ", ".join(f"{name} {value:.2f} ms" for name, value in medians.items())
+                more = "".join(f"; {name} = {value:.2f}" for name, value in told.items() if value is not None)
+                print(f"{engine:<8}d = {d:<10,}{shown}{more}", flush=True)
 
 
 if __name__ == "__main__":

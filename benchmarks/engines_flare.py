@@ -130,12 +130,12 @@ class User0:
             (torch.from_numpy(plain_gradient(plain, 0, point)) + sum(answers) / PEERS).norm()
 
         def ours() -> None:
-            found = engine.gradients(x, 0, weights)
-            assert not found.left_out, found.left_out
+            g = engine.gradients(x, 0, weights)
+            assert not g.left_out, g.left_out
 
         def masked() -> None:
-            found = secure.gradients(x, 0, weights)
-            assert not found.left_out, found.left_out
+            g = secure.gradients(x, 0, weights)
+            assert not g.left_out, g.left_out
 
         sides: dict[str, Callable[[], object]] = {
             "calls": lambda: list(collab.clients(timeout=60).echo(x.detach().numpy())),
@@ -148,23 +148,23 @@ class User0:
         for _ in range(ROUNDS):
             for name, side in sides.items():
                 times[name] += timed(side, steps)
-        found = {name: 1e3 * statistics.median(each) for name, each in times.items()}
-        write_result(found)
+        medians = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+        write_result(medians)
 
 
-def write_result(found: Any) -> None:
+def write_result(result: Any) -> None:
     """Write what user 0 found, whole or not at all."""
     fresh = Path(collab.workspace.get_root_dir()).parent / "times.new"
-    fresh.write_text(json.dumps(found), encoding="utf-8")
+    fresh.write_text(json.dumps(result), encoding="utf-8")
     fresh.rename(fresh.with_name(RESULT))
 
 
 def flare(d: int, seconds: float) -> dict[str, float]:
     """Return the median milliseconds of each side."""
-    found: dict[str, float] = deployed(
+    medians: dict[str, float] = deployed(
         "engines_flare", {"d": d, "seconds": seconds}, {"d": d}, limit=120 + 20 * seconds
     )
-    return found
+    return medians
 
 
 def deployed(module: str, lead: dict[str, Any], site: dict[str, Any], *, limit: float, size: int = 1) -> Any:

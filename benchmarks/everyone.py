@@ -6,14 +6,19 @@ evaluations, test. CPU time, so that other work on the machine counts less. `tra
 model, which is in its time.
 
     python benchmarks/everyone.py [--data DIR] [--sets digits wisdm school] [--hidden 0 64] [--steps 1000] [--json]
+
+With `--rounding` the single runs are trained a second time, from parameters that are the next numbers above: so far
+apart are two runs that differ by one rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +50,10 @@ def of(people: Population, own_examples: int, most: int = 20) -> list[coterie.Us
     some = table[table["owner"].isin(chosen)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # columns that look like something else
-        found = coterie.data.users_from_table(
+        made = coterie.data.users_from_table(
             some, user_column="owner", target="target", own_examples=own_examples, kind=kind
         )
-    return list(found.users)
+    return list(made.users)
 
 
 def people_of_wisdm(data: Path) -> tuple[list[coterie.User], int]:
@@ -73,36 +78,56 @@ def model(users: list[coterie.User], classes: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes or 1))
 
 
+def next_numbers(start: nn.Module) -> nn.Module:
+    """Return a copy of a model, each parameter the next number above."""
+    moved = copy.deepcopy(start)
+    for parameter in moved.parameters():
+        parameter.data = torch.nextafter(parameter.data, torch.tensor(torch.inf))
+    return moved
+
+
+def largest(losses: dict[str, float], others: dict[str, float]) -> tuple[float, int]:
+    """Return the largest difference of two users' losses, and of how many users they differ by more than 1e-6."""
+    apart = [abs(loss - others[name]) for name, loss in losses.items()]
+    return max(apart), sum(each > 1e-6 for each in apart)
+
+
 def measured(name: str, hidden: int, rule: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of both sides, their ratio, and the largest difference of two validation losses."""
+    """Return the seconds of both sides, their ratio, and how far validation losses are apart."""
     users, classes = SETS[name](options.data)
     start, loss = model(users, classes, hidden), cross_entropy if classes else mse_loss
     settings: dict[str, Any] = {"lr": 0.01, "progress": False, "threads": 1}
 
-    def one(me: coterie.User, steps: int) -> coterie.Run:
-        return coterie.train(
-            start, loss, me, [user for user in users if user is not me], RULES[rule], steps=steps, **settings
-        )
+    def one(me: coterie.User, steps: int, first: nn.Module) -> coterie.Run:
+        others = [user for user in users if user is not me]
+        return coterie.train(first, loss, me, others, RULES[rule], steps=steps, **settings)
 
-    one(users[0], 2)  # what torch imports and sets up once
+    def losses(runs: Mapping[str, coterie.Run]) -> dict[str, float]:
+        return {name: run.record.end.validation["loss"] for name, run in runs.items()}
+
+    one(users[0], 2, start)  # what torch imports and sets up once
     coterie.train_everyone(start, loss, users[:3], RULES[rule], steps=2, **settings)
     began = time.process_time()
     together = coterie.train_everyone(start, loss, users, RULES[rule], steps=options.steps, **settings)
     between = time.process_time()
-    apart = {user.name: one(user, options.steps) for user in users}
+    apart = {user.name: one(user, options.steps, start) for user in users}
     ended = time.process_time()
-    losses = [
-        {name: run.record.end.validation["loss"] for name, run in side.items()} for side in (together.runs, apart)
-    ]
-    return {
+    difference, differ = largest(losses(together.runs), losses(apart))
+    results: dict[str, Any] = {
         "users": len(users),
         "how": next(iter(together.runs.values())).record.configuration.runs,
         "everyone_s": between - began,
         "one_by_one_s": ended - between,
         "ratio": (between - began) / (ended - between),
-        "largest_difference": max(abs(losses[0][name] - losses[1][name]) for name in losses[0]),
+        "largest_difference": difference,
+        "differ": differ,
         "same_verdicts": sum(together.runs[n].verdict.finding == run.verdict.finding for n, run in apart.items()),
     }
+    if options.rounding:
+        moved = next_numbers(start)
+        again = {user.name: one(user, options.steps, moved) for user in users}
+        results["rounding_difference"], results["rounding_differ"] = largest(losses(apart), losses(again))
+    return results
 
 
 def main() -> None:
@@ -113,6 +138,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[0, 64], help="hidden units; 0: none")
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--steps", type=int, default=1000, help="of each run")
+    parser.add_argument("--rounding", action="store_true", help="how far single runs are apart by one rounding")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -121,13 +147,17 @@ def main() -> None:
     for name in options.sets:
         for hidden in options.hidden:
             for rule in options.rules:
-                found = measured(name, hidden, rule, options)
+                result = measured(name, hidden, rule, options)
                 if options.json:
-                    print(json.dumps({"set": name, "hidden": hidden, "rule": rule} | found), flush=True)
+                    print(json.dumps({"set": name, "hidden": hidden, "rule": rule} | result), flush=True)
                     continue
-                shown = f"{found['everyone_s']:>12.2f}{found['one_by_one_s']:>14.1f}{found['ratio']:>7.2f}"
-                same = f"  {found['same_verdicts']} verdicts, losses to {found['largest_difference']:.0e}"
-                print(f"{name:<8}{hidden:>6} {rule:<9}{found['users']:>5}{shown}{same}", flush=True)
+                shown = f"{result['everyone_s']:>12.2f}{result['one_by_one_s']:>14.1f}{result['ratio']:>7.2f}"
+                apart = f"{result['largest_difference']:.0e} ({result['differ']} over 1e-6)"
+                same = f"  {result['same_verdicts']} verdicts, losses to {apart}"
+                if options.rounding:
+                    apart = f"{result['rounding_difference']:.0e} ({result['rounding_differ']} over 1e-6)"
+                    same += f", by one rounding {apart}"
+                print(f"{name:<8}{hidden:>6} {rule:<9}{result['users']:>5}{shown}{same}", flush=True)
 
 
 if __name__ == "__main__":

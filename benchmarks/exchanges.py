@@ -15,17 +15,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
+from users_in_turn import options, problem_of, users_of
 
 import coterie
-from coterie.benchmark.models import MODELS
-from coterie.benchmark.sets import SETS, load
-from coterie.benchmark.tasks import candidates, task_of
-from coterie.users.sampling import seeded
+from coterie.benchmark.sets import SETS
 
 RULES: dict[str, coterie.Rule | coterie.AdaptiveAveraging] = {
     "averaging": coterie.WeightedAveraging(0.6),
@@ -41,11 +38,8 @@ def scores(
 ) -> dict[tuple[str, tuple[int, int], float], list[float]]:
     """Return the validation loss and the test accuracy of one user by rule, kind and step size."""
     torch.set_num_threads(1)
-    kind = SETS[name]
-    task = task_of(load(kind, settings.data), me, own_examples=kind.own_examples, most_peers=kind.most_peers)
-    with seeded(0, "model", 0):
-        model = MODELS["mlp" if name == "mnist" else "linear"](task.n_inputs, task.n_outputs)
-    found = {}
+    task, model = problem_of(name, me, settings.data, "mlp" if name == "mnist" else "linear")
+    measured = {}
     for (rule, each), lr in itertools.product(itertools.product(settings.rules, settings.kinds), settings.rates):
         if rule == "adaptive" and each[1] > 1:
             continue
@@ -59,7 +53,7 @@ def scores(
             lr=lr,
             steps=settings.gradients // each[1],
             evaluate_every=max(1, settings.gradients // each[1] // 15),
-            batch_size=kind.batch_size,
+            batch_size=SETS[name].batch_size,
             exchange_every=each[0],
             local_steps=each[1],
             guard="off",
@@ -67,8 +61,8 @@ def scores(
             measure=False,
         )
         losses = [point.validation["loss"] for point in run.record.points]
-        found[rule, each, lr] = [float(np.nanmin(losses)), run.test["accuracy"]]
-    return found
+        measured[rule, each, lr] = [float(np.nanmin(losses)), run.test["accuracy"]]
+    return measured
 
 
 def table(name: str, by_user: list[dict[tuple[str, tuple[int, int], float], list[float]]], gradients: int) -> None:
@@ -98,10 +92,7 @@ def table(name: str, by_user: list[dict[tuple[str, tuple[int, int], float], list
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=None, help="the folder of all data; digits need none")
-    parser.add_argument("--sets", default="digits")
-    parser.add_argument("--users", type=int, default=8)
+    parser = options(__doc__)
     parser.add_argument("--gradients", type=int, default=240, help="own gradients of each run")
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument(
@@ -128,10 +119,10 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(settings.jobs) as pool:
         under_way = {}
         for name in settings.sets.split(","):
-            names = candidates(load(SETS[name], settings.data), SETS[name].own_examples)[: settings.users]
+            names = users_of(name, settings)
             under_way[name] = pool.starmap_async(scores, [(name, me, settings) for me in names], chunksize=1)
-        for name, found in under_way.items():
-            table(name, found.get(), settings.gradients)
+        for name, waiting in under_way.items():
+            table(name, waiting.get(), settings.gradients)
 
 
 if __name__ == "__main__":

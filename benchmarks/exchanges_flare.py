@@ -110,12 +110,12 @@ class User0:
         """Train with every latency and kind, and write what it took."""
         torch.set_num_threads(1)
         target = min(self.trained(0.0, (1, 1), 0.0)["losses"]) * 1.02
-        found = []
+        runs = []
         for latency in self.latencies:
             for kind in KINDS:
                 one = self.trained(latency, kind, target)
-                found.append({"latency": latency, "kind": kind, **{k: v for k, v in one.items() if k != "losses"}})
-        write_result({"target": target, "runs": found})
+                runs.append({"latency": latency, "kind": kind, **{k: v for k, v in one.items() if k != "losses"}})
+        write_result({"target": target, "runs": runs})
 
     def trained(self, latency: float, kind: tuple[int, int], target: float) -> dict[str, Any]:
         """Train until the validation loss is low enough, or for twice as many own gradients as at first."""
@@ -163,11 +163,11 @@ class User0:
 def latency(*, short: bool) -> None:
     """Print time, exchanges and bytes to the loss."""
     gradients, latencies = (40, [0.2]) if short else (160, list(LATENCIES))
-    found = deployed("exchanges_flare", {"gradients": gradients, "latencies": latencies}, {}, limit=1200, size=650)
-    print(f"to a validation loss of {found['target']:.4f}")
+    result = deployed("exchanges_flare", {"gradients": gradients, "latencies": latencies}, {}, limit=1200, size=650)
+    print(f"to a validation loss of {result['target']:.4f}")
     print("| latency | exchange_every | local_steps | seconds | own gradients | exchanges | kB |")
     print("|---" * 7 + "|")
-    for one in found["runs"]:
+    for one in result["runs"]:
         every, steps = one["kind"]
         reached = f"{one['seconds']:.1f}" if one["reached"] else "not reached"
         print(

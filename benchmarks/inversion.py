@@ -29,14 +29,14 @@ def by_algebra(weight: Tensor, bias: Tensor, n: int) -> Tensor:
     loud = bias.abs().topk(min(len(bias), 4 * n)).indices
     rows = weight[loud] / bias[loud, None]
     _, _, directions = torch.linalg.svd(weight, full_matrices=False)
-    found = [rows, directions[:parts]]
+    sets = [rows, directions[:parts]]
     if parts > 1:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it may not converge, and is then one candidate among others
             mixed = weight.T.double().numpy()
             sources = FastICA(parts, whiten="unit-variance", max_iter=300, random_state=0).fit_transform(mixed)
-        found.append(torch.from_numpy(np.ascontiguousarray(sources.T)).float())
-    candidates = torch.cat(found)
+        sets.append(torch.from_numpy(np.ascontiguousarray(sources.T)).float())
+    candidates = torch.cat(sets)
     return torch.cat([candidates, -candidates]).nan_to_num()
 
 

@@ -41,7 +41,7 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.benchmark.sets import SETS, load
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.private_gradients import PrivateGradients
+from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import least_noise
 
@@ -158,7 +158,7 @@ def membership(name: str, folder: Path | None, view: View, repetition: int) -> d
     clip, spread = 1e9, 0.0  # nothing is clipped
     if view.epsilon is not None:
         clip, spread = CLIP, (least_noise(SIZE / MEMBERS, STEPS, view.epsilon, DELTA) * CLIP) ** 2 / SIZE
-    found = scores(
+    by_attack = scores(
         passes,
         (inputs[asked], targets[asked]),
         (inputs[known], targets[known]),
@@ -169,10 +169,10 @@ def membership(name: str, folder: Path | None, view: View, repetition: int) -> d
         spread=spread,
     )
     n = len(members)
-    return {attack: told_apart(score[:n], score[n:]) for attack, score in found.items()}
+    return {attack: told_apart(score[:n], score[n:]) for attack, score in by_attack.items()}
 
 
-Found: TypeAlias = dict[tuple[Any, ...], Any]
+Results: TypeAlias = dict[tuple[Any, ...], Any]
 """What was found: by `Job` and `View`, or by set, folder, view and repetition."""
 
 
@@ -201,7 +201,7 @@ def with_error(values: Sequence[float], *, percent: bool = False, of: int = 0) -
     return " ± ".join(f"{each:.2f}".removeprefix("0") for each in (mean, error) if each is not None)
 
 
-def tables(found: Found, asked: Sequence[tuple[Any, ...]]) -> str:
+def tables(results: Results, asked: Sequence[tuple[Any, ...]]) -> str:
     """Return what was found of what was asked for as tables in Markdown."""
     lines = ["| set | attack | user 0 sees | " + " | ".join(f"batch {b}" for b in BATCHES) + " |", "|---" * 6 + "|"]
     cells: dict[tuple[str, ...], dict[int, str]] = {}
@@ -209,11 +209,11 @@ def tables(found: Found, asked: Sequence[tuple[Any, ...]]) -> str:
     for given in asked:
         if isinstance(given[0], Job):
             job, view = given
-            rates = found[given]["rates"] if given in found else []
+            rates = results[given]["rates"] if given in results else []
             told = with_error(rates, percent=True, of=job.batch * view.peers)
             cells.setdefault((job.name, job.kind, view.name), {})[job.batch] = told
-        elif given in found:
-            several.setdefault((given[0], given[2]), []).append(found[given])
+        elif given in results:
+            several.setdefault((given[0], given[2]), []).append(results[given])
     lines += [
         f"| {' | '.join(head)} | {' | '.join(row[b] for b in BATCHES)} |"
         for head, row in sorted(cells.items(), key=_place)
@@ -238,10 +238,10 @@ def _place(item: tuple[tuple[Any, ...], Any]) -> tuple[Any, ...]:
     return *head, names.index(view.name if isinstance(view, View) else view)
 
 
-def figure(found: Found) -> Figure:
+def figure(results: Results) -> Figure:
     """Draw two originals beside what was reconstructed of them, by set, attack and batch, and what user 0 sees."""
     blocks: dict[tuple[str, str, int], dict[View, list[Any]]] = {}
-    for given, result in found.items():
+    for given, result in results.items():
         if isinstance(given[0], Job) and given[0].batch in BATCHES[:2]:
             blocks.setdefault((given[0].name, given[0].kind, given[0].batch), {})[given[1]] = result["shown"]
     drawn = Figure(figsize=(1.1 * (len(VIEWS) + 1), 0.62 * len(blocks)), layout="constrained")
@@ -310,18 +310,18 @@ def main() -> None:
     todo = jobs([name for name in names if not SETS[name].missing(options.data)], options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.out.mkdir(parents=True, exist_ok=True)
-    found: Found = {}
+    results: Results = {}
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = {pool.submit(work, given): given for given in todo}
         try:
             for future in as_completed(waiting):
-                found[waiting[future]] = future.result()
-                (options.out / "table.md").write_text(tables(found, todo), encoding="utf-8")
+                results[waiting[future]] = future.result()
+                (options.out / "table.md").write_text(tables(results, todo), encoding="utf-8")
         except KeyboardInterrupt:  # what was found so far is shown
             pool.shutdown(wait=False, cancel_futures=True)
     if not options.quick:
-        figure(found).savefig(options.out / "leakage.png", dpi=130)
-    print(tables(found, todo))
+        figure(results).savefig(options.out / "leakage.png", dpi=130)
+    print(tables(results, todo))
 
 
 if __name__ == "__main__":

@@ -116,8 +116,8 @@ def taken(library: str, regime: str, folder: Path) -> tuple[float, Any]:
     )
     if done.returncode:
         sys.exit(f"{library}, {regime}: failed\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    with np.load(into) as found:
-        return float(found["milliseconds"]), found["parameters"]
+    with np.load(into) as saved:
+        return float(saved["milliseconds"]), saved["parameters"]
 
 
 def measured(regime: str, libraries: list[str], turns: int) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def measured(regime: str, libraries: list[str], turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(turns):
             for library in sides:
-                found, ends[library] = taken(library, regime, Path(folder))
-                times[library].append(found)
+                milliseconds, ends[library] = taken(library, regime, Path(folder))
+                times[library].append(milliseconds)
     moved = np.linalg.norm(ends["coterie"] - nn.utils.parameters_to_vector(network().parameters()).detach().numpy())
     medians = {library: statistics.median(times[library]) for library in sides}
     apart = {library: float(np.linalg.norm(ends[library] - ends["coterie"]) / moved) for library in libraries}
@@ -160,16 +160,16 @@ def main() -> None:
         else:
             print(f"{name} is left out, since it is not installed: {install}", file=sys.stderr)
     for regime in options.regimes.split(","):
-        found = measured(regime, libraries, options.turns)
+        result = measured(regime, libraries, options.turns)
         if options.json:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(result), flush=True)
             continue
-        print(f"{regime}: coterie {found['ms']['coterie']:.2f} ms a round", flush=True)
+        print(f"{regime}: coterie {result['ms']['coterie']:.2f} ms a round", flush=True)
         for name in libraries:
-            ratios = found["ratios"][name]
+            ratios = result["ratios"][name]
             spread = f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}–{ratios[-1]:.1f})"
-            shown = f"{found['ms'][name]:.2f} ms, {spread} × coterie's"
-            print(f"{regime}: {name} {shown}; parameters apart: {found['apart'][name]:.0e}", flush=True)
+            shown = f"{result['ms'][name]:.2f} ms, {spread} × coterie's"
+            print(f"{regime}: {name} {shown}; parameters apart: {result['apart'][name]:.0e}", flush=True)
 
 
 if __name__ == "__main__":

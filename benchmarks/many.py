@@ -88,13 +88,13 @@ def main() -> None:
         )
     for hidden in options.hidden:
         for name, rule in rules.items():
-            found = measured(hidden, rule, options)
+            result = measured(hidden, rule, options)
             if options.json:
-                print(json.dumps({"hidden": hidden, "rule": name, "device": options.device} | found), flush=True)
+                print(json.dumps({"hidden": hidden, "rule": name, "device": options.device} | result), flush=True)
             else:
-                shown = f"{found['many_s']:>9.2f}{found['one_by_one_s']:>14.1f}{found['ratio']:>8.1f}"
+                shown = f"{result['many_s']:>9.2f}{result['one_by_one_s']:>14.1f}{result['ratio']:>8.1f}"
                 print(
-                    f"{hidden:>6} {name:<6}{found['runs']:>5}{shown}{found['largest_difference']:>12.1e}",
+                    f"{hidden:>6} {name:<6}{result['runs']:>5}{shown}{result['largest_difference']:>12.1e}",
                     flush=True,
                 )
 

@@ -8,30 +8,23 @@ gradient at hand, as over NVFLARE; to have that in one process the first peer se
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
+from users_in_turn import options, problem_of, users_of
 
 import coterie
 from coterie.benchmark.conditions import CONDITIONS
-from coterie.benchmark.models import MODELS
-from coterie.benchmark.sets import SETS, load
-from coterie.benchmark.tasks import candidates, task_of
+from coterie.benchmark.sets import SETS
 from coterie.engines.attacks import Attacked, Scaled
 from coterie.gradients.norm_bound import AGAINST
-from coterie.users.sampling import seeded
 
 
 def left_out(name: str, condition: str, me: str, data: Path | None) -> tuple[int, int]:
     """Return how many gradients of peers were left out for that, of how many."""
     kind = SETS[name]
-    task = task_of(
-        load(kind, data), me, condition=condition, own_examples=kind.own_examples, most_peers=kind.most_peers
-    )
-    with seeded(0, "model", 0):
-        model = MODELS[str(kind.models[0])](task.n_inputs, task.n_outputs)
+    task, model = problem_of(name, me, data, str(kind.models[0]), condition)
 
     def engine(*problem: Any, **settings: Any) -> coterie.Engine:
         return Attacked(coterie.InProcess(*problem, **settings), [task.peers[0].name], Scaled(1.0))
@@ -53,16 +46,12 @@ def left_out(name: str, condition: str, me: str, data: Path | None) -> tuple[int
 
 def main() -> None:
     """Print a line for each set and condition."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--sets", default="digits")
-    parser.add_argument("--users", type=int, default=4)
-    options = parser.parse_args()
+    settings = options(__doc__, users=4).parse_args()
     torch.set_num_threads(1)
-    for name in options.sets.split(","):
-        users = candidates(load(SETS[name], options.data), SETS[name].own_examples)[: options.users]
+    for name in settings.sets.split(","):
+        users = users_of(name, settings)
         for condition in CONDITIONS:
-            counts = [left_out(name, condition, me, options.data) for me in users]
+            counts = [left_out(name, condition, me, settings.data) for me in users]
             some, all_of_them = (sum(each) for each in zip(*counts, strict=True))
             print(f"{name}, {condition}: {some} of {all_of_them} ({some / all_of_them:.1%})", flush=True)
 

@@ -18,20 +18,16 @@ import itertools
 import math
 import multiprocessing
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
+from users_in_turn import options, problem_of, users_of
 
 import coterie
-from coterie.benchmark.models import MODELS
-from coterie.benchmark.sets import SETS, load
-from coterie.benchmark.tasks import candidates, task_of
 from coterie.engines import PrivatePeers
 from coterie.privacy import Privacy
-from coterie.users.sampling import seeded
 
 RATES = (0.01, 0.03, 0.1)
 KINDS = ("guarded", "free")
@@ -41,11 +37,7 @@ def scores(name: str, me: str, epsilon: float | None, settings: argparse.Namespa
     """Return for each step size validation loss and test accuracy by kind; of Alone where ε is None."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    kind = SETS[name]
-    sizes = {"own_examples": kind.own_examples, "most_peers": kind.most_peers}
-    task = task_of(load(kind, settings.data), me, condition=settings.condition, **sizes)
-    with seeded(0, "model", 0):
-        model = MODELS["linear"](task.n_inputs, task.n_outputs)
+    task, model = problem_of(name, me, settings.data, "linear", settings.condition)
     how: dict[str, Any] = {
         "steps": settings.steps,
         "batch_size": settings.batch,
@@ -55,8 +47,8 @@ def scores(name: str, me: str, epsilon: float | None, settings: argparse.Namespa
     if epsilon is not None and math.isfinite(epsilon):
         promise = Privacy(epsilon, settings.delta, settings.clip)
         how["engine"] = functools.partial(PrivatePeers, privacy=promise, gradients=math.ceil(4.5 * settings.steps))
-    found: list[dict[str, Any]] = [{} for _ in settings.rates]
-    for at_rate, lr in zip(found, settings.rates, strict=True):
+    by_rate: list[dict[str, Any]] = [{} for _ in settings.rates]
+    for at_rate, lr in zip(by_rate, settings.rates, strict=True):
         for each in ["alone"] if epsilon is None else KINDS:
             rule = coterie.Alone() if epsilon is None else None
             how |= {"lr": lr, "guard": "off" if each == "free" else "auto"}
@@ -65,7 +57,7 @@ def scores(name: str, me: str, epsilon: float | None, settings: argparse.Namespa
             loss = coterie.evaluate(run.model, cross_entropy, task.me.validation)["loss"]
             account = (run.record.end.account if run.record.end else None) or {}
             at_rate[each] = {"loss": loss, "accuracy": run.test["accuracy"], "path": account.get("path", "alone")}
-    return found
+    return by_rate
 
 
 def tuned(by_user: list[list[dict[str, Any]]], kind: str) -> tuple[int, list[dict[str, Any]]]:
@@ -75,11 +67,11 @@ def tuned(by_user: list[list[dict[str, Any]]], kind: str) -> tuple[int, list[dic
     return best, [user[best][kind] for user in by_user]
 
 
-def lines(name: str, found: dict[float | None, Any], rates: list[float]) -> None:
+def lines(name: str, by_epsilon: dict[float | None, Any], rates: list[float]) -> None:
     """Print the lines of a set."""
-    alone = np.array([user["accuracy"] for user in tuned(found[None], "alone")[1]])
-    for epsilon, kind in itertools.product([e for e in found if e is not None], KINDS):
-        best, users = tuned(found[epsilon], kind)
+    alone = np.array([user["accuracy"] for user in tuned(by_epsilon[None], "alone")[1]])
+    for epsilon, kind in itertools.product([e for e in by_epsilon if e is not None], KINDS):
+        best, users = tuned(by_epsilon[epsilon], kind)
         change = np.array([user["accuracy"] for user in users]) - alone
         error = change.std(ddof=1) / len(change) ** 0.5
         served = sum(user["path"] == "alone" for user in users)
@@ -94,10 +86,7 @@ def lines(name: str, found: dict[float | None, Any], rates: list[float]) -> None
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=None, help="the folder of all data; digits need none")
-    parser.add_argument("--sets", default="digits")
-    parser.add_argument("--users", type=int, default=8)
+    parser = options(__doc__)
     parser.add_argument("--condition", default="honest", help="of the peers, as in `coterie bench`")
     parser.add_argument("--epsilons", default="inf,8,4,2,1")
     parser.add_argument("--delta", type=float, default=1e-5)
@@ -122,7 +111,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(settings.jobs) as pool:
         under_way: dict[str, dict[float | None, Any]] = {}
         for name in settings.sets.split(","):
-            names = candidates(load(SETS[name], settings.data), SETS[name].own_examples)[: settings.users]
+            names = users_of(name, settings)
             under_way[name] = {
                 epsilon: pool.starmap_async(scores, [(name, me, epsilon, settings) for me in names], chunksize=1)
                 for epsilon in epsilons

@@ -61,9 +61,9 @@ def line(options: argparse.Namespace, sweep: str, n_peers: int, parameters: int,
     names = ["floor", "average"]
     if 4 * d * n_peers <= options.rows_gb * 1e9:
         names.append("rows")
-    found = costs(setting, options.seconds, {name: SIDES[name] for name in names})
+    measured = costs(setting, options.seconds, {name: SIDES[name] for name in names})
     where = {"sweep": sweep, "n_peers": n_peers, "parameters": d, "examples": (n_peers + 1) * batch}
-    return where | {"device": options.device, **found}
+    return where | {"device": options.device, **measured}
 
 
 def sweeps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -76,13 +76,13 @@ def sweeps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield line(options, "parameters", FEW, parameters, 32)
 
 
-def shown(found: dict[str, Any]) -> str:
+def shown(one: dict[str, Any]) -> str:
     """Return a line of the table: the floor, and each side's ratios to it in time and, on a GPU, memory."""
-    (floor, ms), *_ = found["ms"].items()
-    memory = {name: f" ({x:.2f})" for name, x in found.get("memory_ratio", {}).items()}
-    ratios = [f"{name} {x:.2f}{memory.get(name, '')}" for name, x in found["time_ratio"].items()]
-    sizes = f"{found['n_peers']:>5} peers {found['parameters']:>11,} parameters {found['examples']:>6,} examples"
-    held = f", {found['MB'][floor]:.1f} MB" if memory else ""
+    (floor, ms), *_ = one["ms"].items()
+    memory = {name: f" ({x:.2f})" for name, x in one.get("memory_ratio", {}).items()}
+    ratios = [f"{name} {x:.2f}{memory.get(name, '')}" for name, x in one["time_ratio"].items()]
+    sizes = f"{one['n_peers']:>5} peers {one['parameters']:>11,} parameters {one['examples']:>6,} examples"
+    held = f", {one['MB'][floor]:.1f} MB" if memory else ""
     return f"{sizes}   {floor} {ms:.2f} ms{held}   × " + "   ".join(ratios[1:])
 
 
@@ -95,7 +95,7 @@ def growth(options: argparse.Namespace) -> dict[str, Any]:
         steps[str(n_peers)] = SIDES["average"](setting)
     times = milliseconds(steps, device, options.seconds * len(steps))
     first = times[str(FEW if FEW in options.peers else options.peers[0])]
-    return {"sweep": "growth", "time_ratio": {name: ratio(found, first) for name, found in times.items()}}
+    return {"sweep": "growth", "time_ratio": {name: ratio(each, first) for name, each in times.items()}}
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
@@ -104,7 +104,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 3 * len(measures)), layout="constrained")
     panels = figure.subplots(len(measures), 2, sharey="row", squeeze=False)
     for column, (sweep, key) in enumerate((("peers", "n_peers"), ("parameters", "parameters"))):
-        points = [found for found in lines if found["sweep"] == sweep]
+        points = [one for one in lines if one["sweep"] == sweep]
         for row, ratios in enumerate(measures):
             panel = panels[row][column]
             for name in ("average", "rows"):
@@ -138,13 +138,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     lines = []
-    for found in sweeps(options):
-        lines.append(found)
-        print(json.dumps(found) if options.json else shown(found), flush=True)
+    for one in sweeps(options):
+        lines.append(one)
+        print(json.dumps(one) if options.json else shown(one), flush=True)
     if len(options.peers) > 1:
-        found = growth(options)
-        grown = ", ".join(f"{n_peers} {100 * (x - 1):+.1f} %" for n_peers, x in found["time_ratio"].items())
-        print(json.dumps(found) if options.json else f"average path at equal examples, by peers: {grown}")
+        one = growth(options)
+        grown = ", ".join(f"{n_peers} {100 * (x - 1):+.1f} %" for n_peers, x in one["time_ratio"].items())
+        print(json.dumps(one) if options.json else f"average path at equal examples, by peers: {grown}")
     if options.plot:
         plot(lines, options.plot)
 

@@ -13,23 +13,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from users_in_turn import options, problem_of, users_of
 
 import coterie
-from coterie.benchmark.models import MODELS
-from coterie.benchmark.sets import SETS, load
-from coterie.benchmark.tasks import candidates, task_of
-from coterie.choosing.trunk_and_branch import TrunkAndBranch
+from coterie.benchmark.sets import SETS
+from coterie.choosing.adaptive.trunk_and_branch import TrunkAndBranch
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key, sketch_size
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
-from coterie.users.sampling import seeded
 
 MODEL = {"digits": "linear", "wisdm": "linear", "mnist": "mlp"}
 
@@ -65,43 +62,36 @@ def tau(spec: RunSpec, engine: Any) -> np.ndarray[Any, Any]:
     assert isinstance(made, TrunkAndBranch)
     while made.step < made.half:
         made.next_step().take()
-    return np.asarray(np.mean([fitted.tau() for fitted in made.fitted], axis=0))
+    return np.asarray(np.mean([fitted.tau() for fitted in made.peer_weights.fitted], axis=0))
 
 
 def compared(name: str, condition: str, me: str, settings: argparse.Namespace) -> dict[str, float]:
     """Return for each size the total variation, and the weight on wrong peers."""
-    kind = SETS[name]
-    sizes = {"own_examples": kind.own_examples, "most_peers": kind.most_peers}
-    task = task_of(load(kind, settings.data), me, condition=condition, **sizes)
+    task, model = problem_of(name, me, settings.data, MODEL[name], condition)
     task.me.validation = None
-    with seeded(0, "model", 0):
-        model = MODELS[MODEL[name]](task.n_inputs, task.n_outputs)
     loss = torch.nn.functional.cross_entropy
-    options = {"lr": settings.lr, "steps": settings.steps, "batch_size": kind.batch_size}
+    how = {"lr": settings.lr, "steps": settings.steps, "batch_size": SETS[name].batch_size}
     d = sum(p.numel() for p in model.parameters())
 
-    def found(make: type[coterie.InProcess]) -> np.ndarray[Any, Any]:
-        spec = RunSpec(model, loss, task.me, task.peers, **options).prepared()
+    def weights_by(make: type[coterie.InProcess]) -> np.ndarray[Any, Any]:
+        spec = RunSpec(model, loss, task.me, task.peers, **how).prepared()
         return tau(spec, make(spec.model, loss, task.me, task.peers, batch_size=spec.batch_size, seed=spec.seed))
 
     wrong = np.array([peer.name in task.wrong for peer in task.peers])
-    exact = found(coterie.InProcess)
+    exact = weights_by(coterie.InProcess)
     results = {"d": float(d), "wrong, exact": float(exact[wrong].sum())}
     for size in settings.sizes.split(","):
         k = sketch_size(d, rows=False) or SKETCH if size == "half" else int(size)
-        weights = found(type("Sketched", (Sketched,), {"size": k}))
+        weights = weights_by(type("Sketched", (Sketched,), {"size": k}))
         results |= {size: float(np.abs(weights - exact).sum() / 2), f"wrong, {size}": float(weights[wrong].sum())}
     return results
 
 
 def main() -> None:
     """Print a line for each set and condition."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=None, help="the folder of all data; digits need none")
-    parser.add_argument("--sets", default="digits")
+    parser = options(__doc__)
     parser.add_argument("--conditions", default="honest,wrong-labels")
     parser.add_argument("--sizes", default="256,1024,half")
-    parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.01)
     settings = parser.parse_args()
@@ -110,7 +100,7 @@ def main() -> None:
     print("| set, condition | numbers | wrong | " + " | ".join(f"k = {k}: mean, most, wrong" for k in sizes) + " |")
     print("|---" * (3 + len(sizes)) + "|")
     for name in settings.sets.split(","):
-        users = candidates(load(SETS[name], settings.data), SETS[name].own_examples)[: settings.users]
+        users = users_of(name, settings)
         for condition in settings.conditions.split(","):
             by_user = [compared(name, condition, me, settings) for me in users]
             table = {key: np.array([user[key] for user in by_user]) for key in by_user[0]}

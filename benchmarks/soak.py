@@ -71,7 +71,7 @@ def be_rank(rank: int, steps: int, gather: bool) -> None:
     """Be one of the processes, and print what came of it."""
     torch.set_num_threads(1)
     samples: list[int] = []
-    found: dict[str, Any] = {"rank": rank}
+    result: dict[str, Any] = {"rank": rank}
     if rank:
         net = model()
         net.register_forward_hook(lambda *_: samples.append(resident()))
@@ -81,9 +81,9 @@ def be_rank(rank: int, steps: int, gather: bool) -> None:
         peers = [user(k) for k in range(1, RANKS)]
         here = trained(functools.partial(coterie.InProcess, one_by_one=True), peers, steps, [])
         a, b = (nn.utils.parameters_to_vector(run.model.parameters()).detach() for run in (there, here))
-        found |= {"same bits": torch.equal(a, b), "relative difference": float((a - b).norm() / b.norm())}
-        found["seconds"] = there.record.end.seconds
-    print(json.dumps(found | growth(samples)), flush=True)
+        result |= {"same bits": torch.equal(a, b), "relative difference": float((a - b).norm() / b.norm())}
+        result["seconds"] = there.record.end.seconds
+    print(json.dumps(result | growth(samples)), flush=True)
 
 
 def main() -> None:

@@ -242,16 +242,16 @@ def costs(
     times = milliseconds(steps, setting.device, seconds)
     del steps  # so that each side's memory is its own
     first = next(iter(sides))
-    found = {
+    measured = {
         "ms": {name: statistics.median(turns) for name, turns in times.items()},
         "time_ratio": {name: ratio(turns, times[first]) for name, turns in times.items()},
     }
     if setting.device.type != "cuda":
-        return found
+        return measured
     memory = {name: float(peak_bytes(partial(build, setting), setting.device)) for name, build in sides.items()}
     for name in sides:
         memory[name] -= 0 if "floor" in name or name == "loop" else setting.example_bytes()
-    return found | {
+    return measured | {
         "MB": {name: peak / 1e6 for name, peak in memory.items()},
         "memory_ratio": {name: peak / memory[first] for name, peak in memory.items()},
     }
@@ -276,19 +276,19 @@ def main() -> None:
     for name in names:
         for n_peers in options.peers:
             setting = Setting.of(*MODELS[name], n_peers, options.batch, device)
-            found = costs(setting, options.seconds, sides)
+            measured = costs(setting, options.seconds, sides)
             if options.json:
                 line = {"model": name, "n_peers": n_peers, "batch": options.batch, "device": options.device}
-                print(json.dumps(line | found), flush=True)
+                print(json.dumps(line | measured), flush=True)
             else:
-                print(f"{name}, {n_peers} peers × {options.batch} examples\n{table(found)}\n", flush=True)
+                print(f"{name}, {n_peers} peers × {options.batch} examples\n{table(measured)}\n", flush=True)
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
+def table(measured: dict[str, dict[str, float]]) -> str:
     """Return a line for each measure."""
-    lines = [" " * 14 + "".join(f"{name:>16}" for name in found["ms"])]
+    lines = [" " * 14 + "".join(f"{name:>16}" for name in measured["ms"])]
     lines += [
-        f"{what:>14}" + "".join(f"{value:>16.2f}" for value in values.values()) for what, values in found.items()
+        f"{what:>14}" + "".join(f"{value:>16.2f}" for value in values.values()) for what, values in measured.items()
     ]
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coterie.aggregators import AGGREGATORS
-from coterie.errors import KnobError
+from coterie.errors import KnobError, UserCodeError
 from coterie.methods import METHODS, Method
 from coterie.registry import IMPORTS, FromRun, Registry, RunFacts, import_from_environment, import_user_code
 from coterie.rules import RULES, Rule, WeightedAveraging
@@ -67,7 +67,9 @@ def test_a_name_is_taken_once_but_for_the_same_definition() -> None:
 def test_building_takes_defaults_knobs_and_facts_of_the_run() -> None:
     entry = RULES.entry("pooled")
     assert entry.build({}, RUN) == WeightedAveraging(6 / 7, {"a": 1 / 3, "b": 1 / 6, "c": 1 / 2})
-    assert entry.build({"alpha": 0.3, "tau": None}, RUN) == WeightedAveraging(0.3)
+    with pytest.raises(KnobError, match="'pooled' takes no `tau`; it takes aggregator"):  # it would not be pooled
+        entry.build({"tau": {"a": 1.0}}, RUN)
+    assert RULES.entry("wga").build({"alpha": 0.3}, RUN) == WeightedAveraging(0.3)
     assert RULES.entry("stream").build({}, RUN).horizon == 60
     with pytest.raises(KnobError, match="'wga' takes no `beta`; it takes alpha, tau, aggregator"):
         RULES.entry("wga").build({"beta": 0.1}, RUN)
@@ -140,6 +142,11 @@ def test_what_cannot_be_imported_is_told(tmp_path: Path) -> None:
     (tmp_path / "lacking.py").write_text("import no_such_package\n", encoding="utf-8")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         import_user_code(str(tmp_path / "lacking.py"))
+    for text, words in (("1 / 0", "ZeroDivisionError: division by zero"), ("def", "SyntaxError: .* line 1")):
+        (tmp_path / "broken.py").write_text(text, encoding="utf-8")
+        for _ in range(2):  # the half that was imported is not taken for the whole
+            with pytest.raises(UserCodeError, match=f"`--import` of .*broken.py' raised {words}"):
+                import_user_code(str(tmp_path / "broken.py"))
 
 
 def documented(page: str, head: str) -> dict[str, str]:
@@ -155,3 +162,10 @@ def test_the_docs_know_every_method_and_aggregator() -> None:
     for name in METHODS:
         assert methods[name].startswith(METHODS[name].__name__)
     assert documented("aggregators.md", "aggregator") == {name: AGGREGATORS[name].__name__ for name in AGGREGATORS}
+
+
+@pytest.mark.parametrize("name", [3, "", "two words", "a,b", "line\n"])
+def test_a_name_that_could_not_be_written_in_a_list_is_refused(name: Any) -> None:
+    shapes: Registry[object] = Registry("shape", "example.shapes")
+    with pytest.raises(KnobError, match="the name of a shape must be a text without blanks and commas, got"):
+        shapes.register(name, object())

@@ -11,12 +11,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
-from coterie.errors import KnobError
+from coterie.errors import CoterieError, KnobError, UserCodeError
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class Entry(Generic[T]):
     thing: T
     description: str = ""  # one line
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of knobs; a value may be `FromRun`
+    fixed: Sequence[str] = ()  # knobs that make it what it is, whose defaults cannot be changed
     benchmark_settings: Sequence[Mapping[str, Any]] | None = None
     """The knobs that `coterie bench` tries, one mapping for each setting. None leaves the choice to the benchmark,
     and an empty sequence keeps the thing out of it."""
@@ -79,7 +81,8 @@ class Entry(Generic[T]):
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The knobs that the thing takes."""
-        return dict(inspect.signature(self.thing).parameters)  # type: ignore[arg-type]  # as above
+        taken = inspect.signature(self.thing).parameters  # type: ignore[arg-type]  # as above
+        return {name: parameter for name, parameter in taken.items() if name not in self.fixed}
 
 
 class Registry(Generic[T]):
@@ -117,6 +120,8 @@ class Registry(Generic[T]):
         a cell of a notebook that is run twice replaces what it registered. `about` are fields of `Entry`; the
         description is the first line of the docstring when left out.
         """
+        if not isinstance(name, str) or not name or any(sign.isspace() or sign == "," for sign in name):
+            raise KnobError(f"the name of a {self.kind} must be a text without blanks and commas, got {name!r}")
         if thing is None:
             return lambda thing: self.register(name, thing, **about)
         before = self._entries.get(name)
@@ -176,16 +181,33 @@ def import_user_code(name: str) -> None:
         if spec is None or spec.loader is None:
             raise KnobError(f"`--import` names {name!r}, which Python cannot read as a module")
         sys.modules[module] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module])
+        try:
+            with _blaming_import(name):
+                spec.loader.exec_module(sys.modules[module])
+        except BaseException:
+            del sys.modules[module]  # or the next import would find half of it
+            raise
         return
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        importlib.import_module(name)
+        with _blaming_import(name):
+            importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and one that it imports is not
         raise KnobError(f"`--import` names the module {name!r}, which cannot be found") from error
+
+
+@contextmanager
+def _blaming_import(name: str) -> Iterator[None]:
+    """Let an error say that it is of the code which `--import` names; a package that is missing is its own."""
+    try:
+        yield
+    except (CoterieError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        raise UserCodeError(f"`--import` of {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def import_from_environment() -> None:

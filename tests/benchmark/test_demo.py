@@ -9,7 +9,7 @@ from coterie.benchmark.demo import METHODS, RATES, Result, compared, conclusion,
 from coterie.rules import RULES
 
 
-def found(method: str, seed: int, accuracy: float, loss: float, **weights: float) -> Result:
+def result(method: str, seed: int, accuracy: float, loss: float, **weights: float) -> Result:
     return Result(method, seed, 0.01, 1.0, accuracy, loss, [0, 1], [2.0, 1.0], weights)
 
 
@@ -24,9 +24,9 @@ def test_the_first_result_is_the_default_at_one_of_the_step_sizes() -> None:
 def test_the_conclusion_is_of_the_default_beside_alone_paired_by_seed() -> None:
     rng = np.random.default_rng(0)
     level, gain = rng.normal(0.8, 0.1, 8), rng.normal(0.1, 0.02, 8)
-    rows = [found("alone", s, level[s], 1 - level[s]) for s in range(8)]
-    rows += [found("adaptive", s, level[s] + gain[s], 1 - level[s] - gain[s]) for s in range(8)]
-    rows += [found("adaptive", 8, 0.0, 9.0)]  # stopped before alone had this seed
+    rows = [result("alone", s, level[s], 1 - level[s]) for s in range(8)]
+    rows += [result("adaptive", s, level[s] + gain[s], 1 - level[s] - gain[s]) for s in range(8)]
+    rows += [result("adaptive", 8, 0.0, 9.0)]  # stopped before alone had this seed
     one = compared(rows, "adaptive").measures["accuracy"]
     assert one.difference == pytest.approx(gain.mean())
     assert one.error == pytest.approx(gain.std(ddof=1) / np.sqrt(8))
@@ -38,8 +38,8 @@ def test_the_conclusion_is_of_the_default_beside_alone_paired_by_seed() -> None:
 
 def test_whom_is_the_mean_over_seeds() -> None:
     rows = [
-        found("adaptive", 0, 1.0, 0.0, a=0.25, b=0.75),
-        found("adaptive", 1, 1.0, 0.0, b=1.0),
-        found("bc", 0, 1, 0, a=1),
+        result("adaptive", 0, 1.0, 0.0, a=0.25, b=0.75),
+        result("adaptive", 1, 1.0, 0.0, b=1.0),
+        result("bc", 0, 1, 0, a=1),
     ]
     assert [(bar.name, bar.value) for bar in whom(rows)] == [("b", 0.875), ("a", 0.125)]

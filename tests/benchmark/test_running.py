@@ -17,6 +17,7 @@ from coterie.benchmark.sets import SETS
 from coterie.benchmark.tuning import Tuning
 from coterie.cli import app
 from coterie.errors import FileError, KnobError
+from coterie.rules import Alone
 
 RUNNER = CliRunner()
 
@@ -121,8 +122,8 @@ def test_processes_that_are_stopped_and_one_that_goes_on_give_its_table(serial: 
             ["--sets", "digits", "--models", "oracle"],
             "unknown model 'oracle'; the models are cnn, gru",
         ),
-        (["--sets", "digits", "--users", "0"], "`users` must be at least 1, got 0"),
-        (["--sets", "digits", "--steps", "0"], "`steps` must be at least 1, got 0"),
+        (["--sets", "digits", "--users", "0"], "`--users` must be at least 1, got 0"),
+        (["--sets", "digits", "--steps", "0"], "`--steps` must be at least 1, got 0"),
         (["--sets", "digits", "--jobs", "0"], "--jobs"),
         (["--sets", "vowels"], "name it with `--data`"),
         (["--sets", "vowels", "--data", "nowhere"], "vowels needs nowhere/vowel_deterding/vowel-context.data"),
@@ -163,3 +164,23 @@ def test_a_folder_that_another_process_measures_in_is_refused(tmp_path: Path) ->
     assert (result.exit_code, f"in use by process {child} on" in result.output) == (2, True)
     with pytest.raises(KnobError, match=r"`out` must be a folder, .* is a file"):
         benchmark.run(tmp_path / "file", methods=["wga-0.3"], users=1, steps=3)
+
+
+def test_alone_by_itself_is_measured(tmp_path: Path) -> None:
+    few = ["--sets", "digits", "--methods", "alone", "--conditions", "honest", "--users", "1", "--steps", "1"]
+    result = RUNNER.invoke(app, ["bench", *few, "--jobs", "1", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "Only Alone is measured yet" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("option", ["sets", "methods", "conditions", "models"])
+def test_one_name_is_no_list_of_names(option: str, tmp_path: Path) -> None:
+    with pytest.raises(KnobError, match=rf"`{option}` must be a list of names, got 'one'; write `\['one'\]`"):
+        benchmark.run(tmp_path / "out", **{option: "one"})  # type: ignore[arg-type]
+
+
+def test_a_rule_is_no_contender_and_a_contender_tries_something(tmp_path: Path) -> None:
+    with pytest.raises(KnobError, match=r"`methods` are names or contenders, got Alone\(\); write `benchmark"):
+        benchmark.run(tmp_path / "out", methods=[Alone()])  # type: ignore[list-item]
+    with pytest.raises(KnobError, match="the contender 'mine' has nothing to try"):
+        benchmark.Contender.of("mine")

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from coterie.benchmark.methods import names
+from coterie.benchmark.page import conclusion
 from coterie.benchmark.summary import by_condition, by_user, overall, summary, table
 from coterie.reporting.figures import differences
 
@@ -93,14 +94,14 @@ def test_a_figure_holds_as_many_methods_as_there_are() -> None:
 
 def test_what_chance_would_show_stands_beside() -> None:
     frame = table(cell_rows())
-    found = by(overall(frame), "method")["wga",]
+    wga = by(overall(frame), "method")["wga",]
     rng = np.random.default_rng(0)
     t = rng.normal(size=(200_000, 3))
     t = t.mean(1) / (t.std(1, ddof=1) / np.sqrt(3))
-    assert found["by_chance"] == pytest.approx(2 * (t < -3).mean(), rel=0.05)  # two sets and conditions
-    assert found["harmed_by_chance"] == pytest.approx(6 * (rng.normal(size=200_000) < -2).mean(), rel=0.1)
-    assert (found["users"], found["settings"]) == (6, 12)
-    assert found["surely_better"] + found["surely_worse"] <= found["better"] + found["worse"]
+    assert wga["by_chance"] == pytest.approx(2 * (t < -3).mean(), rel=0.05)  # two sets and conditions
+    assert wga["harmed_by_chance"] == pytest.approx(6 * (rng.normal(size=200_000) < -2).mean(), rel=0.1)
+    assert (wga["users"], wga["settings"]) == (6, 12)
+    assert wga["surely_better"] + wga["surely_worse"] <= wga["better"] + wga["worse"]
     sets = by(
         by_condition(pd.concat([frame, frame.assign(set="other", difference=frame["difference"] + 0.1)])),
         "condition",
@@ -108,3 +109,9 @@ def test_what_chance_would_show_stands_beside() -> None:
     )
     honest = sets["honest", "wga"]
     assert honest["difference_error"] == pytest.approx(0.05)  # two sets that are 0.1 apart
+
+
+def test_alone_by_itself_is_compared_with_nothing() -> None:
+    """As after Ctrl-C, where only the first cells are there."""
+    only = overall(table([row for row in cell_rows() if row["method"] == "alone"]))
+    assert conclusion(only) == "Only Alone is measured yet; there is nothing to compare it with."

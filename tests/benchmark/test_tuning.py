@@ -24,7 +24,7 @@ from coterie.evaluation.evaluate import evaluate
 from coterie.learners.spec import RunSpec
 from coterie.registry import RunFacts
 from coterie.rules import Alone
-from coterie.training.many import train_many
+from coterie.training.many.train import train_many
 from coterie.training.run import RunOptions
 from coterie.training.train import train, train_spec
 from coterie.users.examples import InMemory

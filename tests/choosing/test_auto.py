@@ -59,12 +59,12 @@ def test_auto_is_the_training_with_the_knobs_it_names(rule: Any) -> None:
     fixed = trained(type(rule)(**knobs, tau=choice["tau"]))
     assert torch.equal(Parameters(run.model).vector(), Parameters(fixed.model).vector())
 
-    found = Estimates.from_plain(configuration.estimates)
-    peers = found.constants(25)
+    estimates = Estimates.from_plain(configuration.estimates)
+    peers = estimates.constants(25)
     if isinstance(rule, coterie.WeightedAveraging):
-        tau = np.array([choice["tau"].get(name, 0.0) for name in found.peers])
+        tau = np.array([choice["tau"].get(name, 0.0) for name in estimates.peers])
         problem = peers.constants(tau)
-        cautious = found.constants(25, bias_errors=1).constants(tau)
+        cautious = estimates.constants(25, bias_errors=1).constants(tau)
         assert choice["alpha"] == pytest.approx(float(theory.best_alpha(cautious, 25)))
         assert choice["alpha"] < float(theory.best_alpha(problem, 25))
         if rule.tau is None:
@@ -101,8 +101,8 @@ def test_a_bias_that_the_batches_cannot_show_does_no_harm(bias: float, d: int) -
     steps, n = 3000, 5
     own = Quadratic(1, [0.0] * d, noise=d**-0.5)
     problem = NoisyQuadratic(own, [Quadratic(1, [bias * d**-0.5] * d, noise=d**-0.5)] * n, x0=[1.0] * d)
-    found = measure(problem.engine(), torch.ones(d, dtype=torch.float64), batches=steps // 20)
-    account = AutoAveraging(coterie.WeightedAveraging("auto")).account(Steps(steps), found, None)  # type: ignore[arg-type]
+    estimates = measure(problem.engine(), torch.ones(d, dtype=torch.float64), batches=steps // 20)
+    account = AutoAveraging(coterie.WeightedAveraging("auto")).account(Steps(steps), estimates, None)  # type: ignore[arg-type]
     alpha = account["alpha"]
     true = theory.Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=n, bias_floor=bias)
     cost, alone = (float(theory.averaging_cost(true, each, steps)) for each in (alpha, 0.0))
@@ -140,15 +140,22 @@ def test_alike_peers_are_followed_where_examples_show_it() -> None:
 def test_bias_correction_leaves_out_peers_of_large_hessian_gap() -> None:
     peers = [Quadratic(c, spread(1.0, -1.0), noise=20.0) for c in (1.001, 6.0, 1.0, 0.999, 4.0, 1.0)]
     problem = NoisyQuadratic(Quadratic(1.0, spread(0.0), noise=20.0), peers, x0=spread(3.0))
-    found = measured(problem)
-    assert [round(peer.hessian_gap.value, 3) for peer in found.peers.values()] == [0.001, 5.0, 0.0, 0.001, 3.0, 0.0]
+    estimates = measured(problem)
+    assert [round(peer.hessian_gap.value, 3) for peer in estimates.peers.values()] == [
+        0.001,
+        5.0,
+        0.0,
+        0.001,
+        3.0,
+        0.0,
+    ]
     for start in (None, 0.0):
-        chosen = theory.best_corrected_peers(found.constants(10_000), 10_000, initial_error=start)
+        chosen = theory.best_corrected_peers(estimates.constants(10_000), 10_000, initial_error=start)
         assert chosen.tau.tolist() == [0.25, 0.0, 0.25, 0.25, 0.0, 0.25]
         assert chosen.knobs.alpha == pytest.approx(0.8, abs=0.08)  # N/(N + 1) of four
     # It is so because the bound says so: at the same alpha no other set of peers of smallest gap does better.
-    constants = found.constants(10_000)
-    order = np.argsort([peer.hessian_gap.value for peer in found.peers.values()])
+    constants = estimates.constants(10_000)
+    order = np.argsort([peer.hessian_gap.value for peer in estimates.peers.values()])
     bounds = []
     for n in range(1, 7):
         tau = np.zeros(6)

@@ -18,13 +18,13 @@ from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 def test_squares_are_unbiased() -> None:
     """Also where the noise is far above the bias: over many repetitions the mean of ζ² is the truth."""
-    rng, d, found = np.random.default_rng(0), 60, []
+    rng, d, squares = np.random.default_rng(0), 60, []
     for _ in range(400):
         mine, theirs = rng.normal(size=(2, 8, d)) * 4
         one, other = (Vectors.of(rows, Spread(), rng) for rows in (theirs + np.resize([0.5, -0.5], d), mine))
-        found.append(one.square(other).values[0])
-    error = np.std(found) / math.sqrt(len(found))
-    assert abs(np.mean(found) - 0.25 * d) < 3.5 * error
+        squares.append(one.square(other).values[0])
+    error = np.std(squares) / math.sqrt(len(squares))
+    assert abs(np.mean(squares) - 0.25 * d) < 3.5 * error
     assert error < 0.05 * 2 * 16 * d / 8  # the noise of the mean difference, which must not be taken for bias
 
 
@@ -85,9 +85,9 @@ def test_batches_of_a_run_as_long_as_it_likes_are_put_into_groups() -> None:
     x = torch.full((D,), 3.0, dtype=torch.float64)
     few, many = (measure(problem.engine(), x, batches=n) for n in (8, 160))
     assert (few.batches, many.batches) == (8, 160)
-    for found in (few, many):
-        assert found.noise.value == pytest.approx(math.sqrt(D), rel=0.2)
-    errors = [sum(found.peers["1"].bias_floor) ** 2 for found in (few, many)]
+    for estimates in (few, many):
+        assert estimates.noise.value == pytest.approx(math.sqrt(D), rel=0.2)
+    errors = [sum(estimates.peers["1"].bias_floor) ** 2 for estimates in (few, many)]
     assert errors[1] < errors[0] / 8
 
 
@@ -96,10 +96,13 @@ def test_long_gradients_are_sketched_within_their_error() -> None:
     problem = NoisyQuadratic(
         Quadratic(2.0, np.zeros(d), noise=1.0), [Quadratic(3.0, np.resize([1.0, -1.0], d), noise=1.0)], x0=3.0
     )
-    found = measured(problem)
+    estimates = measured(problem)
     length = math.sqrt(d)
-    assert found.smoothness.value == pytest.approx(2.0, rel=0.02)
-    assert found.peers["1"].hessian_gap.value == pytest.approx(1.0, rel=0.02)
-    assert found.noise.value == pytest.approx(length, rel=0.02)
-    total = found.peers["1"].bias_floor.value ** 2 + found.peers["1"].bias_growth.value * found.gradient.value**2
+    assert estimates.smoothness.value == pytest.approx(2.0, rel=0.02)
+    assert estimates.peers["1"].hessian_gap.value == pytest.approx(1.0, rel=0.02)
+    assert estimates.noise.value == pytest.approx(length, rel=0.02)
+    total = (
+        estimates.peers["1"].bias_floor.value ** 2
+        + estimates.peers["1"].bias_growth.value * estimates.gradient.value**2
+    )
     assert math.sqrt(total) == pytest.approx(length * math.sqrt(3.0**2 + 3.0**2), rel=0.03)

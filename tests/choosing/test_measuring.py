@@ -26,13 +26,13 @@ from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 def test_constants_of_planted_quadratics() -> None:
     root = math.sqrt(D)
     for seed in range(5):
-        found = measured(PLANTED, seed)
-        copy, shifted, curved = found.peers.values()
-        assert found.smoothness.value == pytest.approx(2.0, rel=1e-6)
-        assert found.pl == pytest.approx(2.0, rel=0.05)
-        assert found.loss == pytest.approx(0.5 * 2.0 * 9 * D)
-        assert within(found.gradient, 2.0 * 3.0 * root)
-        for one, truth in ((found.noise, 1.0), (copy.noise, 0.5), (shifted.noise, 1.0), (curved.noise, 2.0)):
+        estimates = measured(PLANTED, seed)
+        copy, shifted, curved = estimates.peers.values()
+        assert estimates.smoothness.value == pytest.approx(2.0, rel=1e-6)
+        assert estimates.pl == pytest.approx(2.0, rel=0.05)
+        assert estimates.loss == pytest.approx(0.5 * 2.0 * 9 * D)
+        assert within(estimates.gradient, 2.0 * 3.0 * root)
+        for one, truth in ((estimates.noise, 1.0), (copy.noise, 0.5), (shifted.noise, 1.0), (curved.noise, 2.0)):
             assert one.value == pytest.approx(truth * root, rel=0.25)  # √(2/(3·60)) = 11 % each
             assert one.error < 0.25 * one.value
         assert within(copy.bias_floor, 0.0)
@@ -92,7 +92,7 @@ def setting(users: list[coterie.User], batch_size: int, model: nn.Module | None 
 def test_noise_is_not_taken_for_bias() -> None:
     """Identical users with tiny batches, and with all of few examples: ζ is that of the users, not of the draw."""
     parts = {2: list[float](), 64: list[float]()}
-    for batch_size, found in parts.items():
+    for batch_size, shares in parts.items():
         for seed in range(25):
             users = [regression(f"u{k}", 24 if k == 0 else 48, TRUTH, 10 * seed + k) for k in range(3)]
             engine, problem = setting(users, batch_size)
@@ -100,7 +100,7 @@ def test_noise_is_not_taken_for_bias() -> None:
                 problem.model.weight.zero_()
             got = before_training(engine, problem)
             noise = got.noise.value**2 + got.peers["u1"].noise.value ** 2
-            found += [peer.bias_floor.value**2 / noise for peer in got.peers.values()]
+            shares += [peer.bias_floor.value**2 / noise for peer in got.peers.values()]
     # At size 2 one batch has 24 times the noise of all 48 examples: ζ² is a small part of it.
     assert np.mean(parts[2]) < 0.1
     # At 64 every batch is all there is, and the difference of two samples of 24 and 48 would be all "bias": 1.
@@ -116,7 +116,7 @@ def test_noise_of_examples_is_the_same_from_any_batch() -> None:
     for size in (5, 10, 20):
         engine, _ = setting(users, size)
         drawn = Sampling(size, 40, in_run=size)
-        found = [
+        noises = [
             measure(
                 coterie.InProcess(engine.passes.model, mse_loss, users[0], users[1:], batch_size=size, seed=seed),
                 x,
@@ -126,26 +126,26 @@ def test_noise_of_examples_is_the_same_from_any_batch() -> None:
             ** 2
             for seed in range(12)
         ]
-        assert np.mean(found) * size == pytest.approx(variance, rel=0.15)
+        assert np.mean(noises) * size == pytest.approx(variance, rel=0.15)
 
 
 def test_examples_seen_again_are_not_fresh() -> None:
     users = [regression("me", 30, TRUTH, 0), regression("a", 3000, TRUTH, 1)]
     engine, problem = setting(users, 32)
-    found = before_training(engine, problem)
-    assert (found.share, found.peers["a"].share) == (1.0, 32 / 3000)
-    short, long = found.constants(1), found.constants(1000)
-    assert short.noise == found.noise.value
-    assert long.noise == pytest.approx(found.noise.value * math.sqrt(1000))
-    assert long.peer_noise[0] == pytest.approx(found.peers["a"].noise.value * math.sqrt(1000 * 32 / 3000))  # type: ignore[index]
+    estimates = before_training(engine, problem)
+    assert (estimates.share, estimates.peers["a"].share) == (1.0, 32 / 3000)
+    short, long = estimates.constants(1), estimates.constants(1000)
+    assert short.noise == estimates.noise.value
+    assert long.noise == pytest.approx(estimates.noise.value * math.sqrt(1000))
+    assert long.peer_noise[0] == pytest.approx(estimates.peers["a"].noise.value * math.sqrt(1000 * 32 / 3000))  # type: ignore[index]
 
 
 def test_peers_that_cannot_be_measured_are_left_out() -> None:
     users = [regression("me", 20, TRUTH, 0), regression("a", 20, TRUTH, 1)]
     broken = coterie.User("broken", torch.full((5, 20), torch.inf, dtype=torch.float64), torch.zeros(5, 1).double())
-    found = before_training(*setting([*users, broken], 8))
-    assert list(found.peers) == ["a"]
-    assert found.left_out == {"broken": "not finite"}
+    estimates = before_training(*setting([*users, broken], 8))
+    assert list(estimates.peers) == ["a"]
+    assert estimates.left_out == {"broken": "not finite"}
     with pytest.raises(DataError, match="no peer's gradient can be used"):
         before_training(*setting([users[0], broken], 8))
     with pytest.raises(DataError, match="at least 3, got 2"):
@@ -196,8 +196,8 @@ def test_curvature_is_that_of_other_examples_than_chose_the_way() -> None:
         engine, problem = setting([users[0], coterie.User("curved", 1.5 * inputs, 1.5 * targets)], 8)
         with torch.no_grad():
             problem.model.weight.zero_()
-        found = before_training(engine, problem)
-        squares.append((found.smoothness.value**2, found.peers["curved"].hessian_gap.value ** 2))
+        estimates = before_training(engine, problem)
+        squares.append((estimates.smoothness.value**2, estimates.peers["curved"].hessian_gap.value ** 2))
     error = np.std(squares, axis=0) / math.sqrt(len(squares))
     assert (np.abs(np.mean(squares, axis=0) - [4.0, 6.25]) < 3 * error).all()
     assert (error < [0.6, 1.3]).all()

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie import theory
 from coterie.cli import app
+from coterie.cli.terminal import rich_table
 from coterie.reporting import plan_page
 from coterie.theory.estimates import Estimates
 
@@ -75,6 +76,7 @@ def test_what_a_plan_lacks_is_named(runs: Path) -> None:
     for arguments, words in (
         ([str(runs / "plain")], "has no measured constants"),
         (["--n-peers", "3"], "`--noise` is missing; give it, or a run"),
+        (["--drop", "seen"], "`--drop` has no effect without `--data`"),
         (["--data", "visits.csv"], "`--data` needs `--user-column` too"),
     ):
         result = RUNNER.invoke(app, ["plan", *arguments])
@@ -93,6 +95,10 @@ def test_a_table_gives_the_constants_of_a_plan(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["plan", "--data", str(tmp_path / "t.csv"), *named, "--json"])
     assert result.exit_code == 0, result.output
     assert 0.5 < json.loads(result.stdout)["bc_oracle"]["alpha"] < 1  # two peers, about as noisy
+    frame.assign(seen="2024-01-31").to_csv(tmp_path / "other.csv", index=False, sep=";", decimal=",")
+    table = ["--data", str(tmp_path / "other.csv"), "--sep", ";", "--decimal", ",", "--drop", "seen"]
+    again = RUNNER.invoke(app, ["plan", *table, *named, "--json"])
+    assert json.loads(again.stdout) == json.loads(result.stdout)
 
 
 def test_what_sliders_show_is_the_theory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +126,19 @@ def test_what_sliders_show_is_the_theory(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert nothing["values"]["bias"][0] == 0
     assert nothing["values"]["peers"] == [1, 2, 3]
+
+
+def test_a_folder_of_many_runs_says_to_name_one(runs: Path) -> None:
+    result = RUNNER.invoke(app, ["explore", str(runs)])
+    assert result.exit_code == 2
+    assert f"{runs} holds a run for each user; name one of them, such as {runs / 'alone'}" in result.stderr
+
+
+def test_a_table_that_is_too_wide_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    rows = [{"method": "adaptive-guarded"} | {f"column {i}": "0.1234567" for i in range(9)}]
+    Console(width=60).print(rich_table(None, rows))
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert sum(shown.count(digit) for digit in "67") == 9 * 2 + 2  # of the numbers, and of two columns

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,8 +16,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import coterie
 from coterie.cli import app
-from coterie.data import Preparation
+from coterie.data import Preparation, from_table
+from coterie.methods import FedAvg
 from coterie.recording.record import Record
 from coterie.tables import models
 
@@ -136,6 +139,42 @@ def test_other_rules(table: Path, tmp_path: Path, rule: str) -> None:
     assert record.configuration.rule == wanted
 
 
+@pytest.mark.parametrize("options", [[], ["--lr", "0.3"]])
+def test_a_method_by_name_takes_rounds_of_plain_steps(table: Path, tmp_path: Path, options: list[str]) -> None:
+    """The model is that of `coterie.train` with the method; nothing is said of one trained alone."""
+    out = tmp_path / "run"
+    result = RUNNER.invoke(app, train(table, out, "--rule", "fedavg", "--knob", "local_steps=3", *options))
+    assert result.exit_code == 0, result.output
+    record = Record.load(out / "record.jsonl")
+    lr = 0.3 if options else 0.1
+    assert record.configuration.rule == "FedAvg(local_steps=3)"
+    assert record.configuration.optimizer == f"SGD(lr={lr})"
+    assert (record.end.step, record.end.costs["b"].gradients, record.end.comparison) == (60, 3 * 60, None)
+    told = " ".join(result.output.split())
+    assert "is not known: no model was trained alone beside it (guard off: it watches over rules" in told
+    task = from_table(table, user_column="ward", target="ill", me="a")
+    torch.manual_seed(0)
+    model = models.build("linear", task.n_inputs, task.n_outputs)
+    how: dict[str, Any] = {"loss": models.loss_of(task.preparation), "steps": 60, "lr": lr}
+    run = coterie.train(model, me=task.me, peers=task.peers, rule=FedAvg(3), **how)
+    for name, value in torch.load(out / "model.pt", weights_only=True).items():
+        assert torch.equal(value, run.model.state_dict()[name])
+
+
+def test_knobs_of_a_method_may_depend_on_its_rounds(table: Path, tmp_path: Path) -> None:
+    assert RUNNER.invoke(app, train(table, tmp_path / "run", "--rule", "fedavg-tuned")).exit_code == 0
+    rule = Record.load(tmp_path / "run" / "record.jsonl").configuration.rule
+    assert rule == f"FineTuning(rounds={round(0.3 * 60)}, together=FedAvg(local_steps=5))"
+
+
+def test_the_step_size_of_a_rule_is_that_of_adam(table: Path, tmp_path: Path) -> None:
+    for me in ("a", "all"):
+        out = tmp_path / me
+        assert RUNNER.invoke(app, train(table, out, "--me", me)).exit_code == 0
+        record = Record.load((out / "a" if me == "all" else out) / "record.jsonl")
+        assert record.configuration.optimizer == "Adam(lr=0.01)"
+
+
 def test_weights_by_name_and_a_model_of_ones_own(
     table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +199,7 @@ def test_weights_by_name_and_a_model_of_ones_own(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--alpha", "1.5"], "`alpha` must lie in [0, 1], got 1.5"),
+        (["--alpha", "1.5"], "`--alpha` must lie in [0, 1], got 1.5"),
         (["--rule", "bc", "--beta", "best"], "`--beta` must be a number or \"auto\", got 'best'"),
         (["--beta", "0.1"], "`--beta` does not fit 'wga', which takes alpha, tau, aggregator"),
         (["--rule", "alone", "--alpha", "0.5"], "`--alpha` does not fit 'alone', which takes no knobs"),
@@ -170,14 +209,20 @@ def test_weights_by_name_and_a_model_of_ones_own(
         (["--rule", "bc", "--knob", "start=third"], '`--knob start` must be "first" or "zero", got \'third\''),
         (["--knob", "aggregator=magic"], "unknown aggregator 'magic'; the aggregators are mean, median"),
         (["--rule", "magic"], "unknown rule 'magic'; the rules are alone, pooled, wga, bc"),
+        (["--rule", "magic"], ", data-interpolation, and the methods fedavg, fedavg-tuned"),
+        (["--rule", "fedavg", "--tau", "b=1"], "'fedavg' takes no `--tau`"),
+        (["--rule", "fedavg", "--local-steps", "2"], "a method has rounds of its own: leave `--exchange-every`"),
+        (["--rule", "fedavg", "--repeats", "2"], "which a method has not beside"),
+        (["--rule", "fedavg", "--me", "all"], "`--me all` trains each user by a rule, which 'fedavg' is not"),
+        (["--rule", "fedbn"], "BatchNorm"),
         (["--metric", "magic"], "unknown metric 'magic'; the metrics are accuracy"),
-        (["--tau", "b=0.5"], "`tau` must sum to 1, got 0.5"),
+        (["--tau", "b=0.5"], "`--tau` must sum to 1, got 0.5"),
         (["--tau", "z=1"], "unknown peer 'z'"),
         (["--tau", "b"], "`--tau` must be NAME=WEIGHT, got 'b'"),
         (["--model", "forest"], "unknown model 'forest'"),
         (["--model", "no.such:net"], "cannot be found"),
         (["--leave-out", "b", "--leave-out", "c"], "no peers"),
-        (["--steps", "0"], "`steps` must be a whole number, at least 1, got 0"),
+        (["--steps", "0"], "`--steps` must be a whole number, at least 1, got 0"),
     ],
 )
 def test_bad_settings_are_one_message_and_leave_nothing(
@@ -200,7 +245,7 @@ def test_a_folder_is_not_written_over_and_resume_must_be_of_the_same_run(table: 
     assert "already holds a run" in again.stderr
     other = RUNNER.invoke(app, train(table, out, "--resume", "--alpha", "0.4"))
     assert other.exit_code == 2
-    assert "`rule` was 'WeightedAveraging(alpha=0.5)'" in other.stderr
+    assert "`--rule` was 'WeightedAveraging(alpha=0.5)'" in other.stderr
     assert RUNNER.invoke(app, train(table, out, "--resume")).exit_code == 0
     pd.read_csv(table).assign(age=1.0).to_csv(table, index=False)
     changed = RUNNER.invoke(app, train(table, out, "--resume"))

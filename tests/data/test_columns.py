@@ -46,6 +46,10 @@ SEEMING: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], str]] = {
         lambda frame: frame.assign(dose=["5,5", "3", "4"] * (N // 3)),
         "decimal commas: '5,5' in row 0",
     ),
+    "commas before thousands": (
+        lambda frame: frame.assign(cost=["1,234.50", "999", "12,345"] * (N // 3)),
+        "column 'cost' holds commas between every three digits: '1,234.50' in row 0 .*; take them out if",
+    ),
     "dates": (
         lambda frame: frame.assign(seen=pd.date_range("2020-01-01", periods=N).astype(str)),
         "column 'seen' holds dates as text: '2020-01-01' in row 0",
@@ -125,7 +129,9 @@ def test_a_peer_of_one_class_is_left_out_with_a_sentence() -> None:
 def test_a_peer_whose_rows_cannot_be_prepared_is_left_out() -> None:
     frame = patients()
     frame.loc[frame.hospital == "b", "dose"] = math.inf
-    with pytest.warns(UserWarning, match="the peer 'b' is left out: column 'dose' holds an infinite number"):
+    with pytest.warns(
+        UserWarning, match="the peer 'b' is left out: column 'dose' holds an infinite number: 'inf' in row 1 "
+    ):
         task = from_table(frame, user_column="hospital", target="ill", me="a")
     assert [peer.name for peer in task.peers] == ["c"]
 
@@ -140,7 +146,7 @@ def test_a_stray_value_of_a_peer_leaves_it_out_and_not_the_whole_run(tmp_path: P
         task = from_table(written(frame, tmp_path) if as_file else frame, drop=["ill"], **columns)
     assert task.peers == ()
     messages = sorted(str(each.message) for each in told)
-    assert "peer 'b' is left out: column 'age' should hold numbers" in messages[0]
+    assert "peer 'b' is left out: column 'age' should hold numbers, but it is '" in messages[0]
     assert (
         "peer 'c' is left out: column 'y' is to be predicted as a number, but it is 'much' in row 71" in messages[1]
     )

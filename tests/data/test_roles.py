@@ -36,10 +36,15 @@ def test_features_drop_ids_and_weights_say_what_is_predicted_from() -> None:
         ({"features": ["age"], "drop": ["dose"]}, "`drop` names 'dose', which is not among `features`"),
         ({"categorical": ["dose"], "drop": ["dose"]}, "`categorical` names 'dose', which is no feature"),
         ({"ids": "ward"}, "`user_column` and `ids` name the same column, 'ward'"),
+        (
+            {"ids": "prediction"},
+            "`ids` names 'prediction', which is the name of a column of the predictions; rename it",
+        ),
+        ({"ids": "probability_a"}, "`ids` names 'probability_a', which is the name"),
         ({"weights": "size"}, "the table has no column 'size'"),
     ):
         with pytest.raises(DataError, match=words):
-            from_table(visits(), **{**COLUMNS, **options})
+            from_table(visits().assign(prediction=0, probability_a=0), **{**COLUMNS, **options})
 
 
 def test_weights_go_with_their_rows(tmp_path: Path) -> None:
@@ -76,9 +81,11 @@ def test_a_file_with_semicolons_and_decimal_commas_is_the_same_table(tmp_path: P
         for name, form in forms.items()
     ]
     assert len({task.me.fingerprint() for task in tasks}) == 1
-    with pytest.raises(DataError, match=r"has one column, .*; if ';' is between columns, say so: `--sep ';'`"):
+    with pytest.raises(
+        DataError, match=r"has one column, .*; if ';' is between columns, say `sep=';'` .`--sep ';'`"
+    ):
         from_table(tmp_path / "commas.csv", **COLUMNS)
-    with pytest.raises(DataError, match="`--sep 'tab'`"):
+    with pytest.raises(DataError, match=r"`sep='tab'` .`--sep tab`"):
         from_table(tmp_path / "tabs.csv", **COLUMNS)
 
 

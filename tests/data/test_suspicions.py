@@ -63,7 +63,10 @@ def test_what_looks_like_a_date(values: Any, found: bool) -> None:
 @pytest.mark.parametrize(
     ("column", "words"),
     [
-        ({"patient": np.arange(N)}, r"'patient' looks like an id \(300 different values in 300 rows\); .*`--id`"),
+        (
+            {"patient": np.arange(N)},
+            r"'patient' looks like an id \(300 different values in 300 rows\); .*`--id patient`",
+        ),
         ({"seen": 20240100 + np.arange(N) % 28 + 1}, r"'seen' looks like dates \(20240101\); .*`--drop seen`"),
         ({"discharge": "of the ill"}, "column 'discharge' alone tells 'ill' in 100% of the training rows"),
         ({"score": "a number"}, "column 'score' alone tells 'ill' in 100%"),

@@ -241,12 +241,31 @@ def test_user_0_with_one_class_is_refused() -> None:
     frame.loc[frame["ward"] == "a", "ill"] = "no"
     with pytest.raises(DataError, match="one class only \\('no'\\)"):
         from_table(frame, **COLUMNS)
+    with pytest.raises(DataError, match="one class only \\(0\\)"):
+        from_table(frame.assign(ill=(frame["ill"] == "yes").astype(int)), **COLUMNS)
 
 
-def test_dates_are_refused() -> None:
-    frame = visits().assign(when=pd.Timestamp("2020-01-01"))
-    with pytest.raises(DataError, match="'when' holds dates"):
-        from_table(frame, **COLUMNS)
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (pd.Timestamp("2020-01-01"), "dates"),
+        (pd.Timestamp("2020-01-01", tz="UTC"), "dates"),
+        (pd.Timedelta(1), "durations"),
+    ],
+)
+def test_dates_are_refused_also_in_a_file_that_knows_them(tmp_path: Path, value: Any, words: str) -> None:
+    frame = visits().assign(when=value)
+    frame.to_parquet(tmp_path / "visits.parquet")
+    for table in (frame, tmp_path / "visits.parquet"):
+        with pytest.raises(DataError, match=f"'when' holds {words}; .* leave it out .`drop`"):
+            from_table(table, **COLUMNS)
+
+
+def test_a_date_in_the_place_of_a_number_is_no_number() -> None:
+    preparation = from_table(visits(), **COLUMNS).preparation
+    column = preparation.numeric[0]
+    with pytest.raises(DataError, match=f"column '{column}' should hold numbers, but it is '2020-01-01"):
+        preparation.inputs(visits().assign(**{column: pd.Timestamp("2020-01-01")}))
 
 
 def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
@@ -264,6 +283,21 @@ def test_a_table_to_predict_from_must_have_the_columns() -> None:
     task = from_table(visits(), **COLUMNS)
     with pytest.raises(DataError, match="no column 'age'"):
         task.preparation.inputs(visits().drop(columns="age"))
+
+
+def test_what_training_did_not_see_is_told_and_what_it_saw_is_not() -> None:
+    rows = visits()
+    preparation = from_table(rows, **COLUMNS, features=["age", "colour"]).preparation
+    own = rows[rows["ward"] == "a"]
+    assert preparation.unfamiliar(own) == []
+    other = own.assign(
+        age=own["age"].where(own.index != own.index[0], 1e6),
+        colour=own["colour"].where(own["colour"] != "red", "violet"),
+    )
+    number, category = preparation.unfamiliar(other)
+    assert "'age' has 1 of 40" in number
+    assert f"'colour' has {(own['colour'] == 'red').sum()} of 40" in category
+    assert "'violet'" in category
 
 
 def test_each_input_comes_from_the_column_that_changes_it() -> None:

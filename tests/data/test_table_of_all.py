@@ -92,8 +92,7 @@ def test_own_examples_are_at_most_and_who_cannot_learn_is_left_out() -> None:
         found = users_from_table(table, own_examples=25, **COLUMNS)
     assert {user.name: len(user) for user in found.users} == {"a": 18, "b": 25, "c": 18}
     assert "tiny" in found.left_out
-    nobody = pytest.raises(DataError, match=r"nobody can learn from this table: 'tiny' has 3 rows")
-    with pytest.warns(UserWarning, match="left out"), nobody:
+    with pytest.raises(DataError, match=r"nobody can learn from this table; 'tiny': 'tiny' has 3 rows"):
         users_from_table(table[table["who"] == "tiny"], **COLUMNS)
 
 
@@ -105,7 +104,7 @@ def test_without_test_rows_all_others_are_trained_on() -> None:
         assert user.validation is not None
         assert len(user) + len(user.validation) == rows
         assert len(user.validation) == round(0.2 * rows)
-    with pytest.raises(DataError, match="`test` must lie between 0 and 1, got 1"):
+    with pytest.raises(DataError, match="`test` must be above 0 and below 1, got 1"):
         users_from_table(table, test=1, **COLUMNS)
 
 
@@ -117,3 +116,10 @@ def test_columns_that_do_not_fit_together() -> None:
         one + Statistics.of(text, targets, "classification")
     with pytest.raises(DataError, match="not all users have the column 'x'"):
         one + Statistics.of(numbers.rename(columns={"x": "y"}), targets, "classification")
+
+
+def test_of_many_who_cannot_learn_some_are_told() -> None:
+    """As where the column of users is one of measurements."""
+    frame = pd.DataFrame({"who": np.arange(300) / 7, "x": np.arange(300) % 11, "ill": np.arange(300) % 2})
+    with pytest.raises(DataError, match=r"nobody can learn .*; and so on, for 297 more$"):
+        users_from_table(frame, user_column="who", target="ill")

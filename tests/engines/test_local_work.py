@@ -18,10 +18,9 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.engines import InProcess
 from coterie.engines.capabilities import WorksLocally
-from coterie.engines.caps import Caps
 from coterie.engines.engine import LocalWork, MakeEngine, Question
 from coterie.engines.flare.messages import answer_message, pack_request
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
 from coterie.engines.requests import MAX_LOCAL_STEPS, Request
 from coterie.errors import KnobError
 

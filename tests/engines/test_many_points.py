@@ -15,12 +15,11 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.engines.capabilities import AsksAtPoints
-from coterie.engines.caps import Caps
 from coterie.engines.engine import MakeEngine, Question
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
 from coterie.engines.requests import Request
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key, sketch_size
 from coterie.engines.torch_distributed.engine import serve

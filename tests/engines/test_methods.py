@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +13,10 @@ from tests.support.model_cases import BATCH, CASES, SEED, make_model, make_users
 
 import coterie
 from coterie.engines.engine import MakeEngine
+from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.sites import LocalReplies, LocalSites
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Peer
 from coterie.errors import KnobError
 from coterie.methods import (
     APFL,
@@ -21,18 +27,20 @@ from coterie.methods import (
     FedProx,
     FineTuning,
     HypCluster,
+    Mapper,
     Method,
     Mime,
     PerFedAvg,
     Sampled,
     Scaffold,
 )
+from coterie.methods.rehearsal import gradients_asked
 
 METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer sends in two rounds
     "FedAvg": (FedAvg(3), 2),
     "FedProx": (FedProx(3, penalty=0.5), 2),
     "fine-tuning": (FineTuning(1, FedAvg(3)), 1),
-    "Per-FedAvg": (PerFedAvg(1, inner_lr=0.05, difference=0.01), 2 * 5),
+    "Per-FedAvg": (PerFedAvg(1, inner_lr=0.05, difference=0.01), 2 * 4),
     "Ditto": (Ditto(0.5, FedAvg(2), personal_steps=2), 2),
     "SCAFFOLD": (Scaffold(3), 2),
     "SCAFFOLD I": (Scaffold(2, option=1), 4),
@@ -70,8 +78,40 @@ def test_every_method_makes_the_same_model(where: str) -> None:
             found = trained(make_engine, method)
             agree(found, trained(coterie.InProcess, method), name)
             assert found.record.end.traffic["peer 2"].messages == messages, name
+            asked = gradients_asked(method, "me", list(found.record.configuration.peers), rounds=2, seed=SEED)
+            assert found.record.end.costs["peer 2"].gradients == asked["peer 2"], name
         sampled, one = Sampled(FedAvg(2), peers=2), FedAvg(1)
         agree(trained(make_engine, sampled), trained(coterie.InProcess, sampled), "a sample of the peers")
         agree(trained(make_engine, one, "batch norm"), trained(coterie.InProcess, one, "batch norm"), "batch norm")
-        with pytest.raises(KnobError, match="this method needs every user's gradient at a point of its own"):
+        with pytest.raises(KnobError, match="this method needs all users in one process"):
             trained(make_engine, HypCluster(clusters=2))
+
+
+def test_what_a_sample_of_the_peers_is_asked_is_foreseen() -> None:
+    """Who is drawn depends on the seed."""
+    me, *peers = make_users(CASES["mlp"])
+    method, names = Sampled(FedAvg(2), peers=1), [peer.name for peer in peers]
+    how: dict[str, Any] = {"steps": 7, "batch_size": BATCH, "seed": SEED, "lr": 0.05}
+    run = coterie.train(make_model(CASES["mlp"]), CASES["mlp"].loss, me, peers, method, **how)
+    asked = gradients_asked(method, "me", names, rounds=7, seed=SEED)
+    assert asked == {name: run.record.end.costs[name].gradients for name in names}
+    assert sum(asked.values()) == 2 * 7
+    assert len(set(asked.values())) > 1
+
+
+def test_a_method_that_peers_elsewhere_cannot_serve_asks_nobody() -> None:
+    """`Mapper` begins its round with gradients, and needs everybody's losses then."""
+    asked: list[str] = []
+
+    class Watched(LocalSites):
+        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+            asked.append(method)
+            return super().ask(names, method, timeout, **arguments)
+
+    me, *peers = make_users(CASES["mlp"])
+    model, loss = make_model(CASES["mlp"]), CASES["mlp"].loss
+    sites = Watched({peer.name: Peer(peer, Passes(model, loss)) for peer in peers})
+    engine = functools.partial(Flare, sites=sites, names=[peer.name for peer in peers])
+    with pytest.raises(KnobError, match="needs all users in one process, as peers elsewhere give"):
+        coterie.train(model, loss, me, (), Mapper(2), steps=2, engine=engine)
+    assert set(asked) == {"ready"}

@@ -24,16 +24,16 @@ def test_accuracy_and_loss_have_the_usual_paired_error() -> None:
     torch.manual_seed(0)
     data = InMemory(torch.randn(80, 4).double(), torch.randint(0, 3, (80,)))
     ours, alone = linear(4, 3, seed=1), linear(4, 3, seed=2)
-    found = compare(ours, alone, cross_entropy, data, on="some")
+    comparison = compare(ours, alone, cross_entropy, data, on="some")
     with torch.no_grad():
         right = [(m(data.inputs).argmax(1) == data.targets).double().numpy() for m in (ours, alone)]
         losses = [cross_entropy(m(data.inputs), data.targets, reduction="none").numpy() for m in (ours, alone)]
-    assert list(found.measures) == ["accuracy", "loss"]
+    assert list(comparison.measures) == ["accuracy", "loss"]
     for name, (mine, theirs) in {"accuracy": right, "loss": losses}.items():
-        one = found.measures[name]
+        one = comparison.measures[name]
         assert (one.ours, one.alone) == pytest.approx((mine.mean(), theirs.mean()), rel=1e-12)
         assert one.error == pytest.approx(np.std(mine - theirs, ddof=1) / np.sqrt(80), rel=1e-9)
-    assert [one.less_is_better for one in found.measures.values()] == [False, True]
+    assert [one.less_is_better for one in comparison.measures.values()] == [False, True]
 
 
 def test_the_error_of_a_root_is_that_of_the_bootstrap() -> None:

@@ -135,10 +135,10 @@ def test_metrics_get_what_the_model_gives() -> None:
 
     data = InMemory(*some(50))
     loss = lambda output, targets: f.cross_entropy(output.logits, targets)  # noqa: E731
-    found = evaluate(Wrapped(), loss, data, {"share": share}, chunk=7)
+    measures = evaluate(Wrapped(), loss, data, {"share": share}, chunk=7)
     usual = evaluate(Wrapped(), loss, data, chunk=7)
     assert seen == [Output]
-    assert found.keys() == {"loss", "share"}
+    assert measures.keys() == {"loss", "share"}
     assert usual.keys() == {"loss", "accuracy"}  # a loss of one's own, over classes
 
 
@@ -176,8 +176,8 @@ def test_the_default_rule_takes_weighted_losses_in_one_pass(loss: Any) -> None:
     me, *peers = users()
 
     def unknown(output: Tensor, targets: Tensor) -> Tensor:
-        found: Tensor = loss(output, targets)
-        return found.mean() if found.ndim else found
+        losses: Tensor = loss(output, targets)
+        return losses.mean() if losses.ndim else losses
 
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()

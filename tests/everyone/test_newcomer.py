@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import coterie
-from coterie.errors import DataError
+from coterie.errors import DataError, UserCodeError
 from coterie.everyone.newcomer import best_start
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "steps": 150, "measure": False, "trackers": ()}
@@ -68,3 +69,20 @@ def test_who_cannot_join(trained: coterie.Runs) -> None:
         trained.join(user("a", 1.0, 5, 7))
     with pytest.raises(DataError, match="nobody has trained yet"):
         coterie.Runs(trained.runs).join(user("late", 1.0, 5, 7))
+
+
+def test_who_was_left_out_and_joins_is_no_longer_said_to_be(trained: coterie.Runs) -> None:
+    told = replace(trained, not_trained={"late riser": "left out: too few", "other": "left out: too few"})
+    joined = told.join(user("late riser", 1.0, 5, 8), steps=2)
+    assert list(joined.not_trained) == ["other"]
+    assert joined.summary().count("late riser: ") == 1
+    assert (Path(str(trained.options.out)) / "late_riser" / "record.jsonl").exists()
+
+
+def test_who_does_not_fit_is_told(trained: coterie.Runs) -> None:
+    narrow = coterie.User("narrow", torch.randn(4, 9), torch.randn(4, 1))
+    with pytest.raises(UserCodeError, match="the newcomer 'narrow' could begin from, on its examples, raised"):
+        trained.join(narrow)
+    stream = coterie.User.stream("stream", lambda n, seed, step: (torch.zeros(n, 10), torch.zeros(n, 1)))
+    with pytest.raises(DataError, match="'stream' is a stream"):
+        trained.join(stream)

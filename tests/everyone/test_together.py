@@ -15,8 +15,11 @@ from tests.support.small_runs import network, same, state_of
 from torch.nn.functional import cross_entropy
 
 import coterie
+from coterie.engines.in_process.engine import InProcess
 from coterie.errors import UserCodeError
 from coterie.everyone.folders import align
+from coterie.everyone.passes import SharedPasses
+from coterie.learners.spec import RunSpec
 from coterie.recording import checkpoint
 from coterie.training.run import Stopped
 from coterie.users.examples import InMemory
@@ -33,10 +36,10 @@ def train(rule: Any, users: list[coterie.User] | None = None, **changed: Any) ->
     return coterie.train_everyone(network(), cross_entropy, users or everyone(), rule, **{**SETTINGS, **changed})
 
 
-def assert_close(runs: coterie.Runs, users: list[coterie.User], rule: Any, **changed: Any) -> None:
+def assert_close(runs: coterie.Runs, users: list[coterie.User], rule: Any, but: str = "", /, **more: Any) -> None:
     """Everybody's run is the one that `train` gives, to rounding, with the same costs and the same record."""
-    settings = {key: value for key, value in {**SETTINGS, **changed}.items() if key != "out"}
-    for me in users:
+    settings = {key: value for key, value in {**SETTINGS, **more}.items() if key != "out"}
+    for me in (user for user in users if user.name != but):
         peers = [user for user in users if user is not me]
         one, mine = coterie.train(network(), cross_entropy, me, peers, rule, **settings), runs.runs[me.name]
         torch.testing.assert_close(list(mine.model.parameters()), list(one.model.parameters()))
@@ -54,6 +57,37 @@ def test_one_program_gives_the_runs_of_train(rule: str) -> None:
     how = {run.record.configuration.runs for run in runs.runs.values()}
     assert any(told.startswith("one program") for told in how)
     assert_close(runs, users, RULES[rule])
+
+
+def test_steps_between_looks_are_taken_for_all_and_constants_are_measured_once() -> None:
+    users, settings = everyone(3), {"steps": 96, "evaluate_every": 24, "measure": None}
+    runs = train(None, users, **settings)
+    assert_close(runs, users, None, **settings)
+    one = coterie.train(network(), cross_entropy, users[2], users[:2], **{**SETTINGS, **settings, "steps": 1})
+    assert runs.runs["user 2"].record.configuration.estimates == one.record.configuration.estimates
+
+
+@pytest.mark.parametrize("a_pass", [1, 10_000])
+def test_sums_pass_over_batches_that_weigh_something(a_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.everyone.passes.A_PASS", a_pass)
+    users = everyone(5)
+    engine = InProcess(network(), cross_entropy, users[0], users[1:], batch_size=4, seed=0)
+    passes = SharedPasses(
+        engine.copies(), [RunSpec(network(), cross_entropy, me, (), batch_size=4) for me in users]
+    )
+    weights = torch.rand(40, 5, dtype=torch.float64) * (torch.rand(40, 5) < torch.linspace(0, 1, 40).unsqueeze(1))
+    points = torch.randn(40, passes.like.numel(), dtype=torch.float64)
+    sums = passes.sums(weights).at(points, 3)
+    for point, given, found in zip(points, weights, sums, strict=True):
+        each = [engine.on(user.name, point, _drawn(user), 3)[0] for user in users]
+        torch.testing.assert_close(found, given @ torch.stack(each))
+
+
+def _drawn(user: coterie.User) -> torch.Tensor:
+    """Return the examples of a user's batch in step 3."""
+    inputs, _ = user.batch(4, seed=0, step=3)
+    assert isinstance(user.examples, InMemory)
+    return torch.stack([(user.examples.inputs == row).all(1).nonzero()[0, 0] for row in inputs])
 
 
 def test_schedules_clipping_and_a_guard_that_restarts() -> None:
@@ -125,6 +159,17 @@ def test_one_whose_gradient_is_not_finite_ends_and_the_others_go_on() -> None:
         assert runs.runs["user 2"].stopped is Stopped.NOT_FINITE
         others = [run for name, run in runs.runs.items() if name != "user 2"]
         assert all(run.stopped is None and run.step == 12 for run in others)
+        assert_close(runs, users, RULES[rule], "user 2")
+
+
+def test_where_nobodys_gradient_is_finite_all_end() -> None:
+    for rule in ("adaptive", "wga"):
+        bad = []
+        for user in everyone():
+            inputs, targets = user.examples.take(torch.arange(12))
+            bad.append(coterie.User(user.name, inputs * torch.nan, targets))
+        runs = train(RULES[rule], bad)
+        assert [run.stopped for run in runs.runs.values()] == [Stopped.NOT_FINITE] * len(bad)
 
 
 def test_code_of_ones_own_that_raises_ends_its_run_and_the_error_has_all() -> None:
@@ -142,6 +187,21 @@ def test_code_of_ones_own_that_raises_ends_its_run_and_the_error_has_all() -> No
     assert isinstance(runs, coterie.Runs)
     assert len(runs.runs) == 4
     assert sum(run.stopped is Stopped.USER_CODE for run in runs.runs.values()) == 1
+
+
+def test_code_of_ones_own_that_raises_for_the_pooled_model_does_not_lose_the_others() -> None:
+    users = everyone()
+
+    def failing(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        if len(targets) > 12:  # more than anybody holds out
+            raise ZeroDivisionError
+        return 0.0
+
+    with pytest.raises(UserCodeError, match="all runs are in this error") as caught:
+        train(RULES["wga"], users, metrics={"m": failing})
+    runs = caught.value.run
+    assert isinstance(runs, coterie.Runs)
+    assert [run.stopped for run in runs.runs.values()] == [None] * len(users)
 
 
 def test_rules_that_need_every_gradient_are_followed_one_by_one() -> None:

@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.errors import DataError
+from coterie.everyone.folders import POOLED, folder_names
+from coterie.tables.everyone import FILE
 
 RULES: dict[str, Any] = {"wga": coterie.WeightedAveraging(0.5), "default": None}
 
@@ -81,7 +83,54 @@ def test_one_who_cannot_learn_is_left_out_and_told() -> None:
 
 
 def test_the_page_says_what_the_summary_says(tmp_path: Path) -> None:
-    runs = coterie.train_everyone(network(), cross_entropy, everyone(), RULES["wga"], steps=6, measure=False)
+    users = [
+        *everyone(),
+        coterie.User("of one class", torch.randn(4, 3).double(), torch.zeros(4, dtype=torch.long)),
+    ]
+    with pytest.warns(UserWarning, match="left out"):
+        runs = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=6, measure=False)
     page = runs.report(tmp_path / "index.html").read_text(encoding="utf-8")
     assert runs.summary().splitlines()[0] in page
+    assert "of one class: left out" in page
+    assert runs.pooled is not None
+    assert f"loss {runs.pooled.test['loss']:.4g}" in page
     assert page.count('<td class="own">') == len(runs.runs)
+
+
+def test_one_whose_examples_are_not_like_those_of_most_is_left_out() -> None:
+    users = everyone()
+    wide = coterie.User("wide", torch.randn(6, 4).double(), torch.tensor([0, 1] * 3))
+    with pytest.warns(UserWarning, match="'wide' is left out: the inputs of 'wide'"):
+        runs = coterie.train_everyone(
+            network(), cross_entropy, [wide, *users], RULES["wga"], steps=2, measure=False
+        )
+    assert set(runs.runs) == {user.name for user in users}
+    assert "are not like those of" in runs.not_trained["wide"]
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(DataError, match=r"the inputs of .* are not like those of"),
+    ):
+        coterie.train_everyone(network(), cross_entropy, [users[0], wide], RULES["wga"], steps=2)
+
+
+def test_no_users_folder_is_one_that_something_else_has(tmp_path: Path) -> None:
+    names = ["pooled", "everyone.json", "index.html", "..", "../x", "a/b", "a_b", "A_B", "x" * 300, "x" * 299 + "y"]
+    places = folder_names(names)
+    taken = {place.casefold() for place in places.values()}
+    assert len(taken) == len(names)
+    assert not taken & {POOLED, FILE, "index.html"}
+    for place in places.values():
+        (tmp_path / place).mkdir()
+        assert (tmp_path / place).resolve().parent == tmp_path.resolve()
+
+
+def test_who_has_no_weights_is_not_said_to_be_served_alone(tmp_path: Path) -> None:
+    users = everyone()
+    rules: dict[str, Any] = {
+        user.name: coterie.methods.FedAvg(local_steps=2) if user is users[0] else RULES["wga"] for user in users
+    }
+    settings: dict[str, Any] = {"steps": 2, "lr": 0.05, "measure": False, "guard": "off"}
+    runs = coterie.train_everyone(network(), cross_entropy, users, rules, **settings)
+    assert not runs.weights.loc[users[0].name].any()
+    page = runs.report(tmp_path / "index.html").read_text(encoding="utf-8")
+    assert f"trained alone, or whose rule gave no weights ({users[0].name})." in page

@@ -148,6 +148,16 @@ def test_what_a_site_says_of_itself_is_taken_as_far_as_it_can_be(tmp_path: Path)
     assert not one.is_over
 
 
+def test_nothing_is_promised_about_rows_where_everyone_trains(folder: Path, tmp_path: Path) -> None:
+    """The points of a site's own run leave it without noise, so that a promise would not be kept."""
+    place = copied(folder, tmp_path / "trial") / "sites" / "bern"
+    text = (place / "coterie.toml").read_text()
+    assert "[privacy]" not in text
+    (place / "coterie.toml").write_text(f"{text}\n[privacy]\nepsilon = 1.0\ndelta = 1e-5\nclip = 1.0\n")
+    with pytest.raises(KnobError, match="tell of its rows without noise"):
+        site_settings(place)
+
+
 def test_masked_sums_are_refused_where_everyone_trains(folder: Path, tmp_path: Path) -> None:
     place = copied(folder, tmp_path / "trial") / "sites" / "bern"
     with (place / "coterie.toml").open("a") as file:

@@ -7,7 +7,9 @@ import importlib.util
 import json
 import re
 import shutil
+import signal
 import stat
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +24,10 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.data import Preparation
-from coterie.engines.caps import Caps
 from coterie.engines.flare.responder import Responder
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
 from coterie.engines.requests import Request
 from coterie.errors import CoterieError, DataError, FileError, KnobError
 from coterie.federation.job import write_job
@@ -36,7 +37,7 @@ from coterie.federation.manifest import Kit
 from coterie.federation.participants import lead_participant, peer_of, responder_of, site_participant
 from coterie.federation.provisioning import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
-from coterie.federation.workspace import site_workspace
+from coterie.federation.workspace import run_process, site_workspace
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event, epsilon_of
 from coterie.rules.streams import StreamAveraging
@@ -320,8 +321,7 @@ def test_rules_by_name() -> None:
     with pytest.raises(KnobError, match="needs the number of examples of 'a'"):
         chosen(rule="pooled")
     assert chosen() == chosen(rule="adaptive") == coterie.AdaptiveAveraging()
-    with pytest.raises(KnobError, match="'wga' chooses by rows of sites"):
-        chosen(rule="wga", alpha="auto")
+    assert chosen(rule="wga", alpha="auto") == coterie.WeightedAveraging("auto")
 
 
 @needs_nvflare
@@ -416,3 +416,44 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server")))
     assert site.ready() == {"willing": True, "left": 1, "size": 2, "examples": 1}
     assert "gradients" in site.gradients(request)
+
+
+@needs_nvflare
+def test_a_column_that_is_dropped_is_not_told_to_the_sites(tmp_path: Path) -> None:
+    patients().assign(patient=[f"P{i:04d}" for i in range(len(patients()))], name="Anna").to_csv(
+        tmp_path / "mine.csv", index=False
+    )
+    words = ["federate", "init", str(tmp_path / "trial"), "--data", str(tmp_path / "mine.csv"), "--target", "ill"]
+    words += ["--server", "localhost", "--site", "basel", "--drop", "name", "--id", "patient"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    kit = json.loads((tmp_path / "trial" / "sites" / "basel" / "kit.json").read_text(encoding="utf-8"))
+    assert not {"patient", "name"} & set(kit["columns"])
+    preparation = Preparation.load(tmp_path / "trial" / "sites" / "basel")
+    assert not {"patient", "name"} & {*preparation.numeric, *preparation.categorical}
+    assert lead_participant(tmp_path / "trial", lead_settings(tmp_path / "trial"))[1] is not None
+
+
+@needs_nvflare
+def test_what_was_started_is_ended_also_where_a_part_of_it_has_ended_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    def gone() -> None:
+        raise psutil.NoSuchProcess(1)
+
+    def look() -> None:
+        if (tmp_path / "pid").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("psutil.Process.children", lambda *_, **__: [SimpleNamespace(kill=gone)])
+    before = signal.getsignal(signal.SIGTERM)
+    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_process([sys.executable, "-c", script], tmp_path, look)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    left = int((tmp_path / "pid").read_text(encoding="utf-8"))
+    assert not psutil.pid_exists(left)

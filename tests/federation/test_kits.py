@@ -21,10 +21,9 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.data import Preparation, from_table
-from coterie.engines.caps import Caps
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
 from coterie.errors import FileError, KnobError
 from coterie.federation import workspace
 from coterie.federation.kits import accept, accepted
@@ -260,6 +259,26 @@ def test_caps_that_are_left_out_are_safe_and_can_be_lifted(tmp_path: Path) -> No
     assert site_settings(tmp_path).caps == SITE_CAPS == Caps(gradients=10_000, norm=10.0, examples=16)
     (tmp_path / "coterie.toml").write_text('name = "a"\n[caps]\ngradients = inf\nnorm = inf\nexamples = 1\n')
     assert site_settings(tmp_path).caps == Caps()
+
+
+@pytest.mark.parametrize("caps", [Caps(gradients=0), Caps(), Caps(gradients=7, norm=1.5, examples=3)])
+def test_a_kit_is_accepted_with_the_caps_that_are_given(caps: Caps, kit: Path) -> None:
+    accept(kit, fingerprint(kit), caps)
+    assert site_settings(kit).caps == caps
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"[caps]\n{name} = true" for name in ("gradients", "norm", "examples")),
+        "[sums]\npeers = true",
+        "[sums]\nshare = true",
+    ],
+)
+def test_a_yes_is_no_number(line: str, tmp_path: Path) -> None:
+    (tmp_path / "coterie.toml").write_text(f'name = "a"\n{line}\n')
+    with pytest.raises(KnobError, match=r"must .*, got True"):
+        site_settings(tmp_path)
 
 
 def lead_of(**training: Any) -> LeadSettings:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.engines.caps import Caps
-from coterie.engines.ledger import Ledger
+from coterie.engines.peer import Caps
+from coterie.engines.peer.ledger import Ledger
 from coterie.federation import workspace
 from coterie.federation.watching import LOG, NewLines, RunWatch, Screen, ServerWatch, SiteWatch
 from coterie.recording import Configuration, Point, Record, UserSummary

@@ -53,10 +53,10 @@ def test_sums_are_compared_with_those_before() -> None:
     direction = torch.tensor([0.5, -0.5, 0.5, 0.5])
     for t in range(80):
         sums = torch.tensor(sizes[:, t : t + 1], dtype=torch.float32) * direction
-        found = together.long_sums(0.1 * torch.ones(3, 1) * direction, sums)
+        too_long = together.long_sums(0.1 * torch.ones(3, 1) * direction, sums)
         for run, factor in enumerate((3.0, 3.0, 2.0)):
             size, before = float(sizes[run, t]), longest[run]
-            assert bool(found[run]) == (before > 0 and size > factor * max(before, 0.1)), (run, t)
+            assert bool(too_long[run]) == (before > 0 and size > factor * max(before, 0.1)), (run, t)
             longest[run] = max(before, min(size, GROWTH * before)) if before else size
 
 

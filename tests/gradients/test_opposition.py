@@ -59,9 +59,9 @@ def test_a_state_goes_on() -> None:
     for t, gradients in enumerate(steps(10, 30)):
         if t == 12:
             other.load_state_dict(one.state_dict())
-        found = one.opposed(gradients[0], gradients[1:], NAMES)
-        assert t < 12 or other.opposed(gradients[0], gradients[1:], NAMES) == found
-    assert found == [False] * 8 + [True] * 2
+        opposed = one.opposed(gradients[0], gradients[1:], NAMES)
+        assert t < 12 or other.opposed(gradients[0], gradients[1:], NAMES) == opposed
+    assert opposed == [False] * 8 + [True] * 2
 
 
 @pytest.mark.parametrize("group", [(0, 1, 2, 3), (6, 7, 8, 9)])
@@ -80,8 +80,8 @@ def test_any_length_is_taken(size: float) -> None:
     rows = torch.ones(3, 4)
     rows[2] *= -size
     opposition = Opposition()
-    found = [opposition.opposed(torch.ones(4), rows, ("a", "b", "c")) for _ in range(20)]
-    assert found[-1] == [False, False, math.isfinite(size)]
+    opposed = [opposition.opposed(torch.ones(4), rows, ("a", "b", "c")) for _ in range(20)]
+    assert opposed[-1] == [False, False, math.isfinite(size)]
 
 
 def test_only_what_is_summed_is_left_out() -> None:

@@ -58,10 +58,11 @@ def test_a_run_holds_the_frozen_part_once(rule: Any, guard: Any, tmp_path: Path)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     largest = max(path.stat().st_size for path in (tmp_path / "checkpoints").iterdir())
     assert largest < FROZEN / 10
+    steps = 20 if rule is None else 30  # adaptive averaging divides its steps, and goes on with as many only
     again = coterie.train(
-        model, mse_loss, me, peers, rule, steps=30, guard=guard, out=tmp_path, trackers=(), resume=True
+        model, mse_loss, me, peers, rule, steps=steps, guard=guard, out=tmp_path, trackers=(), resume=True
     )
-    assert again.step == 30
+    assert again.step == steps
 
 
 def test_a_run_allocates_no_copy_of_the_frozen_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def simulated(problem: NoisyQuadratic, rule: Rule, steps: int) -> FloatArray:
         exchange_every=problem.exchange_every,
         local_steps=problem.local_steps,
     )
-    found = next(run.model.parameters()).detach().numpy()[:, 0]
-    return np.asarray((found - engine.optimum(steps)) ** 2)
+    ends = next(run.model.parameters()).detach().numpy()[:, 0]
+    return np.asarray((ends - engine.optimum(steps)) ** 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,7 +221,7 @@ def test_between_exchanges_adaptive_averaging_follows_what_the_peers_last_said()
     hooks = [lambda step: followed.append(made[-1].peers.direction[-1].clone())]  # of the pooled model
     trained(Watched(budget=3), steps=240, exchange_every=8, lr=0.05, hooks=hooks)
     for step in (*range(1, 119), *range(121, 240)):  # at the fork all begins anew
-        asked = step % 8 == 0 or (step < 120 and step % made[-1]._between_grams == 0)
+        asked = step % 8 == 0 or (step < 120 and step % made[-1].schedule.between_grams == 0)
         assert torch.equal(followed[step], followed[step - 1]) != asked, step
         assert followed[step].any()
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import coterie
+from coterie.engines.in_process import copies
 from coterie.learners.points import Judged, Points, Sums, combined
 from coterie.learners.points_together import PointsTogether
 from coterie.learners.spec import RunSpec
@@ -18,9 +19,11 @@ from coterie.learners.spec import RunSpec
 Users = Callable[..., list[coterie.User]]
 
 
-def network() -> nn.Module:
+def network(*, large: bool = False) -> nn.Module:
+    """Return a network; `large`: one that is not layers in a row, as most large models."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    between = [nn.LayerNorm(5, elementwise_affine=False)] if large else []
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), *between, nn.Linear(5, 3)).double()
 
 
 def parts(n: int, folds: int = 3) -> Tensor:
@@ -28,16 +31,25 @@ def parts(n: int, folds: int = 3) -> Tensor:
     return torch.cat([torch.ones(1, n, dtype=torch.bool), blind])
 
 
-def points(users: list[coterie.User], batch_size: int) -> tuple[Points, PointsTogether]:
-    spec = RunSpec(network(), cross_entropy, users[0], users[1:], batch_size=batch_size)
+def points(users: list[coterie.User], batch_size: int, *, large: bool = False) -> tuple[Points, PointsTogether]:
+    spec = RunSpec(network(large=large), cross_entropy, users[0], users[1:], batch_size=batch_size)
     engine = spec.in_process()
     return Points(spec, engine, parts(len(users[0]))), PointsTogether(spec, engine, parts(len(users[0])))
 
 
+@pytest.fixture(params=[False, True], ids=["small", "large"])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether copies are passed one after the other, as those of large models are."""
+    if request.param:
+        monkeypatch.setattr(copies, "MAX_MAPPED_SIZE", 0)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("batch_size", [3, 100])
-def test_one_pass_is_point_by_point(make_users: Users, batch_size: int) -> None:
+def test_one_pass_is_point_by_point(make_users: Users, batch_size: int, large: bool) -> None:
     users = make_users((13, 16, 9, 5))
-    apart, together = points(users, batch_size)
+    apart, together = points(users, batch_size, large=large)
+    assert together._copies.one_by_one == large
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 38, generator=generator).double()
     weights = torch.rand(4, 3, generator=generator).double()
@@ -55,6 +67,24 @@ def test_one_pass_is_point_by_point(make_users: Users, batch_size: int) -> None:
         torch.testing.assert_close(*rows)
     torch.testing.assert_close(*(each.on_all(x, 0, [3, 2, 1, 0]) for each in (apart, together)))
     torch.testing.assert_close(*(each.losses(x, users[0].examples) for each in (apart, together)))
+
+
+def test_copies_at_one_point_and_peers_of_no_weight(make_users: Users, large: bool) -> None:
+    *users, last = make_users((13, 16, 9, 5))
+    users.append(
+        coterie.User(last.name, torch.full((5, 3), torch.nan).double(), last.examples.take(torch.arange(5))[1])
+    )
+    apart, together = points(users, 3, large=large)
+    x = torch.cat([apart.start().repeat(3, 1), 2 * apart.start()[None]])
+    weights = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).double()
+    one, other = (each.sums(x, 2, weights) for each in (apart, together))
+    torch.testing.assert_close(one.sums, other.sums)
+    assert not one.left_out
+    assert not other.left_out
+    assert one.answered.tolist() == other.answered.tolist() == [1.0, 1.0, 1.0, 0.0]
+    before = other.sums.clone()
+    torch.testing.assert_close(together.sums(x + 1, 3, weights).answered, other.answered)
+    assert torch.equal(other.sums, before)  # what is held is not written over
 
 
 def test_they_are_the_gradients_of_each_users_examples(make_users: Users) -> None:

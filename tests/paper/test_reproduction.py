@@ -248,6 +248,11 @@ def test_one_figure_can_be_made_and_the_seed_moves_the_samples_only(tmp_path: Pa
     assert results[0]["sampled_final_mean"] != results[2]["sampled_final_mean"]
 
 
+def test_the_help_names_all_figures() -> None:
+    text = CliRunner().invoke(app, ["reproduce", "--help"], env={"COLUMNS": "300"}).output
+    assert f"of {', '.join(STUDIES)};" in text
+
+
 def test_an_unknown_figure_is_refused_with_the_names_of_all(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["reproduce", "nonsense", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2

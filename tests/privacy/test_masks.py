@@ -11,7 +11,8 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from scipy import stats
-from tests.support.masked import D, Ring, fixed_keys, fixed_private, tau_of
+from tests.support.masked import Ring, fixed_keys, fixed_private, tau_of
+from tests.support.small_peers import D
 
 from coterie.errors import MaskError
 from coterie.privacy.keys import Identity, Offer, shared_secret
@@ -47,6 +48,15 @@ def test_what_cannot_be_added_is_an_error(bad: float) -> None:
     _, masks = fixed_keys(3)
     with pytest.raises(MaskError, match=r"not finite|beyond 16"):
         masks[0].masked(np.array([0.0, bad]), b"")
+
+
+@pytest.mark.parametrize("largest", [16.0, 0.1])  # which single precision rounds up
+def test_what_is_cut_is_not_refused(largest: float) -> None:
+    agreed, masks = fixed_keys(3, largest=largest)
+    parts = [each.masked(np.array([20.0, -20.0, 0.0], np.float32), b"", cut=True) for each in masks]
+    np.testing.assert_allclose(total(parts, agreed), [largest, -largest, 0.0], atol=1e-7)
+    with pytest.raises(MaskError, match="of floating-point numbers"):
+        masks[0].masked(np.array([20], np.int16), b"", cut=True)
 
 
 @pytest.mark.parametrize("n", [3, 10])

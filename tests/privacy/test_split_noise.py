@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 
 import coterie
-from coterie.engines.caps import Caps
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.private_peers import PrivatePeers
 from coterie.engines.flare.responder import Responder
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
-from coterie.engines.private_gradients import PrivateGradients
+from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Request
 from coterie.engines.torch_distributed.group import Group
 from coterie.engines.torch_distributed.secure_sums import MaskedPart
@@ -35,6 +34,7 @@ D, NAMES = 40_000, tuple("abcde")
 TAU = dict(zip(NAMES, (0.3, 0.25, 0.2, 0.15, 0.1), strict=True))
 ROWS = dict(zip(NAMES, (40, 60, 25, 80, 50), strict=True))
 BATCH = 20
+LOSS = nn.functional.mse_loss
 
 
 def model() -> nn.Module:
@@ -64,9 +64,7 @@ class Sites(LocalSites):
         self.parts: dict[str, Tensor] = {}
         self.shares: dict[str, NoiseShare | None] = {}
         held = {
-            n: Peer(
-                user(n), Passes(model(), nn.functional.mse_loss), Caps(), folder / n, privacy=promise(n, **changed)
-            )
+            n: Peer(user(n), Passes(model(), LOSS), Caps(), folder / n, privacy=promise(n, **changed))
             for n in names
         }
         keys = {name: peer.identity.fingerprint for name, peer in held.items()}
@@ -98,7 +96,7 @@ def _no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine(sites: LocalSites, **knobs: Any) -> Flare:
     how: dict[str, Any] = {"sites": sites, "names": NAMES, "batch_size": BATCH, "secure_sums": True}
-    return Flare(model(), nn.functional.mse_loss, user("me"), **how | knobs)
+    return Flare(model(), LOSS, user("me"), **how | knobs)
 
 
 def step(made: Flare, k: int = 0, tau: Mapping[str, float] = TAU) -> coterie.Gradients:
@@ -172,7 +170,7 @@ def test_a_lost_site_costs_its_step_and_the_others_add_more(tmp_path: Path) -> N
 
 
 def test_split_noise_needs_masked_sums_of_known_sites(tmp_path: Path) -> None:
-    peer = Peer(user("a"), Passes(model(), nn.functional.mse_loss), Caps(), tmp_path / "log", privacy=promise("a"))
+    peer = Peer(user("a"), Passes(model(), LOSS), Caps(), tmp_path / "log", privacy=promise("a"))
     for sums, match in (
         (None, "gives its gradients on their own too, with too little noise"),
         (SumsOnly(), "user 0 could be all of them"),
@@ -183,10 +181,10 @@ def test_split_noise_needs_masked_sums_of_known_sites(tmp_path: Path) -> None:
     with pytest.raises(KnobError, match="user 0 could be all of them"):
         MaskedPart(peer, SumsOnly(), Group(HashStore(), 1, 4, 1.0), {"batch_size": 4}, {})
     with pytest.raises(KnobError, match="with too little noise"):
-        PrivatePeers(model(), nn.functional.mse_loss, user("me"), [user("a")], privacy=promise("a"), gradients=5)
+        PrivatePeers(model(), LOSS, user("me"), [user("a")], privacy=promise("a"), gradients=5)
     said = peer.answer(Request(torch.zeros(1, D), 0, 0, BATCH)).refused
     assert said == "its noise is split over the sites of masked sums, and it gives parts of these only"
-    short = NoiseShare(added=1e-3, of_sum=1e-3, sites=3, margin=1)
+    short = NoiseShare(added=1e-3, of_sum=1e-3, sites=3, margin=1, room=16.0)
     assert "and it needs 0.025" in str(peer.answer(Request(torch.zeros(1, D), 0, 0, BATCH), share=short).refused)
     assert peer.ledger.given == 0
     with pytest.raises(KnobError, match="`margin` must be"):
@@ -210,13 +208,78 @@ def test_sites_agree_on_the_noise_or_take_no_part(tmp_path: Path) -> None:
         assert match in sites.responders["a"].join(told | wrong)["refused"]
         told["offers"] = {**offers, "a": sites.responders["a"].offer(BATCH)}
     assert "joined" in sites.responders["a"].join(told | stated)
-    plain = Peer(user("b"), Passes(model(), nn.functional.mse_loss), Caps(), tmp_path / "plain")
+    plain = Peer(user("b"), Passes(model(), LOSS), Caps(), tmp_path / "plain")
     sites.responders["b"] = Responder(plain, SumsOnly(share=0.6))
     keys = {name: site.peer.identity.fingerprint for name, site in sites.responders.items()}
     for name in "acde":
         sites.responders[name] = Responder(sites.responders[name].peer, SumsOnly(share=0.6, keys=keys))
     g = step(engine(sites))
     assert g.left_out == {"b": "adds no share of the noise that the others split"}
+
+
+def test_user_0_cannot_have_the_noise_of_others_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others' gradients are beyond the largest entry, their parts are that entry, and their noise is gone."""
+
+    def clipped(self: PrivateGradients, x: Tensor, *_: object) -> Tensor:
+        others = 0.0 if self.user.name == "a" else self.privacy.clip * BATCH
+        return torch.full_like(x, others, dtype=torch.float64)
+
+    monkeypatch.setattr(PrivateGradients, "_clipped", clipped)
+    same: dict[str, Any] = {"clip": 0.5, "noise": 1.0}
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    g = step(engine(Sites(folders[0], **same)))
+    assert g.peers is not None
+    stated = 0.3 * 0.5 / BATCH
+    assert float(g.peers.std()) == pytest.approx(stated * math.sqrt(5 / 4), rel=0.04)
+    sites = Sites(folders[1], **same)
+    left_out = step(engine(sites, largest=0.4)).left_out
+    assert all("noise would be cut off: beside it the sum takes" in left_out[name] for name in "bcde")
+    assert sites.responders["b"].peer.ledger.given == 0
+    far = step(engine(Sites(folders[2], **same), largest=1e7)).left_out
+    assert all("the noise would be rounded away where entries may be 1e+07" in why for why in far.values())
+
+
+def test_samples_are_hardly_ever_so_large_that_noise_is_cut_off() -> None:
+    """By Bernstein's inequality, beside the exact chance of so large a sample."""
+    for n, size in ((40, 20), (1000, 1), (1000, 100), (1000, 1000)):
+        held, passes = coterie.User("a", torch.zeros(n, 1), torch.zeros(n, 1)), Passes(nn.Linear(1, 1), LOSS)
+        private = PrivateGradients(held, passes, Privacy(1.0, 1e-4, 2.0, 1.0), None)
+        most = math.floor(private._largest_entry(private.event(size)) * size / 2.0 + 1e-9)
+        rate = size / n
+        beyond = sum(math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(most + 1, n + 1))
+        assert beyond < 1e-15
+        assert size <= most <= n
+
+
+def test_user_0_cannot_have_shares_of_noise_rounded_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision a number near 1 has steps of a thousandth, in which a share of less noise is lost."""
+    clip, stated = 0.004, 0.3 * 0.004 / BATCH
+
+    def clipped(self: PrivateGradients, x: Tensor, *_: object) -> Tensor:
+        return torch.full_like(x, BATCH, dtype=torch.float64)
+
+    class Rounded(Sites):
+        def ask(self, names: Any, method: str, timeout: float, **arguments: Any) -> LocalReplies:
+            if method == "part":
+                request = arguments["request"]
+                arguments["request"] = request | {"points": request["points"].astype("float16")}
+            return super().ask(names, method, timeout, **arguments)
+
+    monkeypatch.setattr(PrivateGradients, "_clipped", clipped)
+    g = step(engine(Rounded(tmp_path, clip=clip, noise=1.0)))
+    assert g.peers is not None
+    assert float(g.peers.double().std()) == pytest.approx(stated * math.sqrt(5 / 4), rel=0.04)
+
+
+def test_a_part_of_a_model_in_half_precision_keeps_its_noise() -> None:
+    passes = Passes(nn.Linear(3, 1).bfloat16(), LOSS)
+    held = coterie.User("a", torch.zeros(8, 3).bfloat16(), torch.zeros(8, 1).bfloat16())
+    private = PrivateGradients(held, passes, Privacy(9.0, 1e-3, 1.0, 1.0), None)
+    x = passes.parameters.vector()
+    assert private.gradient(x, event=Event(1.0, 1.0)).dtype == torch.bfloat16
+    assert private.gradient(x, event=Event(1.0, 1.0), added=0.1).dtype == torch.float32
 
 
 def test_rounding_to_whole_numbers_is_far_below_the_noise() -> None:

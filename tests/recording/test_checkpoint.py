@@ -268,6 +268,19 @@ def test_a_model_of_the_same_name_and_another_size_is_refused(make_users: Users,
         trained(tmp_path, users, model=Bare(5).double(), resume=True)
 
 
+@pytest.mark.parametrize("whose", [{}, [1, 2], {"configuration": 7}, "learner"])
+def test_a_whole_file_that_is_no_state_of_a_run_is_refused(make_users: Users, tmp_path: Path, whose: Any) -> None:
+    """As somebody who knows the format can make one."""
+    users = make_users()
+    trained(tmp_path, users)
+    folder = tmp_path / "checkpoints"
+    last = checkpoint.saved(folder)[-1]
+    content = checkpoint.load(last) | {whose: {}} if isinstance(whose, str) else whose
+    checkpoint.save(folder, checkpoint.step_of(last), content)
+    with pytest.raises(CheckpointError, match="does not hold the state of a run"):
+        trained(tmp_path, users, resume=True)
+
+
 def test_a_damaged_checkpoint_stops_a_resumption_and_the_one_before_serves(
     make_users: Users, tmp_path: Path
 ) -> None:
@@ -304,6 +317,21 @@ def test_more_steps_may_be_asked_for(make_users: Users, tmp_path: Path) -> None:
     assert longer.record.points == whole.record.points
     assert longer.record.configuration.steps == 12
     assert same(dict(longer.model.state_dict()), dict(whole.model.state_dict()))
+
+
+def test_more_steps_than_adaptive_averaging_has_divided_are_refused(make_users: Users, tmp_path: Path) -> None:
+    users, rule = make_users(), coterie.AdaptiveAveraging()
+    trained(tmp_path, users, rule=rule, steps=6)
+    with pytest.raises(CheckpointError, match=r"`steps` was 6 and is now 8"):
+        trained(tmp_path, users, rule=rule, steps=8, resume=True)
+    assert [path.stem for path in checkpoint.saved(tmp_path / "checkpoints")][-1] == "step-00000006"
+
+
+def test_fewer_steps_than_were_taken_are_refused(make_users: Users, tmp_path: Path) -> None:
+    users = make_users()
+    trained(tmp_path, users, steps=6)
+    with pytest.raises(CheckpointError, match=r"has taken 6 steps, more than `steps`, 4; ask for at least as many"):
+        trained(tmp_path, users, steps=4, resume=True)
 
 
 def test_resuming_where_nothing_was_saved_starts(make_users: Users, tmp_path: Path) -> None:

@@ -143,3 +143,25 @@ def test_a_kill_between_a_line_and_its_count_is_no_damage(tmp_path: Path) -> Non
     assert lines.read_on() == []
     lines.append({"step": 2})
     assert len(ChainedLines(path, "", counted=True).read()) == 3
+
+
+def test_the_names_of_files_are_on_the_disk_with_their_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a log that was begun anew is there: what was given does not count as given by nobody."""
+    names = {path.stat().st_ino: path.name for path in [tmp_path]}
+    synced: list[str] = []
+
+    def noting(descriptor: int) -> None:
+        names.update({path.stat().st_ino: path.name for path in tmp_path.iterdir()})
+        synced.append(names[os.fstat(descriptor).st_ino])
+
+    monkeypatch.setattr(os, "fsync", noting)
+    (tmp_path / "log").touch()
+    lines = ChainedLines(tmp_path / "log", "ask", counted=True)
+    lines.append({"step": 0})
+    assert synced == []
+    lines.append({"step": 1}, sync=True)
+    assert synced == ["log", "log.count", tmp_path.name]
+    lines.append({"step": 2}, sync=True)
+    assert synced[3:] == ["log"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.support.records import configuration
 
-from coterie.errors import DataError, FileError
+from coterie.errors import DataError, FileError, KnobError
 from coterie.recording import End, Point, Record, checkpoint
 
 
@@ -178,7 +178,9 @@ def test_curves() -> None:
     record.add(Point(step=9, own_loss=2.5))
     assert record.curve("own_loss") == ([5, 9], [3.0, 2.5])
     assert record.curve("validation_loss") == ([0, 5], [2.0, 1.0])
-    assert record.curve("nothing") == ([], [])
+    assert record.curve("alone_validation_loss") == ([], [])  # there was no guard
+    with pytest.raises(KnobError, match="the record has no 'own_los'; it has validation_loss, own_loss"):
+        record.curve("own_los")
     table = record.frame()
     assert table.index.tolist() == [point.step for point in record.points]
     assert table["own_loss"].dropna().to_dict() == {5: 3.0, 9: 2.5}

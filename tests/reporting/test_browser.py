@@ -29,11 +29,11 @@ PLACES = {"light": (1100, 820), "dark": (1100, 820), "phone": (390, 844)}
 def browser() -> Iterator[Any]:
     """Return Debian's Chromium, or another that is installed, driven by Playwright."""
     api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip install playwright)")
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
         pytest.skip("no Chromium (apt-get install chromium): pages are not tried in a browser")
     with api.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        started = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield started
         started.close()
 

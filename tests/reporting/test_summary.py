@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.support.records import configuration
 
 from coterie.recording import End, GuardDecision, Point, Record, Traffic
@@ -14,7 +16,7 @@ def test_a_run_that_was_stopped_with_nothing_held_out() -> None:
     record.finish(End(step=12, best_step=12, stopped="Ctrl-C", left_out={"a": {"not finite": 2, "no answer": 1}}))
     assert summary(record, weight=0.25) == [
         "The model for me was trained alone: no peer was asked.",
-        "Alone(), 1 peers, 12 steps of Adam(lr=0.1)",
+        "Alone(), 1 peer, 12 steps of Adam(lr=0.1)",
         "stopped by Ctrl-C at step 12 of 20",
         "nothing held out for validation: the model is the last one",
         "weight on peers in the last step: 0.25",
@@ -26,9 +28,9 @@ def test_a_run_that_was_stopped_with_nothing_held_out() -> None:
 def test_the_numbers_are_those_of_the_model_served() -> None:
     record = Record(configuration(rule="WeightedAveraging(alpha=0.5)"))
     guard = GuardDecision(served="alone", difference=0.1, error=0.01)
-    found = {"validation": {"loss": 0.4, "accuracy": 0.8}, "test": {"loss": 0.6}}
-    record.finish(End(step=20, best_step=5, guard=guard, tau={"a": 1.0}, **found))  # type: ignore[arg-type]  # fits
-    alone, _, best, test = summary(record)
+    measures = {"validation": {"loss": 0.4, "accuracy": 0.8}, "test": {"loss": 0.6}}
+    record.finish(End(step=20, best_step=5, guard=guard, tau={"a": 1.0}, **measures))  # type: ignore[arg-type]  # fits
+    alone, _, best, test = summary(record, weight=0.5)  # which is not that of what is served
     assert alone.startswith("The model trained alone is served to me")
     assert best == "best at step 5 by validation loss: loss 0.4, accuracy 0.8"
     assert test == "test: loss 0.6 (5 examples)"
@@ -43,3 +45,5 @@ def test_bytes_and_seconds_are_told_where_something_travelled() -> None:
         "sent 2 MB and received 3.5 MB; computed for 0.5 s, waited for the peers for 1.25 s; rounded on the way by "
         "0.004 at most"
     )
+    record.finish(End(step=20, best_step=20, traffic={"me": replace(mine, seconds_computing=0.0)}))
+    assert summary(record)[-1] == "sent 2 MB and received 3.5 MB; waited for the peers for 1.25 s"  # not timed

@@ -72,8 +72,8 @@ def test_verdicts_by_chance_are_as_rare_as_told() -> None:
         means, errors = drawn.mean(2), drawn.std(2, ddof=1) / np.sqrt(n)
         wrong = 0
         for mean, error in zip(means, errors, strict=True):
-            found = verdict(ASKED, compared((mean[0], error[0]), (mean[1], error[1]), n))
-            wrong += found.finding != "unclear"
+            said = verdict(ASKED, compared((mean[0], error[0]), (mean[1], error[1]), n))
+            wrong += said.finding != "unclear"
         assert wrong / len(means) < 0.06
 
 
@@ -95,6 +95,8 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
         "examples (loss +0.50 ± 0.10).",
     )
     assert verdict(ASKED, end(account={"path": "alone"})).finding == "alone"
+    early = verdict(ASKED, end(account={"path": "alone", "looks": {"alone": {}}}, stopped="Ctrl-C"))
+    assert early.sentence.endswith("the run was stopped by Ctrl-C before one trained with peers was judged.")
     nobody = configuration(rule="WeightedAveraging(alpha='auto')", choice={"alpha": 0.0, "tau": {}})
     assert verdict(nobody, end(comparison=compared((0.0, 0.0), (0.0, 0.0)).comparison)).finding == "alone"
     assert (
@@ -105,9 +107,9 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
 
 def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:
     account = {"path": "branch", "validation_loss": 0.5, "difference": -0.5, "error": 0.1}
-    found = verdict(ASKED, end(account=account))
-    assert found.finding == "better"
-    assert "loss -0.50 ± 0.10 on 6 validation examples, corrected for having chosen" in found.sentence
+    said = verdict(ASKED, end(account=account))
+    assert said.finding == "better"
+    assert "loss -0.50 ± 0.10 on 6 validation examples, corrected for having chosen" in said.sentence
     tested = compared((0.0, 0.1), (0.0, 0.1))
     assert (
         verdict(ASKED, End(step=1, best_step=1, account=account, comparison=tested.comparison)).finding == "unclear"

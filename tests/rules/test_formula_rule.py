@@ -97,3 +97,25 @@ def test_the_formula_takes_rows() -> None:
         torch.testing.assert_close(combined(own[row], peers[row], a, c[row], 0.5), expected)
         expected = (1 - b) * c[row] + b * (peers[row] - own[row])
         torch.testing.assert_close(followed(c[row], own[row], peers[row], b), expected)
+
+
+def test_a_rule_that_is_no_dataclass_is_told_so() -> None:
+    class Plain(FormulaRule):
+        def direction(self, own: Tensor, peers: Tensor, state: Any, knobs: Any) -> Any:
+            return own, {}
+
+    rule = Plain()
+    with pytest.raises(
+        coterie.errors.KnobError, match=r"the rule Plain is no dataclass; write `@dataclass\(frozen=True\)`"
+    ):
+        rule(coterie.Gradients(own=torch.ones(2), peers=torch.ones(2)), rule.init(torch.zeros(2)))
+
+
+def test_a_direction_of_another_shape_is_told_with_the_rule(make_users: Users) -> None:
+    @dataclass(frozen=True)
+    class Short(FormulaRule):
+        def direction(self, own: Tensor, peers: Tensor, state: Any, knobs: Any) -> Any:
+            return own[:2], {}
+
+    with pytest.raises(coterie.errors.UserCodeError, match=r"`Short` raised .* of shape \(2,\), not \("):
+        trained(make_users(), Short())

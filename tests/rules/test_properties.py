@@ -58,10 +58,10 @@ def follow(rule: Any, sequence: list[coterie.Gradients]) -> list[Tensor]:
     return directions + [value for value in state.values() if isinstance(value, Tensor)]
 
 
-def with_rows(found: Tensor, names: tuple[str, ...], order: list[int] | None = None) -> coterie.Gradients:
+def with_rows(gradients: Tensor, names: tuple[str, ...], order: list[int] | None = None) -> coterie.Gradients:
     order = order or list(range(len(names)))
-    rows = found[1:][torch.tensor(order)]
-    return coterie.Gradients(own=found[0], rows=rows, names=tuple(names[i] for i in order), x=found[0])
+    rows = gradients[1:][torch.tensor(order)]
+    return coterie.Gradients(own=gradients[0], rows=rows, names=tuple(names[i] for i in order), x=gradients[0])
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -73,14 +73,14 @@ def bits(tensor: Tensor) -> bytes:
 def test_order_of_peers_is_irrelevant(
     make: Make, drawn: tuple[list[Tensor], dict[str, float]], alpha: float, beta: float, data: st.DataObject
 ) -> None:
-    found, tau = drawn
+    gradients, tau = drawn
     names = tuple(tau)
     order = data.draw(st.permutations(range(len(names))))
     rule = make(alpha, beta, tau)
-    straight = follow(rule, [with_rows(g, names) for g in found])
-    shuffled = follow(rule, [with_rows(g, names, order) for g in found])
+    straight = follow(rule, [with_rows(g, names) for g in gradients])
+    shuffled = follow(rule, [with_rows(g, names, order) for g in gradients])
     renamed = follow(
-        make(alpha, beta, {names[i]: tau[names[i]] for i in order}), [with_rows(g, names) for g in found]
+        make(alpha, beta, {names[i]: tau[names[i]] for i in order}), [with_rows(g, names) for g in gradients]
     )
     for a, b, c in zip(straight, shuffled, renamed, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-10)
@@ -92,11 +92,11 @@ def test_order_of_peers_is_irrelevant(
 def test_rows_and_peers_give_the_same(
     make: Make, drawn: tuple[list[Tensor], dict[str, float]], alpha: float, beta: float
 ) -> None:
-    found, tau = drawn
+    gradients, tau = drawn
     rule = make(alpha, beta, tau)
     weights = torch.tensor(list(tau.values()), dtype=torch.float64)
-    by_rows = follow(rule, [with_rows(g, tuple(tau)) for g in found])
-    by_peers = follow(rule, [coterie.Gradients(own=g[0], peers=weights @ g[1:], x=g[0]) for g in found])
+    by_rows = follow(rule, [with_rows(g, tuple(tau)) for g in gradients])
+    by_peers = follow(rule, [coterie.Gradients(own=g[0], peers=weights @ g[1:], x=g[0]) for g in gradients])
     for a, b in zip(by_rows, by_peers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-10)
 
@@ -190,9 +190,9 @@ def test_inputs_stay_and_the_state_is_new(make: Make, answered: float) -> None:
 def test_directions_scale_with_the_objective(
     make: Make, drawn: tuple[list[Tensor], dict[str, float]], alpha: float, beta: float, scale: float
 ) -> None:
-    found, tau = drawn
+    gradients, tau = drawn
     rule = make(alpha, beta, tau)
-    plain = follow(rule, [with_rows(g, tuple(tau)) for g in found])
-    scaled = follow(rule, [with_rows(scale * g, tuple(tau)) for g in found])
+    plain = follow(rule, [with_rows(g, tuple(tau)) for g in gradients])
+    scaled = follow(rule, [with_rows(scale * g, tuple(tau)) for g in gradients])
     for a, b in zip(plain, scaled, strict=True):
         torch.testing.assert_close(scale * a, b, rtol=1e-12, atol=1e-9)

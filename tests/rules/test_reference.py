@@ -62,8 +62,8 @@ class Scalar:
         return direction
 
 
-def assert_same(found: Tensor, wanted: Sequence[float]) -> None:
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+def assert_same(direction: Tensor, wanted: Sequence[float]) -> None:
+    torch.testing.assert_close(direction, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-13)
 
 
 def both_rules() -> list[Any]:
@@ -286,8 +286,8 @@ def test_training(problem: str, rule: str, optimizer: str) -> None:
     )
     x = [value for p in make().parameters() for value in p.flatten().tolist()]
     tau = [] if rule == "alone" else weights_of(ours, NAMES)
-    for step, found in enumerate(path):
+    for step, point in enumerate(path):
         own, *rows = (gradient(user, x, step) for user in users)
         x = update(x, scalar(step, own, rows[: len(tau)], tau))
-        assert_same(found, x)
+        assert_same(point, x)
     assert len(path) == 10

@@ -52,12 +52,12 @@ def test_a_stream_gives_fresh_batches_that_depend_on_seed_user_and_step() -> Non
 
 def test_users_alike_share_and_the_contrary_get_nothing() -> None:
     peers = [*(user(f"alike {k}") for k in range(4)), *(user(f"contrary {k}", -TRUTH) for k in range(4))]
-    found = run(peers)
-    tau = weights_in(found.state)
+    trained = run(peers)
+    tau = weights_in(trained.state)
     assert sum(tau[f"contrary {k}"] for k in range(4)) < 0.02
     assert sum(tau[f"alike {k}"] for k in range(4)) > 0.5
-    assert found.record.configuration.choice["regime"].startswith("stream")
-    assert found.record.configuration.me.examples == "a stream"
+    assert trained.record.configuration.choice["regime"].startswith("stream")
+    assert trained.record.configuration.me.examples == "a stream"
 
 
 def test_with_strangers_it_returns_to_alone() -> None:

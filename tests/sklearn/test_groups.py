@@ -122,7 +122,7 @@ def test_groups_that_predict_is_not_given_are_an_error() -> None:
         ({"module": 3}, ModelError, "a model is made by a function of the numbers of inputs and outputs, got 3"),
         ({"rule": "bc"}, KnobError, "`rule` must be a rule such as .* names are for the command line"),
         ({"steps": 0}, KnobError, "`steps` must be a whole number, at least 1, got 0"),
-        ({"validation": 1.5}, DataError, r"`validation` must lie between 0 and 1, got 1.5"),
+        ({"validation": 1.5}, DataError, r"`validation` must be above 0 and below 1, got 1.5"),
     ],
 )
 def test_bad_settings_are_told_by_fit(settings: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -21,7 +21,7 @@ import pandas as pd
 import coterie
 from coterie.benchmark import Cell, Store
 from coterie.data import from_table
-from coterie.engines.ledger import Ledger
+from coterie.engines.peer.ledger import Ledger
 from coterie.errors import CoterieError
 from coterie.recording import checkpoint
 from coterie.tables.fit import fit

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import scipy
 import torch
-from tests.support.frozen_cases import BITS, CASES, DRAWS, Parts
+from tests.support.frozen_cases.every import BITS, CASES, DRAWS, Parts
 from torch import Tensor
 from torch.nn import functional as f
 
@@ -39,11 +39,11 @@ WHOLE = 24
 
 def digest(part: Mapping[str, Tensor]) -> str:
     """Return a digest of the exact bits of vectors by name, in whatever order they are."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, vector in sorted(part.items()):
-        found.update(f"{name}\0{len(vector)}\0".encode())
-        found.update(vector.double().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(f"{name}\0{len(vector)}\0".encode())
+        hashed.update(vector.double().contiguous().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def rounded(vector: Tensor) -> list[float]:
@@ -65,9 +65,9 @@ def frozen(parts: Parts) -> dict[str, Any]:
     }
 
 
-def apart(found: Sequence[float], stored: Sequence[float]) -> float:
+def apart(now: Sequence[float], stored: Sequence[float]) -> float:
     """Return how far two vectors are apart, as a share of the largest entry; infinite where they do not compare."""
-    a, b = np.array(found, dtype=float), np.array(stored, dtype=float)
+    a, b = np.array(now, dtype=float), np.array(stored, dtype=float)
     if a.shape != b.shape or not np.array_equal(np.isnan(a), np.isnan(b)):
         return math.inf
     same = (a == b) | np.isnan(a)
@@ -81,11 +81,11 @@ def apart(found: Sequence[float], stored: Sequence[float]) -> float:
 
 def differences(now: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
     """Return for each part that has other bits how far it is apart, and where most; 0.0 for rounding too small."""
-    found = {}
+    apart_by = {}
     for part in sorted({*now, *stored}):
         ours, theirs = now.get(part), stored.get(part)
         if ours is None or theirs is None:
-            found[part] = math.inf, "there" if theirs is None else "gone"
+            apart_by[part] = math.inf, "there" if theirs is None else "gone"
         elif ours["digest"] != theirs["digest"]:
             names = {*ours["values"], *theirs["values"]}
             missing = {
@@ -94,12 +94,12 @@ def differences(now: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, 
                 if name not in ours["values"] or name not in theirs["values"]
             }
             if missing:
-                found[part] = math.inf, "; ".join(sorted(missing.values())[:5])
+                apart_by[part] = math.inf, "; ".join(sorted(missing.values())[:5])
             else:
                 far = {name: apart(ours["values"][name], theirs["values"][name]) for name in sorted(names)}
                 worst = max(far, key=far.__getitem__)
-                found[part] = far[worst], f"{worst!r}: {ours['values'][worst]} was {theirs['values'][worst]}"
-    return found
+                apart_by[part] = far[worst], f"{worst!r}: {ours['values'][worst]} was {theirs['values'][worst]}"
+    return apart_by
 
 
 def taken(name: str) -> dict[str, Any]:
@@ -128,10 +128,10 @@ def machine() -> str:
         torch.from_numpy(x.double().numpy().T @ x.double().numpy()),
     ]
     versions = f"{torch.__version__} {np.__version__} {scipy.__version__} {platform.machine()}"
-    found = hashlib.sha256(versions.encode())
+    hashed = hashlib.sha256(versions.encode())
     for tensor in computed:
-        found.update(tensor.contiguous().numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(tensor.contiguous().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def draws() -> list[float]:
@@ -139,17 +139,17 @@ def draws() -> list[float]:
     before = torch.get_rng_state()
     torch.manual_seed(1)
     ones = torch.ones(8)
-    found = torch.cat(
+    drawn = torch.cat(
         [torch.rand(4), torch.randn(4), torch.randn(20), f.dropout(ones, 0.5), torch.empty(3).uniform_()]
     )
     torch.set_rng_state(before)
-    return [round(value, 4) for value in found.tolist()]
+    return [round(value, 4) for value in drawn.tolist()]
 
 
 def stored() -> dict[str, Any]:
     """Return what was written."""
-    found: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
+    return content
 
 
 def said(difference: Mapping[str, tuple[float, str]]) -> str:
@@ -192,25 +192,25 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{len(now)} cases in {sum(times.values()):.0f} s: {PATH}")
         return 0
     before = stored()
-    found = {name: differences(now[name], before["cases"].get(name, {})) for name in names}
-    for name, difference in found.items():
+    changes = {name: differences(now[name], before["cases"].get(name, {})) for name in names}
+    for name, difference in changes.items():
         if difference or asked.all:
             print(f"{name:50}  {said(difference)}")
     gone = [] if asked.name else [name for name in before["cases"] if name not in CASES]
     for name in gone:
         print(f"{name:50}  GONE")
-    other = sum(bool(difference) for difference in found.values()) + len(gone)
+    other = sum(bool(difference) for difference in changes.values()) + len(gone)
     alike = "computes as" if machine() == before["machine"] else "does not compute as"
     print(f"{len(names)} cases, {other} with other bits; this machine {alike} the one that wrote them")
     return other
 
 
-def _write(found: Mapping[str, Any]) -> None:
+def _write(now: Mapping[str, Any]) -> None:
     """Write one case a line, so that a change shows which cases it is in."""
     cases = ",\n".join(
-        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in found["cases"].items()
+        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in now["cases"].items()
     )
-    head = f'"machine": {json.dumps(found["machine"])},\n"draws": {json.dumps(found["draws"])}'
+    head = f'"machine": {json.dumps(now["machine"])},\n"draws": {json.dumps(now["draws"])}'
     PATH.write_text(f'{{\n{head},\n"cases": {{\n{cases}\n}}\n}}\n', encoding="utf-8")
 
 

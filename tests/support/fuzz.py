@@ -25,13 +25,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is t
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.caps import Caps
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.messages import answer_message, read_reply
 from coterie.engines.flare.responder import Responder
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
 from coterie.engines.torch_distributed.group import Group
 from coterie.engines.torch_distributed.hellos import HELLO, check_hellos, strictest
 from coterie.engines.torch_distributed.request import Ask
@@ -85,9 +84,9 @@ def worker(
         yield _Worker(group, model(), cross_entropy, user(), caps=Caps(), **given)
 
 
-def _counted(sent: Callable[[], object]) -> str:
+def _outcome(send: Callable[..., object], *arguments: Any, **options: Any) -> str:
     try:
-        sent()
+        send(*arguments, **options)
     except CoterieError:
         return "typed"
     except Exception as error:
@@ -97,7 +96,7 @@ def _counted(sent: Callable[[], object]) -> str:
 
 def frames_to_a_worker(n: int, seed: int = 0, secret: bytes | None = None) -> Counter[str]:
     """Send messages of random, flipped and extreme bytes to a worker of torch.distributed."""
-    rng, found = np.random.default_rng(seed), Counter[str]()
+    rng, outcomes = np.random.default_rng(seed), Counter[str]()
     with worker(secret) as one:
         for _ in range(n):
             request = one.wire.request
@@ -105,13 +104,13 @@ def frames_to_a_worker(n: int, seed: int = 0, secret: bytes | None = None) -> Co
             request.weights.fill_(1 / 3)
             request.points.copy_(torch.from_numpy(rng.normal(size=tuple(request.points.shape))))
             _spoil(request.bytes.numpy(), request._head.numpy(), request.weights.numpy(), rng)
-            found[_counted(lambda: one.answer(told_to_end=False))] += 1
-    return found
+            outcomes[_outcome(one.answer, told_to_end=False)] += 1
+    return outcomes
 
 
 def frames_to_a_masked_worker(n: int, seed: int = 0) -> Counter[str]:
     """Send a worker that gives masked sums only wrong agreements, and spoiled messages that ask for its part."""
-    rng, found = np.random.default_rng(seed), Counter[str]()
+    rng, outcomes = np.random.default_rng(seed), Counter[str]()
     others = {name: Member(Identity(name), SumsOnly()) for name in "bc"}
     with worker(masked=True) as one:
         one.group.store.set_timeout(timedelta(milliseconds=1))  # for what nobody will ever leave there
@@ -133,8 +132,8 @@ def frames_to_a_masked_worker(n: int, seed: int = 0) -> Counter[str]:
                 request.weights.fill_(1 / 3)
                 request.points.copy_(torch.from_numpy(rng.normal(size=tuple(request.points.shape))))
                 _spoil(request.bytes.numpy(), request._head.numpy(), request.weights.numpy(), rng)
-            found[_counted(lambda: one.answer(told_to_end=False))] += 1
-    return found
+            outcomes[_outcome(one.answer, told_to_end=False)] += 1
+    return outcomes
 
 
 def _spoil(data: Any, head: Any, weights: Any, rng: np.random.Generator) -> None:
@@ -203,7 +202,7 @@ def _message(fields: dict[str, Any], rng: np.random.Generator) -> Any:
 
 def messages_to_a_site(n: int, seed: int = 0) -> Counter[str]:
     """Send dictionaries of wrong things to a site of NVFLARE; what is given must be finite, within the caps."""
-    rng, found = np.random.default_rng(seed), Counter[str]()
+    rng = np.random.default_rng(seed)
     peer = Peer(user(), Passes(model(), cross_entropy), Caps(norm=1.0, examples=4))
     fields = {"points": _oddities(rng)[0], "step": 3, "seed": 0, "batch_size": 8, "buffers": {}, "frozen": None}
 
@@ -214,34 +213,28 @@ def messages_to_a_site(n: int, seed: int = 0) -> Counter[str]:
         norms = np.linalg.norm(reply["gradients"][np.isfinite(reply["gradients"]).all(1)], axis=1)
         assert (norms <= 1.0001).all()
 
-    for _ in range(n):
-        message = _message(fields, rng)
-        found[_counted(lambda message=message: send(message))] += 1  # type: ignore[misc]
-    return found
+    return Counter(_outcome(send, _message(fields, rng)) for _ in range(n))
 
 
 def replies_to_user_0(n: int, seed: int = 0) -> Counter[str]:
     """Answer user 0 with dictionaries of wrong things; it gets gradients of the right shape, or a short reason."""
-    rng, found = np.random.default_rng(seed), Counter[str]()
+    rng = np.random.default_rng(seed)
     points = torch.zeros(2, sum(p.numel() for p in model().parameters()))
     fields = {"gradients": np.zeros(tuple(points.shape)), "site": "a", "step": 3, "seconds": 0.0}
 
     def read(message: Any) -> None:
-        found = read_reply("a", message, 3, points)
-        if found is None or isinstance(found, str):
-            assert found is None or (found.isprintable() and len(found) < 200)
-            raise CoterieError(found)
-        assert found.shape == points.shape
+        gradients = read_reply("a", message, 3, points)
+        if gradients is None or isinstance(gradients, str):  # or why there are none
+            assert gradients is None or (gradients.isprintable() and len(gradients) < 200)
+            raise CoterieError(gradients)
+        assert gradients.shape == points.shape
 
-    for _ in range(n):
-        message = _message(fields, rng)
-        found[_counted(lambda message=message: read(message))] += 1  # type: ignore[misc]
-    return found
+    return Counter(_outcome(read, _message(fields, rng)) for _ in range(n))
 
 
 def messages_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
     """Send wrong agreements and requests to a site that gives masked sums only; it gives parts, or refuses."""
-    rng, found = np.random.default_rng(seed), Counter[str]()
+    rng, outcomes = np.random.default_rng(seed), Counter[str]()
     sites = {
         name: Responder(Peer(user(name), Passes(model(), cross_entropy), Caps(norm=1.0)), SumsOnly())
         for name in "abc"
@@ -267,13 +260,13 @@ def messages_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
                 offers["b"] = _message(offers["b"], rng)
             message = told | {"offers": _message(offers, rng)} if how == 1 else _message(told, rng)
         method = "part" if k % 2 else "join"
-        found[_counted(lambda method=method, message=message: send(method, message))] += 1  # type: ignore[misc]
-    return found
+        outcomes[_outcome(send, method, message)] += 1
+    return outcomes
 
 
 def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
     """Answer user 0's questions for masked sums with wrong things; it goes on, alone where there is no sum."""
-    rng, found = np.random.default_rng(seed), Counter[str]()
+    rng, outcomes = np.random.default_rng(seed), Counter[str]()
 
     class Odd(LocalSites):
         def ask(self, names: Any, method: str, timeout: float, **arguments: Any) -> LocalReplies:
@@ -296,13 +289,13 @@ def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
             model(), cross_entropy, user("me"), sites=Odd(peers), names="abcd", batch_size=8, secure_sums=True
         )
         for at in range(2):
-            found[_counted(lambda made=made, at=at: step(made, at))] += 1  # type: ignore[misc]
-    return found
+            outcomes[_outcome(step, made, at)] += 1
+    return outcomes
 
 
 def notes_of_strangers(n: int, seed: int = 0, secret: bytes | None = None) -> Counter[str]:
     """Leave wrong notes in the place of user 0's and of the peers'."""
-    rng, found = np.random.default_rng(seed), Counter[str]()
+    rng, outcomes = np.random.default_rng(seed), Counter[str]()
     odd: list[Any] = [0, -1, 2**70, 1.5, True, None, "", "x", "gloo", [], {}, [[]], {"refused": "\x1b[2J"}]
     odd += [[1, 0.5], [1, 2], [3, 0.5], [None, 1], ["x", "y"], [1, None], [1, 1, 1], [True, True]]
     wire = Wire(model(), 1, None, moves_buffers=True, backend="gloo")
@@ -330,5 +323,5 @@ def notes_of_strangers(n: int, seed: int = 0, secret: bytes | None = None) -> Co
         data = bytearray(json.dumps(note).encode())
         if rng.random() < 0.5:
             data[rng.integers(len(data))] = rng.integers(256)
-        found[_counted(lambda key=key, data=bytes(data): read(key, data))] += 1  # type: ignore[misc]
-    return found
+        outcomes[_outcome(read, key, bytes(data))] += 1
+    return outcomes

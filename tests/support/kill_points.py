@@ -30,7 +30,7 @@ from tests.support.processes import ended, forked
 
 import coterie
 from coterie.data import from_table
-from coterie.engines.ledger import Ledger
+from coterie.engines.peer.ledger import Ledger
 from coterie.recording import files
 from coterie.recording.chained_lines import ChainedLines, _chained
 from coterie.tables.fit import fit

@@ -16,8 +16,8 @@ from torch import nn
 
 import coterie
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.ledger import Ledger
 from coterie.engines.peer import Peer
+from coterie.engines.peer.ledger import Ledger
 from coterie.engines.requests import Request
 from coterie.errors import FileError
 from coterie.privacy import Privacy

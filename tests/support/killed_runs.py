@@ -1,6 +1,6 @@
 """Train in children that are killed and resumed; print what came of it, one JSON object a line.
 
-A process of its own for `test_resume.py`: it imports torch once and forks a child for every run, so that a
+A process of its own for `test_resuming.py`: it imports torch once and forks a child for every run, so that a
 start takes milliseconds. It computes nothing itself, since threads do not survive a fork.
 
     python killed_runs.py FOLDER KILLS SEED

@@ -56,8 +56,8 @@ def hooked() -> nn.Module:
 
 def in_half(model: Any, inputs: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        found: Tensor = model.two(model.one(inputs).tanh())
-    return found.to(inputs)
+        output: Tensor = model.two(model.one(inputs).tanh())
+    return output.to(inputs)
 
 
 KNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
@@ -253,8 +253,8 @@ def plain(model: nn.Module, x: Tensor, users: Sequence[coterie.User], batch: int
     rows = []
     for user in users:
         inputs, targets = user.batch(batch, seed=0, step=3)
-        found = torch.autograd.grad(f.mse_loss(model(inputs), targets), trained, materialize_grads=True)
-        rows.append(torch.cat([gradient.flatten() for gradient in found]))
+        gradients = torch.autograd.grad(f.mse_loss(model(inputs), targets), trained, materialize_grads=True)
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     return torch.stack(rows)
 
 
@@ -264,5 +264,5 @@ def asked(engine: coterie.InProcess, x: Tensor) -> Tensor:
     return rows
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+def close(given: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(given, wanted, rtol=1e-10, atol=1e-12)

@@ -11,12 +11,13 @@ from unittest import mock
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from torch import Tensor, nn
+from tests.support import small_peers
+from tests.support.small_peers import D, model
+from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 
 import coterie
 from coterie.engines.engine import Question
-from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.requests import Request
 from coterie.engines.torch_distributed.group import Group
@@ -31,15 +32,6 @@ from coterie.privacy.sums import SumsOnly
 
 SLOW = bool(os.environ.get("COTERIE_SLOW"))
 """Whether there is time for all that masked sums are held to: 1,000 steps with 10 sites, 2,000 wrong messages."""
-
-LOSS = nn.functional.cross_entropy
-D = 12
-
-
-def model() -> nn.Module:
-    """Return a model of D parameters."""
-    torch.manual_seed(3)
-    return nn.Linear(3, 3, dtype=torch.float64)
 
 
 def users(n: int) -> list[coterie.User]:
@@ -73,9 +65,9 @@ def drawn(name: str, step: int) -> Tensor:
 
 def peer_of(user: coterie.User, **settings: Any) -> Peer:
     """Return a peer whose gradients are `drawn`."""
-    peer = Peer(user, Passes(model(), LOSS), **settings)
+    peer = small_peers.peer_of(user, **settings)
     peer.identity = _identity(user.name)
-    peer._gradients = lambda request, added=None: (drawn(user.name, request.step)[None], 4)  # type: ignore[method-assign]
+    peer._gradients = lambda request, added=None: (drawn(user.name, request.step)[None], 4)  # type: ignore[assignment]
     return peer
 
 

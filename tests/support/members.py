@@ -42,14 +42,14 @@ def set_up(folder: Path, training: Training) -> None:
     tables[NAMES[0]].to_csv(folder / "mine.csv", index=False)
     data = Data(table=str(folder / "mine.csv"), target="ill")
     settings = LeadSettings(NAMES[0], NAMES[1:], data, Model("linear"), training)
-    with mock.patch.object(kits, "provision", _without_certificates):
+    with mock.patch.object(kits, "provision", without_certificates):
         prints = kits.set_up(folder, Consortium("trial", "localhost", NAMES, everyone=True), settings)
     for name in NAMES[1:]:
         kits.accept(folder / "sites" / name, prints[name])
         tables[name].to_csv(folder / "sites" / name / "data.csv", index=False)
 
 
-def _without_certificates(consortium: Consortium, folder: Path, size: int) -> None:
+def without_certificates(consortium: Consortium, folder: Path, size: int) -> None:
     for site in consortium.sites:
         place = folder / "sites" / site
         place.mkdir(parents=True)
@@ -78,9 +78,9 @@ def everyone_in_process(folder: Path, names: Sequence[str]) -> coterie.Runs:
     settings = {name: site_settings(folder / "sites" / name).as_lead() for name in names}
     held = [lead_participant(folder / "sites" / name, each)[0] for name, each in settings.items()]
     how = settings[names[0]].training
-    knobs = {name: getattr(how, name) for name in ("steps", "lr", "batch_size", "seed")}
+    knobs = {name: getattr(how, name) for name in ("steps", "batch_size", "seed")}
     users = [each.user for each in held]
-    return coterie.train_everyone(held[0].model, held[0].loss, users, coterie.AdaptiveAveraging(), **knobs)
+    return coterie.train_everyone(held[0].model, held[0].loss, users, coterie.AdaptiveAveraging(), lr=0.01, **knobs)
 
 
 @dataclass

@@ -347,9 +347,9 @@ def plain_gradient(
         done += p.numel()
     inputs, targets = user.batch(BATCH, seed=SEED, step=step)
     with seeded(SEED, user.name, step):
-        found = mean_loss(loss)(called(model, inputs), targets)
-    gradients = torch.autograd.grad(found, trainable, materialize_grads=True)
-    return torch.cat([gradient.flatten() for gradient in gradients]), float(found.detach()), model
+        mean = mean_loss(loss)(called(model, inputs), targets)
+    gradients = torch.autograd.grad(mean, trainable, materialize_grads=True)
+    return torch.cat([gradient.flatten() for gradient in gradients]), float(mean.detach()), model
 
 
 def close(a: Tensor, b: Tensor) -> None:

@@ -38,10 +38,10 @@ def in_threads(n: int) -> int:
     torch.manual_seed(5)
     state, filters, python = torch.get_rng_state(), list(warnings.filters), random.getstate()
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(model_of, range(n)))
+        models = list(pool.map(model_of, range(n)))
     altered = not torch.equal(state, torch.get_rng_state()) or filters != list(warnings.filters)
     altered = altered or python != random.getstate()
-    return sum(not torch.equal(a, b) for a, b in zip(found, expected, strict=True)) + altered
+    return sum(not torch.equal(a, b) for a, b in zip(models, expected, strict=True)) + altered
 
 
 def in_forks(n: int) -> int:

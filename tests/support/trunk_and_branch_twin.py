@@ -28,7 +28,7 @@ def simplex(h: Array) -> Array:
     """Return the minimum of a quadratic form over the simplex, by a general solver."""
     n = len(h)
     scaled = h / np.trace(h)
-    found = cast("Any", minimize)(
+    solved = cast("Any", minimize)(
         lambda k: k @ scaled @ k,
         np.full(n, 1 / n),
         jac=lambda k: 2 * scaled @ k,
@@ -36,7 +36,7 @@ def simplex(h: Array) -> Array:
         constraints={"type": "eq", "fun": lambda k: k.sum() - 1, "jac": lambda k: np.ones(n)},
         options={"ftol": 1e-15, "maxiter": 1000},
     )
-    return np.asarray(np.maximum(found.x, 0))
+    return np.asarray(np.maximum(solved.x, 0))
 
 
 def frequencies(table: Array, counts: Array) -> Array:

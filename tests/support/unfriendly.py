@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from coterie import User
 from coterie.data import Preparation, read_table
+from coterie.engines.flare import responder
 from coterie.engines.flare.messages import answer_message
 from coterie.engines.peer import Peer
 
@@ -18,12 +20,9 @@ BYTES = 2**30
 def load(folder: Path) -> User:
     """Return the site's examples, as an honest loader does, and change what is answered from now on."""
     rows, preparation = read_table(folder / "data.csv"), Preparation.load(folder)
-    from coterie.federation import site_job  # NVFLARE has imported it here
-
-    honest = answer_message
 
     def answer(peer: Peer, caller: str, request: Any) -> Any:
-        reply = honest(peer, caller, request)
+        reply = answer_message(peer, caller, request)
         shape, step = request["points"].shape, request["step"]
         lies: dict[int, dict[str, Any]] = {
             0: {"gradients": np.full(shape, np.nan, np.float32)},
@@ -36,5 +35,5 @@ def load(folder: Path) -> User:
         }
         return reply | lies[step] if step in lies else reply
 
-    vars(site_job)["answer_message"] = answer
+    mock.patch.object(responder, "answer_message", answer).start()
     return User(folder.name, preparation.inputs(rows), preparation.targets(rows["ill"]))

@@ -90,6 +90,29 @@ def test_a_table_in_parts_gives_the_model_of_the_whole_table(visits: pd.DataFram
     assert about["classes"] == ["no", "perhaps", "yes"]  # one of them only Bern knows
 
 
+def test_methods_and_what_measures_over_processes(visits: pd.DataFrame, tmp_path: Path) -> None:
+    """A method has the model of one process; knobs that are auto are chosen by peers' gradients."""
+    visits.to_csv(tmp_path / "visits.csv", index=False)
+    common = ["--data", str(tmp_path / "visits.csv"), "--user-column", "hospital", "--target", "ill"]
+    common += ["--me", "Geneva", "--steps", "20"]
+    method = [*common, "--rule", "scaffold", "--knob", "local_steps=3"]
+    here = ["train", *method, "--out", str(tmp_path / "here")]
+    assert CliRunner().invoke(app, here).exit_code == 0
+    auto = [*common, "--rule", "bc", "--alpha", "auto", "--beta", "auto"]
+    refused = [*common, "--rule", "hyp-cluster"]
+    found = {}
+    for name, options in {"method": method, "auto": auto, "refused": refused}.items():
+        command = ["train", "--engine", "torch", *options, "--out", str(tmp_path / name)]
+        found[name] = together([command] * 3, tmp_path)
+    assert found["method"][0] == found["auto"][0] == [0, 0, 0], found
+    same_model(tmp_path / "method", tmp_path / "here")
+    first = json.loads((tmp_path / "auto" / "record.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert set(first["configuration"]["estimates"]["peers"]) == {"Basel", "Bern"}
+    assert 0 <= first["configuration"]["choice"]["alpha"] <= 1
+    assert found["refused"][0][0] == 1
+    assert "this method needs all users in one process" in found["refused"][1][0]
+
+
 def test_what_does_not_fit_is_said_in_every_process(visits: pd.DataFrame, tmp_path: Path) -> None:
     visits.to_csv(tmp_path / "visits.csv", index=False)
     visits.drop(columns="ill").to_csv(tmp_path / "no target.csv", index=False)
@@ -120,7 +143,7 @@ def test_a_peer_whose_rows_cannot_be_used_is_left_out_and_the_others_train(
     assert "rank 3 is left out: the table has no column 'age'" in logs[0]
     assert "is left out" in logs[1]
     assert "is left out" in logs[3]
-    assert "ill for Geneva, classification, 1 peers" in logs[0]
+    assert "ill for Geneva, classification, 1 peer " in logs[0]
     both = visits[visits["hospital"] != "Basel"]
     both.to_csv(tmp_path / "both.csv", index=False)
     here = ["train", "--data", str(tmp_path / "both.csv"), *COMMON, "--out", str(tmp_path / "here")]

@@ -21,6 +21,7 @@ from coterie.cli import app
 from coterie.data import Preparation
 from coterie.engines.mutual.processes import LAST_THREAD
 from coterie.errors import DataError, FileError
+from coterie.everyone.folders import folder_names
 from coterie.recording import files
 from coterie.recording.record import Record
 from coterie.tables.everyone import FILE
@@ -55,6 +56,19 @@ def test_every_user_has_a_model_a_record_and_a_page(trained: tuple[Path, pd.Data
         assert f'href="{place}/index.html"' in index
         inputs.append(Preparation.load(out / place).inputs(table))
     assert all(torch.equal(inputs[0], others) for others in inputs)  # one preparation for all
+
+
+def test_where_alone_is_served_to_all_no_sentence_says_that_it_is_not_known(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    signs = np.repeat([1.0, -1.0], 80)  # two users who learn the opposite
+    x = rng.normal(size=160)
+    table = pd.DataFrame({"who": np.repeat(["a", "b"], 80), "x": x, "y": signs * x + 0.1 * rng.normal(size=160)})
+    command = ["train", "--data", str(_written(table, tmp_path / "t.csv")), "--user-column", "who", "--target", "y"]
+    result = RUNNER.invoke(app, [*command, "--me", "all", "--out", str(tmp_path / "run"), "--steps", "40"])
+    assert "Of 2 users: 2 served a model trained alone." in result.output, result.output
+    assert result.output.count("nobody") == 2  # whom they listen to
+    index = (tmp_path / "run" / "index.html").read_text(encoding="utf-8")
+    assert "The model trained alone is served to everybody: there is no difference to show." in index
 
 
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=SLOW)], ids=["one table", "a file each"])
@@ -138,6 +152,56 @@ def test_a_user_who_is_called_all_is_meant(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert Record.load(tmp_path / "run" / "record.jsonl").configuration.me.name == "all"
     assert Preparation.load(tmp_path / "run")
+
+
+def test_users_with_numbers_for_names_are_found_where_one_field_is_empty(tmp_path: Path) -> None:
+    table = hospitals(tmp_path / "heart.csv")
+    table["hospital"] = pd.factorize(table["hospital"])[0] + 1
+    few, one_class = (
+        table.iloc[:2].assign(hospital=77),
+        table.iloc[:30].assign(hospital=88, ill=table["ill"].iloc[0]),
+    )
+    path = _written(pd.concat([table, few, one_class]), tmp_path / "heart.csv")
+    out, command = tmp_path / "run", ["train", "--data", str(path), "--user-column", "hospital", "--target", "ill"]
+    command += ["--me", "all", "--out", str(out), "--steps", "5", "--rule", "wga"]
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    index = (out / "index.html").read_text(encoding="utf-8")
+    assert "77: left out: " in index  # not only in a warning, which nobody keeps
+    assert "88: left out: " in index
+    rows = table.astype({"hospital": float}).drop(columns="ill").iloc[:6].copy()
+    rows.iloc[2, 0] = np.nan
+    with pytest.warns(UserWarning, match="1 of the rows go to the pooled model: 1 whose 'hospital' is empty"):
+        found = predict(out, pd.read_csv(_written(rows, tmp_path / "new.csv")))
+    whose = ["pooled" if np.isnan(each) else str(int(each)) for each in rows["hospital"]]
+    assert found["model"].tolist() == whose
+    with pytest.raises(DataError, match="no rows to predict for"):
+        predict(out, rows.iloc[:0])
+    refused = RUNNER.invoke(app, [*command, "--resume", "--tau", "1=1"])
+    assert "`--tau` weighs the peers of one user" in " ".join(refused.stderr.split())
+
+
+def test_a_column_of_ids_is_not_written_over(tmp_path: Path) -> None:
+    table = hospitals(tmp_path / "heart.csv")
+    path = _written(table.assign(model=range(len(table))), tmp_path / "heart.csv")
+    command = ["train", "--data", str(path), "--user-column", "hospital", "--target", "ill", "--id", "model"]
+    refused = RUNNER.invoke(app, [*command, "--me", "all", "--out", str(tmp_path / "run"), "--steps", "5"])
+    assert refused.exit_code == 2
+    assert "names 'model', the column that says whose model made a prediction" in " ".join(refused.stderr.split())
+
+
+def test_models_that_are_of_no_use_end_the_command_with_their_names(tmp_path: Path) -> None:
+    table = hospitals(tmp_path / "heart.csv")
+    command = ["train", "--data", str(tmp_path / "heart.csv"), "--user-column", "hospital", "--target", "ill"]
+    command += ["--me", "all", "--out", str(tmp_path / "run"), "--steps", "5", "--lr", "3e37"]
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.stderr.split())
+    assert "are not finite: do not use those models" in said
+    places = folder_names(list(table["hospital"].unique()))
+    ended = {name: Record.load(tmp_path / "run" / place).end.stopped for name, place in places.items()}
+    assert any(ended.values())
+    assert {name for name in ended if repr(name) in said} == {name for name, why in ended.items() if why}
 
 
 def _written(table: pd.DataFrame, path: Path) -> Path:

@@ -183,3 +183,6 @@ def test_predictions_carry_the_ids_along(tmp_path: Path) -> None:
     assert predict(tmp_path, frame[::-1])["patient"].tolist() == [f"p{i}" for i in reversed(range(90))]
     with pytest.warns(UserWarning, match="no column 'patient', so predictions carry no ids"):
         assert list(predict(tmp_path, frame.drop(columns="patient"))) == ["prediction"]
+    numbers = frame.select_dtypes("number").columns.drop("y", errors="ignore")
+    with pytest.warns(UserWarning, match=f"'{numbers[0]}' has 90 of 90 numbers more than 10 standard deviations"):
+        predict(tmp_path, frame.assign(**{numbers[0]: 1e9}))

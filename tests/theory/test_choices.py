@@ -165,3 +165,8 @@ def test_plan_is_made_of_the_bounds() -> None:
     bound = theory.correction_bound(problem, bc.alpha, bc.beta or 0, bc.lr, 5000)
     assert bc.bound == pytest.approx(bound / 2)
     assert theory.alone(problem).max_lr == 0.5
+
+
+def test_a_step_size_of_nothing_is_not_minus_nothing() -> None:
+    noisy = theory.alone(Constants(smoothness=1, pl=0.1, initial_gap=0.1, noise=10))
+    assert str(float(noisy.best_loss_lr(10))) == "0.0"

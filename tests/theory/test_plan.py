@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support import records
 from typer.testing import CliRunner, Result
 
 from coterie import theory
 from coterie.cli import app
+from coterie.recording import Record
 from coterie.reporting.phrases import in_short, verdict
 
 PROBLEM: dict[str, Any] = {
@@ -134,6 +136,17 @@ def test_a_plan_in_words() -> None:
     )
 
 
+def test_a_step_size_of_0_is_explained() -> None:
+    problem = theory.Constants(smoothness=1, pl=1, initial_gap=0.5, noise=10, n_peers=9)
+    for steps, said in (
+        (10, ["Alone's step size is 0 because its bound is least where no step is taken"]),
+        (10**4, []),
+    ):
+        choices = theory.plan(problem, steps)
+        assert (choices["alone"].lr == 0) == bool(said)
+        assert [sentence.partition(":")[0] for sentence in verdict(problem, choices, steps)[2:]] == said
+
+
 def test_out_writes_the_picture_and_a_page(tmp_path: Path) -> None:
     result = run("--out", str(tmp_path / "plan"))
     assert result.exit_code == 0, result.output
@@ -153,13 +166,13 @@ def test_out_copes_with_points_off_the_picture(tmp_path: Path, changes: dict[str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pl": 3}, "`pl` must not exceed `smoothness`, got pl = 3 and smoothness = 2"),
-        ({"noise": -1}, "`noise` must not be negative, got -1"),
-        ({"alpha": 0.8, "bias_growth": 4}, "`alpha` must be below 1/√m, m being `bias_growth`, got 0.8"),
-        ({"n_peers": 0}, "`n_peers` must be at least 1, got 0"),
-        ({"steps": 0}, "`steps` must be at least 1, got 0"),
-        ({"pl": 0}, "`pl` must be positive"),
-        ({"noise": np.nan}, "`noise` must be finite, got nan"),
+        ({"pl": 3}, "`--pl` must not exceed `--smoothness`, got pl = 3 and smoothness = 2"),
+        ({"noise": -1}, "`--noise` must not be negative, got -1"),
+        ({"alpha": 0.8, "bias_growth": 4}, "`--alpha` must be below 1/√m, m being `--bias-growth`, got 0.8"),
+        ({"n_peers": 0}, "`--n-peers` must be at least 1, got 0"),
+        ({"steps": 0}, "`--steps` must be at least 1, got 0"),
+        ({"pl": 0}, "`--pl` must be positive"),
+        ({"noise": np.nan}, "`--noise` must be finite, got nan"),
     ],
 )
 def test_inconsistent_constants_are_one_message_and_exit_code_2(changes: dict[str, Any], message: str) -> None:
@@ -177,5 +190,35 @@ def test_an_exchange_cost_asks_how_often_to_exchange() -> None:
     assert set(found) == {"alone", "at every step", "stale peers", "local work"}
     assert found["at every step"]["every"] == 1 < found["local work"]["every"]
     assert found["local work"]["bound"] < found["at every step"]["bound"]
+    refused = CliRunner().invoke(app, [*asked.split(), "--exchange-cost", "inf"])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "`--exchange-cost` must be finite" in refused.stderr
     shown = CliRunner().invoke(app, [*asked.split(), "--exchange-cost", "20"]).stdout
     assert "the least bound with peers is that of" in " ".join(shown.split())
+
+
+def test_no_more_is_claimed_of_measured_constants_than_their_errors_allow(tmp_path: Path) -> None:
+    """A bias of 3 ± 2 is not clear of its error: the table takes it for none, but averaging is not said to pay."""
+    peer = {"noise": (1.0, 0.1), "bias_growth": (0.0, 0.0), "hessian_gap": (0.0, 0.1)}
+    own = {"loss": 2.0, "gradient": (2.0, 0.5), "noise": (1.5, 0.5), "smoothness": (1.0, 0.1), "pl": 1.0}
+
+    def said(bias: tuple[float, float], *more: str) -> str:
+        configuration = {"rule": "WeightedAveraging(alpha=0.5)", "peers": {"a": 40}, "steps": 100}
+        estimates = {**own, "peers": {"a": {**peer, "bias_floor": bias}}}
+        path = tmp_path / f"{bias}.jsonl"
+        path.unlink(missing_ok=True)
+        Record(records.configuration(**configuration, estimates=estimates), path)
+        return " ".join(CliRunner().invoke(app, ["plan", str(path), *more]).output.split())
+
+    unclear = said((3.0, 2.0))
+    assert "It is not known whether averaging pays: the speedup of 3." in unclear
+    assert "Collaboration pays" not in unclear
+    assert "unless a bias is more than two standard errors above what was measured" in said((0.0, 0.05))
+    wga = json.loads(said((3.0, 2.0), "--json"))["wga"]
+    assert wga["sure_speedup"] < 1 < wga["speedup"]
+    given = said((3.0, 2.0), "--bias-floor", "0")
+    assert "Collaboration pays" in given
+    assert "unless" not in given
+    page = said((3.0, 2.0), "--out", str(tmp_path / "page"))
+    assert "index.html" in page
+    assert "It is not known whether averaging pays" in (tmp_path / "page" / "index.html").read_text("utf-8")

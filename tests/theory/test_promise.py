@@ -175,7 +175,7 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         ("changes", "said"),
-        [({"examples": None}, "--examples"), ({"epsilon": 0}, "`epsilon`"), ({"delta": 0.5}, "`delta`")],
+        [({"examples": None}, "--examples"), ({"epsilon": 0}, "`--epsilon`"), ({"delta": 0.5}, "`--delta`")],
     )
     def test_what_cannot_be_is_refused(self, changes: dict[str, Any], said: str) -> None:
         result = self.run(**changes)

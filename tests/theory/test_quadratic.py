@@ -10,8 +10,9 @@ import pytest
 import torch
 from tests.support.quadratics import CASES, DRIFTING, IDS, PAIR, Lr, moment_loop, notebook, paper, within
 
-from coterie import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
+from coterie import AdaptiveAveraging, Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
 from coterie.errors import KnobError
+from coterie.methods import FedAvg
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 
@@ -177,3 +178,9 @@ def test_paths_depend_on_the_seed_alone() -> None:
 def test_errors_name_the_value_and_the_remedy(make: Callable[[], object], message: str) -> None:
     with pytest.raises(KnobError, match=message):
         make()
+
+
+def test_what_is_no_rule_of_the_family_is_refused_with_those_that_are() -> None:
+    for other in (AdaptiveAveraging(), FedAvg(), object()):
+        with pytest.raises(KnobError, match=r"nothing exact is known of .*; use Alone, WeightedAveraging"):
+            paper().expected(other, 1e-4, [1])  # type: ignore[arg-type]

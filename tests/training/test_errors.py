@@ -49,6 +49,17 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
         lambda: {"rule": coterie.WeightedAveraging(1.2)},
     ),
     "beta": (KnobError, r"`beta` must lie in \[0, 1\], got -1", lambda: {"rule": coterie.BiasCorrection(0.5, -1)}),
+    "a wrapped model": (
+        ModelError,
+        "the model is wrapped in DataParallel; give what is inside: `model.module`",
+        lambda: {"model": nn.DataParallel(nn.Linear(3, 4))},
+    ),
+    "a model of another type": (
+        ModelError,
+        r"does not take user 0's inputs of shape \(8, 3\): .*; change the inputs or the model",
+        lambda: {"model": nn.Linear(3, 4).double()},
+    ),
+    "norm bound": (KnobError, "`norm_bound` must be at least 1, or None, got 0.5", lambda: {"norm_bound": 0.5}),
     "negative tau": (
         KnobError,
         r"`tau\['ward 3'\]` must be finite and not negative, got -1",
@@ -285,3 +296,15 @@ def test_a_peer_that_cannot_be_used_is_left_out_with_a_sentence() -> None:
         coterie.train(**problem, peers=[one, PEER], rule=coterie.WeightedAveraging(0.5, {"one class": 1.0}))
     with pytest.warns(UserWarning, match="left out"), pytest.raises(DataError, match="no peer can be used"):
         coterie.train(**problem, peers=[one, other], rule=coterie.WeightedAveraging(0.5))
+
+
+def test_gradients_that_are_off_are_told(tmp_path: Path) -> None:
+    with torch.no_grad(), pytest.raises(ModelError, match=r"gradients are off: call it outside of `torch.no_grad`"):
+        attempt(tmp_path / "run", dict)
+
+
+def test_a_run_is_shown_in_a_line() -> None:
+    run = coterie.train(nn.Linear(3, 4), f.cross_entropy, ME, [PEER], coterie.Alone(), steps=2)
+    assert repr(run) == (
+        "Run(record=Record(rule=Alone(), steps=2, ended), step=2, best_step=2, test={}, stopped=None, unwritten='')"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 import threading
 import warnings
@@ -17,9 +19,13 @@ from torch.nn import functional as f
 
 import coterie
 from coterie import methods
-from coterie.engines.in_process.cpu_threads import cpu_threads, operations, threads_for
+from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.private_peers import PrivatePeers
+from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.model_support import warnings_as_errors
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Peer
+from coterie.privacy.privacy import Privacy
 from coterie.users.sampling import seeded
 
 INPUTS = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -91,15 +97,34 @@ def trained(model: nn.Module, rule: Any = None, loss: Any = f.mse_loss, **settin
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_global_generators_are_neither_read_nor_moved(make: Callable[[], nn.Module], rule: Any) -> None:
-    found = []
+    results = []
     for seed in (0, 1):
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
         model, before = made(make), global_state()
-        found.append(numbers(trained(model, rule)))
+        results.append(numbers(trained(model, rule)))
         assert global_state() == before
-    assert torch.equal(*found)
+    assert torch.equal(*results)
+
+
+def test_a_method_with_peers_elsewhere_moves_no_global_generator() -> None:
+    """What it will ask is found out beforehand, with a model of its own."""
+    me, *peers = users()
+    model = made(dropout)
+    sites = LocalSites({peer.name: Peer(peer, Passes(copy.deepcopy(model), f.mse_loss)) for peer in peers})
+    engine = functools.partial(Flare, sites=sites, names=[peer.name for peer in peers])
+    before = global_state()
+    coterie.train(model, f.mse_loss, me, (), methods.FedAvg(2), steps=3, engine=engine)
+    assert global_state() == before
+
+
+def test_private_peers_move_no_global_generator() -> None:
+    pytest.importorskip("dp_accounting")
+    engine = functools.partial(PrivatePeers, privacy=Privacy(9.0, 1e-3, 1.0, 2.0), gradients=9)
+    model, before = made(dropout), global_state()
+    trained(model, coterie.WeightedAveraging(0.5), engine=engine)
+    assert global_state() == before
 
 
 def test_a_random_loss_and_a_random_stream_draw_from_the_seed_too() -> None:
@@ -110,7 +135,7 @@ def test_a_random_loss_and_a_random_stream_draw_from_the_seed_too() -> None:
         inputs = torch.randn(size, 4)  # by a generator that is not its own
         return inputs, inputs.sum(1, keepdim=True)
 
-    found = []
+    results = []
     for seed in (0, 1):
         torch.manual_seed(seed)
         model, before = made(lambda: nn.Linear(4, 1)), global_state()
@@ -118,8 +143,8 @@ def test_a_random_loss_and_a_random_stream_draw_from_the_seed_too() -> None:
         me, *peers = coterie.User.stream("me", draw), *users()[1:]
         second = numbers(coterie.train(model, f.mse_loss, me, peers, coterie.WeightedAveraging(0.5), steps=5))
         assert global_state() == before
-        found.append(torch.cat([first, second]))
-    assert torch.equal(*found)
+        results.append(torch.cat([first, second]))
+    assert torch.equal(*results)
 
 
 def test_trainings_in_threads_do_not_meet() -> None:
@@ -154,21 +179,3 @@ def test_only_this_threads_warnings_are_errors() -> None:
                 warnings.warn("from here", stacklevel=1)
     assert not seen
     assert [str(each.message) for each in told] == ["from elsewhere"]
-
-
-def test_a_run_of_small_passes_takes_one_thread_and_gives_them_back() -> None:
-    me, *peers = users()
-    small, large = nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 1300), nn.Linear(1300, 1300), nn.Linear(1300, 1))
-    passes = Passes(small, f.mse_loss)
-    assert operations(passes, passes.parameters.vector(), INPUTS[:10]) == 2 * 10 * 5  # more than the 80 of products
-    seen: list[int] = []
-    with cpu_threads(2):
-        for model in (small, large):
-            engine = coterie.InProcess(model, f.mse_loss, me, peers)
-            seen.append(threads_for(None, engine))
-            assert threads_for(3, engine) == 3
-        note = seen.append
-        trained(small, coterie.Alone(), hooks=[lambda _: note(torch.get_num_threads())], steps=1)
-        trained(small, coterie.Alone(), hooks=[lambda _: note(torch.get_num_threads())], steps=1, threads=2)
-        assert torch.get_num_threads() == 2
-    assert seen == [1, 2, 1, 2]

@@ -49,9 +49,9 @@ def run(me: coterie.User, kind: str, rule: Any = None, **settings: Any) -> coter
     return coterie.train(model(), cross_entropy, me, peers(kind), rule, **settings)
 
 
-def held_out_loss(found: coterie.Run, me: coterie.User) -> float:
+def held_out_loss(trained: coterie.Run, me: coterie.User) -> float:
     assert me.validation is not None
-    return coterie.evaluate(found.model, cross_entropy, me.validation)["loss"]
+    return coterie.evaluate(trained.model, cross_entropy, me.validation)["loss"]
 
 
 def served(run: coterie.Run) -> str:
@@ -91,24 +91,24 @@ def test_helpful_peers_are_left_to_help(me: coterie.User) -> None:
 
 
 def test_harmful_peers_are_listened_to_less_and_less(me: coterie.User) -> None:
-    found = run(me, "wrong", steps=400)
-    restarts = found.record.curve("guard_restarts")[1]
+    guarded = run(me, "wrong", steps=400)
+    restarts = guarded.record.curve("guard_restarts")[1]
     at = [5 * i for i in range(1, len(restarts)) if restarts[i] > restarts[i - 1]]
     assert len(at) >= 3
     assert all(later - earlier >= 5 * 2**i for i, (earlier, later) in enumerate(itertools.pairwise(at)))
-    weights = dict(zip(*found.record.curve("weight"), strict=True))
+    weights = dict(zip(*guarded.record.curve("weight"), strict=True))
     assert all(weights[step + 5] == 0 for step in at if step + 5 <= 400)
-    assert found.verdict.finding == "alone"
+    assert guarded.verdict.finding == "alone"
 
 
 def test_peers_that_lead_to_infinity_do_not_end_the_run(me: coterie.User) -> None:
     overflowing: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 1e10, "norm_bound": None}
     with pytest.raises(GradientError):
         run(me, "astray", guard="off", **overflowing)
-    found, alone = run(me, "astray", **overflowing), run(me, "astray", coterie.Alone(), **overflowing)
-    assert found.step == 120
-    assert found.record.curve("guard_restarts")[1][-1] >= 1
-    assert held_out_loss(found, me) <= held_out_loss(alone, me) * (1 + 1e-6)
+    guarded, alone = run(me, "astray", **overflowing), run(me, "astray", coterie.Alone(), **overflowing)
+    assert guarded.step == 120
+    assert guarded.record.curve("guard_restarts")[1][-1] >= 1
+    assert held_out_loss(guarded, me) <= held_out_loss(alone, me) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["wrong", "honest"])
@@ -141,10 +141,10 @@ def test_it_is_on_with_any_validation_examples_and_says_so(me: coterie.User) -> 
 def test_with_few_examples_the_better_of_the_two_is_served_too(n: int) -> None:
     few = coterie.User("me", *examples(12, 0), validation=examples(n, 1))
     for rule in (coterie.WeightedAveraging(0.9), coterie.AdaptiveAveraging()):
-        found = run(few, "wrong", rule)
-        assert found.alone is not None
-        alone = coterie.evaluate(found.alone, cross_entropy, few.validation)["loss"]  # type: ignore[arg-type]
-        assert held_out_loss(found, few) <= alone + 1e-6
+        guarded = run(few, "wrong", rule)
+        assert guarded.alone is not None
+        alone = coterie.evaluate(guarded.alone, cross_entropy, few.validation)["loss"]  # type: ignore[arg-type]
+        assert held_out_loss(guarded, few) <= alone + 1e-6
 
 
 def differences(kind: str, n: int, random: np.random.Generator, looks: int) -> np.ndarray[Any, Any]:
@@ -199,10 +199,10 @@ def test_losses_where_the_output_is_not_a_tensor() -> None:
             return inputs, 2 * inputs
 
     inputs, targets = examples(9, 3)
-    found = example_losses(
+    losses = example_losses(
         Twice(), lambda output, _: (output[0] + output[1]).sum(), InMemory(inputs, targets), chunk=4
     )
-    torch.testing.assert_close(found, 3 * inputs.sum(1).double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses, 3 * inputs.sum(1).double(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mappable", [True, False])
@@ -214,7 +214,7 @@ def test_losses_of_each_example(mappable: bool) -> None:
         scale = 1.0 if mappable else float(output.sum()) * 0 + 1
         return scale * cross_entropy(output, target)
 
-    found = example_losses(net, loss, InMemory(inputs, targets), chunk=7)
+    losses = example_losses(net, loss, InMemory(inputs, targets), chunk=7)
     with torch.no_grad():
         wanted = cross_entropy(net[0](inputs), targets, reduction="none")
-    torch.testing.assert_close(found, wanted.double(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(losses, wanted.double(), rtol=1e-6, atol=1e-7)

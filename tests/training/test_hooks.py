@@ -81,9 +81,9 @@ def test_tensorboard_events_can_be_read(make_users: Users, tmp_path: Path) -> No
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     steps, losses = run.record.curve("validation_loss")
-    found = {event.step: event.value for event in events.Scalars("validation_loss")}
+    logged = {event.step: event.value for event in events.Scalars("validation_loss")}
     wanted = dict(zip(steps, losses, strict=True))
-    assert found == pytest.approx(wanted, rel=1e-6)
+    assert logged == pytest.approx(wanted, rel=1e-6)
     assert {"own_loss", "weight", "validation_accuracy"} <= set(events.Tags()["scalars"])
 
 

@@ -47,5 +47,5 @@ def test_alone_and_huge_models_are_not_measured(monkeypatch: pytest.MonkeyPatch)
     run = trained(coterie.WeightedAveraging(0.5))
     assert "would take 0.0 GiB" in run.record.configuration.not_measured
     assert "constants not measured: every peer's gradient" in run.summary()
-    found = trained(coterie.WeightedAveraging("auto")).record.configuration  # who asks for it gets it
-    assert found.estimates["peers"]
+    configuration = trained(coterie.WeightedAveraging("auto")).record.configuration  # who asks for it gets it
+    assert configuration.estimates["peers"]

@@ -93,14 +93,14 @@ def test_wandb_and_trackio_are_told_the_same(
     assert opened["config"]["batch_size"] == 32
     logged = package.of("log")
     if name == "trackio":
-        *logged, (found, _) = logged
+        *logged, (summary, _) = logged
     else:
-        ((found, _),) = package.of("update")
+        ((summary, _),) = package.of("update")
         assert opened["dir"] == str(tmp_path / "first")
     assert [(named["step"], {"step": named["step"], **numbers}) for numbers, named in logged] == [
         (point.step, point.to_plain()) for point in run.record.points
     ]
-    assert (found["verdict"], found["test_loss"]) == (run.verdict.sentence, run.test["loss"])
+    assert (summary["verdict"], summary["test_loss"]) == (run.verdict.sentence, run.test["loss"])
     assert len(package.of("finish")) == 1
 
 
@@ -136,8 +136,8 @@ def test_mlflow_itself(make_users: Users, tmp_path: Path, monkeypatch: pytest.Mo
     run = tracked(make_users(), tmp_path / "first", "mlflow")
     with sqlite3.connect(tmp_path / "mlflow.db") as file:
         wanted = "select step, value from metrics where key = 'validation_loss' order by step"
-        found = file.execute(wanted).fetchall()
-    assert found == list(zip(*run.record.curve("validation_loss"), strict=True))
+        rows = file.execute(wanted).fetchall()
+    assert rows == list(zip(*run.record.curve("validation_loss"), strict=True))
 
 
 @pytest.mark.filterwarnings("default")

@@ -102,9 +102,9 @@ def test_what_is_passed_in_stays_as_it_is(make_users: Users) -> None:
 def test_the_same_seed_gives_the_same_bits(make_users: Users) -> None:
     users = make_users()
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3)).double()
-    found: list[tuple[dict[str, Tensor], Any]] = []
+    results: list[tuple[dict[str, Tensor], Any]] = []
     for seed in (0, 0, 1):
-        torch.manual_seed(len(found))  # the global generator must not matter
+        torch.manual_seed(len(results))  # the global generator must not matter
         last: dict[str, Tensor] = {}
         run = coterie.train(
             *(model, cross_entropy, users[0], users[1:], coterie.BiasCorrection(0.5, 0.1)),
@@ -113,10 +113,10 @@ def test_the_same_seed_gives_the_same_bits(make_users: Users) -> None:
             seed=seed,
             hooks=[lambda step, last=last: last.update(state_of(step.model))],  # type: ignore[misc]  # bound now
         )
-        found.append((last, run.record.points))
-    assert same(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-    assert not same(found[0][0], found[2][0])
+        results.append((last, run.record.points))
+    assert same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    assert not same(results[0][0], results[2][0])
 
 
 class Engine:
@@ -222,9 +222,9 @@ def test_own_loss_is_the_mean_since_the_last_point(make_users: Users) -> None:
         batch_size=4,
         hooks=[lambda step: losses.append(step.own_loss)],
     )
-    steps, found = run.record.curve("own_loss")
+    steps, means = run.record.curve("own_loss")
     assert steps == [3, 6, 7]
-    assert found == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]], rel=1e-12)
+    assert means == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]], rel=1e-12)
     assert [point.step for point in run.record.points] == [0, 3, 6, 7]
 
 
@@ -258,7 +258,7 @@ def test_device(make_users: Users, device: Any) -> None:
 def test_a_gpu_gives_what_the_cpu_gives(make_users: Users, between: list[nn.Module]) -> None:
     users = make_users()
     model = nn.Sequential(nn.Linear(3, 5), *between, nn.Tanh(), nn.Linear(5, 3)).double()
-    found: list[list[float]] = []
+    curves: list[list[float]] = []
     for device in ("cpu", "cuda"):
         run = coterie.train(
             *(model, cross_entropy, users[0], users[1:], coterie.BiasCorrection(0.5, 0.1)),
@@ -267,8 +267,8 @@ def test_a_gpu_gives_what_the_cpu_gives(make_users: Users, between: list[nn.Modu
             capture=False if between else None,  # BatchNorm cannot be captured
         )
         assert next(run.model.parameters()).device.type == device
-        found.append(run.record.curve("validation_loss")[1])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+        curves.append(run.record.curve("validation_loss")[1])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-6)
 
 
 def test_summary_and_record(make_users: Users) -> None:

@@ -43,6 +43,9 @@ class Selection:
     seeds: int = 1
 
     def __post_init__(self) -> None:
+        for option in ("sets", "methods", "conditions", "models"):
+            if isinstance(value := getattr(self, option), str):
+                raise KnobError(f"`{option}` must be a list of names, got {value!r}; write `[{value!r}]`")
         known = {model for user_set in self._sets.values() for model in user_set.makers} | set(MODELS)
         for what, asked, there in (
             ("condition", self.conditions, list(CONDITIONS)),
@@ -54,6 +57,11 @@ class Selection:
         for what, number in (("users", self.users), ("seeds", self.seeds)):
             if number < 1:
                 raise KnobError(f"`{what}` must be at least 1, got {number}")
+        for one in self.methods:
+            if not isinstance(one, str | Contender):
+                raise KnobError(
+                    f"`methods` are names or contenders, got {one!r}; write `benchmark.Contender.of(name, rule)`"
+                )
         _ = self._contenders
 
     def user_set(self, name: str) -> UserSet:

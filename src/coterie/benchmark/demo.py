@@ -78,16 +78,16 @@ def results(me: int, own_examples: int, seeds: int, steps: int) -> Iterator[Resu
 def _result(method: str, seed: int, lr: float, run: Run) -> Result:
     end = run.record.end
     weights = {} if run.verdict.finding == "alone" else dict(end.tau)
-    found = end.validation["loss"], end.test["accuracy"], end.test["loss"]
-    return Result(method, seed, lr, *found, *run.record.curve("validation_loss"), weights)
+    numbers = end.validation["loss"], end.test["accuracy"], end.test["loss"]
+    return Result(method, seed, lr, *numbers, *run.record.curve("validation_loss"), weights)
 
 
 def compared(results: Sequence[Result], method: str) -> Comparison:
     """Return a method beside Alone over the seeds that both have, with standard errors paired by seed.
 
     Example:
-        >>> found = {"alone": 0.5, "bc": 0.75}
-        >>> rows = [Result(m, s, 0.1, 1.0, a + s / 8, 1 - a, [], [], {}) for s in (0, 1) for m, a in found.items()]
+        >>> given = {"alone": 0.5, "bc": 0.75}
+        >>> rows = [Result(m, s, 0.1, 1.0, a + s / 8, 1 - a, [], [], {}) for s in (0, 1) for m, a in given.items()]
         >>> {name: difference(one) for name, one in compared(rows, "bc").measures.items()}
         {'accuracy': '+0.25 ± 0', 'loss': '-0.25 ± 0'}
     """
@@ -148,9 +148,9 @@ def write_demo_page(out: Path, me: int, title: str, results: Sequence[Result]) -
 
 def whom(results: Sequence[Result]) -> list[Bar]:
     """Return the mean share of each peer in what the default rule serves, the largest first."""
-    found = [result.weights for result in results if result.method == DEFAULT]
-    names = dict.fromkeys(name for weights in found for name in weights)
-    shares = {name: sum(weights.get(name, 0.0) for weights in found) / len(found) for name in names}
+    by_run = [result.weights for result in results if result.method == DEFAULT]
+    names = dict.fromkeys(name for weights in by_run for name in weights)
+    shares = {name: sum(weights.get(name, 0.0) for weights in by_run) / len(by_run) for name in names}
     return [Bar(name, share, f"{share:.1%}") for name, share in sorted(shares.items(), key=lambda one: -one[1])]
 
 

@@ -49,7 +49,10 @@ def in_short(totals: "pd.DataFrame") -> list[dict[str, Any]]:
 
 def conclusion(totals: "pd.DataFrame") -> str:
     """Say which method is near the best most often, and how it does beside Alone."""
-    best = totals[totals["method"] != "alone"].sort_values("near_best", ascending=False, kind="stable").iloc[0]
+    others = totals[totals["method"] != "alone"]
+    if others.empty:
+        return "Only Alone is measured yet; there is nothing to compare it with."
+    best = others.sort_values("near_best", ascending=False, kind="stable").iloc[0]
     return (
         f"Of {len(totals)} methods `{best['method']}` is near the best most often: in {best['near_best']} of "
         f"{best['places']} sets and conditions. It is better than alone by {SIGNIFICANT:g} standard errors "

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from coterie.errors import KnobError
 from coterie.methods import Method
 from coterie.registry import Entry, FromRun, RunFacts
 
@@ -95,6 +96,8 @@ class Contender:
     @classmethod
     def of(cls, name: str, *each: Any) -> Self:
         """Return a contender that tries each of these rules or methods at the usual step sizes."""
+        if not each:
+            raise KnobError(f"the contender {name!r} has nothing to try; name a rule or a method, or several")
         return cls(name, tuple(Setting(Fixed(thing), lrs=usual_rates(thing)) for thing in each))
 
 

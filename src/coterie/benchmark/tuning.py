@@ -24,7 +24,7 @@ from coterie.methods import Method
 from coterie.registry import RunFacts
 from coterie.rules import Rule, weights_in
 from coterie.training.choose import Followed
-from coterie.training.many import train_many
+from coterie.training.many.train import train_many
 from coterie.training.run import Run, RunOptions, Step, Stopped
 from coterie.training.train import train_spec
 from coterie.users.examples import Examples

@@ -2,9 +2,9 @@
 
 from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.choosing.auto import chooser_for
-from coterie.choosing.chooser import Choice, Chooser, MakesLearner
+from coterie.choosing.chooser import Choice, Chooser, MakesLearner, TellsGradients
 from coterie.rules import RULES
 
-__all__ = ["AdaptiveAveraging", "Choice", "Chooser", "MakesLearner", "chooser_for"]
+__all__ = ["AdaptiveAveraging", "Choice", "Chooser", "MakesLearner", "TellsGradients", "chooser_for"]
 
 RULES.register("adaptive", AdaptiveAveraging)

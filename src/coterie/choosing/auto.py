@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from coterie import theory
 from coterie.choosing.chooser import Choice, Chooser
-from coterie.choosing.measuring import BATCHES, before_training
+from coterie.choosing.measuring import BATCHES, before_training, gradients_elsewhere
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError, KnobError
@@ -66,6 +66,10 @@ class _Auto(ABC):
     def batches(self, steps: int) -> int:
         """Return how many batches to measure by."""
         return BATCHES
+
+    def gradients_before(self, steps: int) -> int:
+        """Return how many gradients it asks of each peer elsewhere; see `TellsGradients`."""
+        return gradients_elsewhere(self.batches(steps))
 
     @abstractmethod
     def account(self, spec: RunSpec, measured: Estimates, tau: Array | None) -> dict[str, Any]:

@@ -34,6 +34,14 @@ class Chooser(Protocol):
 
 
 @runtime_checkable
+class TellsGradients(Protocol):
+    """A chooser that says beforehand what it asks of peers elsewhere, who may give so many gradients only."""
+
+    def gradients_before(self, steps: int) -> int:
+        """Return how many gradients it asks of each peer at most, before the first step of a run of so many."""
+
+
+@runtime_checkable
 class TellsCost(Protocol):
     """What asks more of the peers than the training itself, and says so before."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coterie.choosing.gradient_squares import Resampled, Spread, Vectors
-from coterie.choosing.sampled_gradients import Asking, Sampled, SampledGradients
+from coterie.choosing.sampled_gradients import Asking, OnParts, Sampled, SampledGradients
 from coterie.engines.capabilities import AnswersAtOwnPoints, require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError
@@ -85,16 +85,21 @@ def measure(
     """
     if batches < 3:
         raise DataError(f"`batches` must be at least 3, got {batches}: with fewer nothing is known of the errors")
-    asking = Asking(engine, groups=min(batches, BATCHES), batches=max(1, batches // BATCHES))
+    groups, each = _grouped(batches)
+    asking = Asking(engine, groups=groups, batches=each)
     plans = {name: (peers or {}).get(name, Sampling()) for name in engine.names}
     return _estimates(asking.sample(x), own or Sampling(), plans)
 
 
-def before_training(engine: Engine, problem: RunSpec, *, batches: int = BATCHES) -> Estimates:
+def before_training(
+    engine: Engine, problem: RunSpec, *, batches: int = BATCHES, known: dict[str, OnParts] | None = None
+) -> Estimates:
     """Measure at the point where training starts, and leave model and engine as they were.
 
     Examples that are in this process are dealt into disjoint batches, of as many examples as so many batches of the
     run have at most; user 0's are, with every engine. Of the others the batches of steps 0, 1, … are asked for.
+
+    `known`, which is filled: what users in this process answer there, for other runs that start at the same point.
     """
     can, me = engine.capabilities, problem.me.name
     in_run = can.batch_size or problem.batch_size
@@ -114,7 +119,8 @@ def before_training(engine: Engine, problem: RunSpec, *, batches: int = BATCHES)
         if name in names:
             parts[name] = _dealt(n, batches * in_run, random_key(problem.seed, f"{name}/parts"))
             plans[name] = replace(plans[name], size=parts[name].shape[1], of=math.inf)
-    asking = Asking(engine, here, parts, me, min(batches, BATCHES), max(1, batches // BATCHES))
+    known = {} if known is None else known
+    asking = Asking(engine, here, parts, me, *_grouped(batches), known)
     x = Parameters(problem.model).vector()
     with _kept(problem.model):
         sampled, told = asking.sample(x), engine.capabilities.noise  # which peers tell when they answer
@@ -122,6 +128,24 @@ def before_training(engine: Engine, problem: RunSpec, *, batches: int = BATCHES)
         # Samples and noise of a private peer are new in each gradient, and differ as fresh examples do.
         plans[name] = Sampling(share=plans[name].share, added=told[name] * math.sqrt(len(x)))
     return _estimates(sampled, plans.pop(me), plans)
+
+
+def gradients_elsewhere(batches: int = BATCHES) -> int:
+    """Return how many gradients are asked of each peer whose examples are not in this process.
+
+    All batches are asked for at the first point, and of each group the first at the second point too.
+
+    Example:
+        >>> gradients_elsewhere(8), gradients_elsewhere(50)
+        (16, 56)
+    """
+    groups, each = _grouped(batches)
+    return groups * (each + 1)
+
+
+def _grouped(batches: int) -> tuple[int, int]:
+    """Return into how many groups so many batches are put, and how many batches a group then has."""
+    return min(batches, BATCHES), max(1, batches // BATCHES)
 
 
 def _dealt(n: int, most: int, key: int) -> Tensor:
@@ -155,14 +179,14 @@ def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str
     gradient, before, after = me.at.square(each=at), me.first.square(each=first), me.ahead.square(each=ahead)
     smoothness = _smoothness(me, change, over)
     pl = min(float(gradient.values[0]) / (2 * sampled.losses[0]), float(after.values[0]) / (2 * sampled.losses[1]))
-    found = {}
+    estimates = {}
     for name, peer in peers.items():
         bias = peer.at.square(me.at, at)
         growth = _growth(peer.first.square(me.first, first), peer.ahead.square(me.ahead, ahead), before, after)
         grows = Measured(float(growth[0]), float(np.std(growth[1:])))
         if grows.value <= 2 * grows.error:
             growth, grows = np.zeros_like(growth), grows._replace(value=0.0)
-        found[name] = PeerEstimates(
+        estimates[name] = PeerEstimates(
             noise=_noise(peer, at),
             bias_floor=_root(Resampled(bias.values - growth * gradient.values, bias.variances)),
             bias_growth=grows,
@@ -176,7 +200,7 @@ def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str
         noise=_noise(me, at),
         smoothness=smoothness,
         pl=min(pl, smoothness.value) if pl > 0 else smoothness.value,
-        peers=found,
+        peers=estimates,
         left_out=sampled.left_out,
         share=me.share,
         batches=len(sampled.own.at) * sampled.own.batches,

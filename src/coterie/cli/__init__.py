@@ -1,6 +1,9 @@
 """The command line: one file a command, gathered here."""
 
 import os
+import re
+import signal
+import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +18,7 @@ from coterie.cli.demo import demo
 from coterie.cli.explore import explore
 from coterie.cli.federate import federate
 from coterie.cli.listing import list_
-from coterie.cli.options.registered import Command
+from coterie.cli.options.registered import Command, bare_flags
 from coterie.cli.plan import plan
 from coterie.cli.predict import predict
 from coterie.cli.reproduce import reproduce
@@ -28,17 +31,24 @@ from coterie.registry import IMPORTS, import_from_environment
 class Commands(TyperGroup):
     """All commands; an error is shown as one message, with a traceback only where `--debug` asks for it."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options of all commands."""
+        return bare_flags(super().get_params(ctx))
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command asked for."""
         if ctx.params.get("debug"):
             return super().invoke(ctx)
         with warnings.catch_warnings():
             warnings.filterwarnings("always", category=UserWarning, module="coterie")
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: _show(self._by_options(ctx, str(message)))
             try:
                 return super().invoke(ctx)
             except CoterieError as error:
-                message, code = str(error), 2
+                message, code = self._by_options(ctx, str(error)), 2
+            except BrokenPipeError:  # who read what is printed, `head` for example, has had enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(128 + signal.SIGPIPE) from None
             except ModuleNotFoundError as error:
                 message, code = _missing(error), 2
             except OSError as error:
@@ -50,8 +60,16 @@ class Commands(TyperGroup):
                     raise
                 what = f"{type(error).__name__}: {error}"
                 message, code = f"an error that was not foreseen, {what}; `coterie --debug …` shows where", 1
-        typer.echo(f"coterie: {message}", err=True)
+        _show(message)
         raise typer.Exit(code)
+
+    def _by_options(self, ctx: Any, message: str) -> str:
+        """Return what is said of arguments, such as `leave_out`, with the names of the command's options."""
+        command = self.commands.get(ctx.invoked_subcommand or "")
+        names = {
+            each.name: each.opts[0] for each in getattr(command, "params", ()) if each.opts[0].startswith("--")
+        }
+        return re.sub(r"`(\w+)`", lambda match: f"`{names.get(match[1], match[1])}`", message)
 
 
 OF_THE_FRAMEWORK = ("click", "typer")
@@ -75,7 +93,7 @@ def _missing(error: ModuleNotFoundError) -> str:
     return f"the package {name!r} is not installed; `pip install {brings}`"
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+def _show(message: str) -> None:
     typer.echo(f"coterie: {message}", err=True)
 
 
@@ -119,5 +137,5 @@ def main(
 
 for command in (demo, train, worker, predict, explore, plan, reproduce, bench):
     app.command(cls=Command)(command)
-app.command("list")(list_)
+app.command("list", cls=Command)(list_)
 app.add_typer(federate)

@@ -1,43 +1,57 @@
 """`coterie train --me all`: a model for each user of a table."""
 
+import math
+
 import typer
 
 from coterie.cli import terminal
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
-from coterie.cli.terminal import rich_table
+from coterie.cli.terminal import rich_table, to_apply
 from coterie.data import users_from_table
-from coterie.data.reading import users_in
+from coterie.data.reading import some, users_in
 from coterie.engines.torch_distributed.place import Place
-from coterie.errors import KnobError
+from coterie.errors import DataError, KnobError
 from coterie.everyone.runs import Runs
+from coterie.recording.record import Record
 from coterie.reporting.run_page import HEADLINES
-from coterie.reporting.whom import listened_to
+from coterie.reporting.whom import heard, weighs
+from coterie.training.run import Stopped
 
 ALL = "all"
 """What `--me` says for everybody."""
+LEAST, NAMED = 0.005, 3
+"""From which share of the peers' weight on a peer is named, and how many are."""
 
 
-def for_everyone(table: TableOptions, how: FitOptions, where: EngineOptions) -> bool:
+def for_everyone(table: TableOptions, rule: RuleOptions, how: FitOptions, where: EngineOptions) -> bool:
     """Say whether a model for each user is asked for: one who is called "all" is meant where there is one."""
     if table.me != ALL:
         return False
     data = table.data if where.engine == "in-process" else str(table.data).format(rank=Place.told().rank)
-    found = ALL not in users_in(data, table.user_column, sep=table.sep, decimal=table.decimal)
-    if found and where.gather:
+    everyone = ALL not in users_in(data, table.user_column, sep=table.sep, decimal=table.decimal)
+    if everyone and where.gather:
         raise KnobError("`--gather` is for one user 0; leave it out, or name one user in `--me`")
-    if found and how.repeats > 1:
+    if everyone and rule.tau:
+        raise KnobError("`--tau` weighs the peers of one user; leave it out, or name one in `--me`")
+    if everyone and how.repeats > 1:
         raise KnobError("`--repeats` is for one user; leave it out, or name one in `--me`")
-    return found
+    if everyone and rule.is_method:
+        raise KnobError(
+            f"`--me all` trains each user by a rule, which {rule.rule!r} is not; name one user in `--me`"
+        )
+    return everyone
 
 
 def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:
     """Train a model for each user of the table, and say who gains."""
     from coterie.tables.everyone import fit_everyone
+    from coterie.tables.fit import LR
 
     columns = {name: value for name, value in table.settings().items() if name != "me"}
     users, console = users_from_table(table.data, seed=how.seed, **columns), terminal.console()
+    settings = how.settings() | {"lr": LR if how.lr is None else how.lr}
     try:
-        runs = fit_everyone(users, rule.build, user_column=table.user_column, **how.settings())
+        runs = fit_everyone(users, rule.build, user_column=table.user_column, **settings)
     except KeyboardInterrupt:  # pressed twice
         runs = None
     if runs is None:
@@ -47,8 +61,24 @@ def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:
     for line in map(str, runs.overall):
         console.print(line, highlight=False)
     console.print(rich_table(f"{table.target}, {users.preparation.kind}", _rows(runs)))
-    console.print(f"Models, records and pages, the first of them index.html: {how.out}")
-    console.print(f"To apply them: coterie predict {how.out} FILE")
+    console.print(f"The page of all, which leads to everybody's own: {how.out / 'index.html'}")
+    console.print(f"Everybody's model, preparation, record and page, in a folder each: {how.out}")
+    console.print(f"To apply them: {to_apply(how.out, how.model)}", soft_wrap=True)
+    _check_finite(runs)
+
+
+def _check_finite(runs: Runs) -> None:
+    """Refuse runs whose gradients or test losses are not finite, once everybody's is written."""
+    bad = [
+        name
+        for name, run in runs.runs.items()
+        if run.stopped is Stopped.NOT_FINITE or not math.isfinite(run.test.get("loss", 0.0))
+    ]
+    if bad:
+        raise DataError(
+            f"the gradients or the test loss of {some(bad)} are not finite: do not use those models; start again "
+            "with a lower `--lr`, or look for extreme values in their rows"
+        )
 
 
 def _rows(runs: Runs) -> list[dict[str, str]]:
@@ -61,6 +91,15 @@ def _rows(runs: Runs) -> list[dict[str, str]]:
         rows.append(
             {"user": gain.name, "verdict": HEADLINES[gain.verdict.finding]}
             | {f"{name}, against alone": told.get(name, "") for name in measures}
-            | {"listens to": listened_to(record.configuration, record.end)}
+            | {"listens to": _heard(record)}
         )
     return rows
+
+
+def _heard(record: Record) -> str:
+    """Name those with most of the peers' weight, or say that there are none, or that it is not known."""
+    if not weighs(record.configuration, record.end):
+        return "no weights"
+    peers = heard(record.configuration, record.end)
+    some = [f"{peer.name} {peer.share:.0%}" for peer in peers if peer.share >= LEAST]
+    return ", ".join(some[:NAMED] or ["nobody"]) + (" …" if len(some) > NAMED else "")

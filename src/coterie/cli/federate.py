@@ -1,14 +1,23 @@
 """`coterie federate`: train with sites of other organisations, over NVFLARE."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from coterie.cli.options.registered import Command, knobs_of
+from coterie.cli.options.federation import (
+    ConsortiumOptions,
+    MessageOptions,
+    OwnTableOptions,
+    SettingsRuleOptions,
+    StepOptions,
+)
+from coterie.cli.options.groups import grouped
+from coterie.cli.options.registered import Command
 from coterie.errors import KnobError
-from coterie.rules import RULES
 
 federate = typer.Typer(
     name="federate", no_args_is_help=True, help="Train with other organisations, over NVFLARE (`coterie\\[flare]`)."
@@ -18,45 +27,13 @@ Folder = Annotated[Path, Argument(help="User 0's folder.")]
 
 
 @federate.command(cls=Command)
+@grouped
 def init(
-    folder: Annotated[Path, Argument(help="Folder to write: user 0's, with one for each site in it.")],
-    data: Annotated[Path, Option(help="User 0's table, a CSV or Parquet file with one example a row.")],
-    target: Annotated[str, Option(help="The column to predict.")],
-    site: Annotated[list[str], Option(help="The name of a site; repeat it.")],
-    server: Annotated[str, Option(help="The host name by which sites reach user 0.")],
-    me: Annotated[str, Option(help="The name of user 0.")] = "user0",
-    name: Annotated[str, Option(help="The name of the consortium.")] = "coterie",
-    port: Annotated[int, Option(help="The server's port for sites.")] = 8002,
-    admin_port: Annotated[int, Option(help="The server's port for user 0's own commands.")] = 8003,
-    model: Annotated[str, Option(help="linear, mlp, or module.path:factory, installed everywhere.")] = "linear",
-    kind: Annotated[str, Option(help="auto, classification or regression.")] = "auto",
-    categorical: Annotated[
-        list[str] | None, Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
-    ] = None,
-    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None,
-    rule: Annotated[str, Option(metavar="NAME", help="The rule, one of {rules}.")] = "adaptive",
-    alpha: Annotated[str | None, Option(help="The peers' weight, for wga and bc, in [0, 1].")] = None,
-    beta: Annotated[str | None, Option(help="How fast bc's bias estimate follows, in [0, 1].")] = None,
-    knob: Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="Any knob of the rule; repeat it.")] = None,
-    steps: Annotated[int, Option(help="Steps to take.")] = 1000,
-    lr: Annotated[float, Option(help="Adam's step size.")] = 0.01,
-    batch_size: Annotated[int, Option(help="Rows each user draws for a gradient.")] = 32,
-    seed: Annotated[int, Option(help="What splits, initial weights and batches depend on.")] = 0,
-    exchange_every: Annotated[int, Option(help="Steps of user 0 for each exchange with the sites.")] = 1,
-    local_steps: Annotated[int, Option(help="Plain steps that every user takes for one step of the run.")] = 1,
-    compress: Annotated[
-        Literal["bf16", "fp16"] | None, Option(help="Send in half precision; what is lost is added to the next.")
-    ] = None,
-    secure_sums: Annotated[
-        bool, Option("--secure-sums", help="See the sum of the sites' gradients only; for wga and bc.")
-    ] = False,
-    timeout: Annotated[float, Option(help="Seconds to wait for a site in one step.")] = 10.0,
-    misses: Annotated[int, Option(help="Steps without an answer until a site is not waited for.")] = 3,
-    probe_every: Annotated[int, Option(help="Steps from one look whether it is back to the next.")] = 10,
-    minimum: Annotated[int, Option(help="Answers without which a step is taken alone.")] = 1,
-    everyone: Annotated[
-        bool, Option("--everyone", help="Every site trains a model of its own; the server passes messages on.")
-    ] = False,
+    who: ConsortiumOptions,
+    table: OwnTableOptions,
+    rule: SettingsRuleOptions,
+    how: StepOptions,
+    messages: MessageOptions,
 ) -> None:
     """Write certificates and settings: user 0's folder, and in sites/ one folder to hand to each site.
 
@@ -66,35 +43,37 @@ def init(
     from coterie.federation.lead import rule_of
     from coterie.federation.provisioning import Consortium
     from coterie.federation.settings import NO_SUMS, Data, LeadSettings, Model, Training
+    from coterie.tables.fit import step_size
 
-    if everyone and secure_sums:
+    if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
-    knobs = knobs_of(RULES.entry(rule), knob or [], alpha=alpha, beta=beta)
-    if "aggregator" in knobs:
-        raise KnobError("`--knob aggregator` cannot be written to the settings; import a rule of your own")
-    waits: dict[str, Any] = {"timeout": timeout, "misses": misses, "probe_every": probe_every, "minimum": minimum}
-    waits |= {"exchange_every": exchange_every, "local_steps": local_steps, "compress": compress or ""}
-    waits["secure_sums"] = secure_sums
-    training = Training(rule, knobs=knobs, steps=steps, lr=lr, batch_size=batch_size, seed=seed, **waits)
-    own = Data(table=str(data.absolute()), target=target, own_examples=own_examples)
-    settings = LeadSettings(me, tuple(site), own, Model(model), training)
-    rule_of(settings)  # what cannot be built is told now
-    members = (me, *site) if everyone else tuple(site)
-    consortium = Consortium(name, server, members, port, admin_port, everyone=everyone)
-    fingerprints = set_up(folder, consortium, settings, categorical=tuple(categorical or ()), kind=kind)
-    if everyone:
-        typer.echo(f"{folder}/sites/{me}   your own: `coterie federate site {folder}/sites/{me}`")
-        fingerprints.pop(me)
+    training = Training(**rule.settings(), **how.settings(), **messages.settings())
+    own = Data(table=str(table.data.absolute()), target=table.target, own_examples=table.own_examples)
+    settings = LeadSettings(who.me, tuple(who.site), own, Model(how.model), training)
+    training = replace(training, lr=step_size(rule_of(settings), training.lr))  # what cannot be built is told now
+    settings = replace(settings, training=training)
+    members = (who.me, *who.site) if who.everyone else tuple(who.site)
+    consortium = Consortium(who.name, who.server, members, who.port, who.admin_port, everyone=who.everyone)
+    fingerprints = set_up(who.folder, consortium, settings, **table.columns())
+    _tell_what_to_hand_over(who, fingerprints)
+
+
+def _tell_what_to_hand_over(who: ConsortiumOptions, fingerprints: Mapping[str, str]) -> None:
+    """Say which folder is for whom, how it is known to be the right one, and what comes next."""
+    folder, mine = who.folder, f"{who.folder}/sites/{who.me}"
+    if who.everyone:
+        typer.echo(f"{mine}   your own: `coterie federate site {mine}`")
     else:
         typer.echo(f"{folder}/coterie.toml   what user 0 trains")
-    for each, fingerprint in fingerprints.items():
-        typer.echo(f"{folder}/sites/{each}   for {each}, over a safe way: it holds a private key")
-        typer.echo(f"  its fingerprint, to tell {each} in another way: {fingerprint}")
-    mine = f" and coterie federate site {folder}/sites/{me}" if everyone else ""
-    typer.echo(f"next: coterie federate server {folder}{mine}; with all sites there: coterie federate run {folder}")
+    for site, fingerprint in fingerprints.items():
+        if site != who.me:
+            typer.echo(f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key")
+            typer.echo(f"  its fingerprint, to tell {site} in another way: {fingerprint}")
+    too = f" and coterie federate site {mine}" if who.everyone else ""
+    typer.echo(f"next: coterie federate server {folder}{too}; with all sites there: coterie federate run {folder}")
 
 
-@federate.command()
+@federate.command(cls=Command)
 def server(folder: Folder) -> None:
     """Start user 0's server, and stay with it until Ctrl-C."""
     from coterie.federation.watching import LOG, Screen, ServerWatch
@@ -109,7 +88,7 @@ def server(folder: Folder) -> None:
 SiteFolder = Annotated[Path, Argument(help="The site's folder.")]
 
 
-@federate.command()
+@federate.command(cls=Command)
 def accept(
     folder: SiteFolder = Path(),
     fingerprint: Annotated[
@@ -133,7 +112,7 @@ def accept(
     typer.echo(f"{folder / FILE} says what you give: edit it, then `coterie federate check {folder}`")
 
 
-@federate.command()
+@federate.command(cls=Command)
 def site(folder: SiteFolder = Path()) -> None:
     """Check a site's settings, connect to the server, and answer until Ctrl-C. Nothing in the folder is run."""
     from coterie.federation import workspace
@@ -156,7 +135,7 @@ def _end(status: int, log: Path) -> None:
     raise typer.Exit(status)
 
 
-@federate.command()
+@federate.command(cls=Command)
 def check(folder: SiteFolder = Path()) -> None:
     """Say what a site would give. Nothing is sent."""
     _checked(folder)
@@ -199,7 +178,7 @@ def _checked(folder: Path) -> tuple[Any, Any]:
     return kit, peer
 
 
-@federate.command()
+@federate.command(cls=Command)
 def run(
     folder: Folder,
     resume: Annotated[bool, Option("--resume", help="Go on with the run that is there.")] = False,
@@ -215,6 +194,7 @@ def run(
 
     if members_of(folder):
         typer.echo(follow_everyone(folder, resume=resume, wait=wait, show_line=typer.echo))
+        typer.echo("Each site's model, record and page (index.html) are in `run` in its own folder, nowhere else.")
         return
     typer.echo(supervise(folder, resume=resume, wait=wait, show_line=typer.echo))
     typer.echo(f"Model, record and a page (index.html): {folder / 'run'}")

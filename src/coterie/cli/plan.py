@@ -1,7 +1,8 @@
 """`coterie plan`: what the theory advises for a problem whose constants are known, or measured."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from typer import Argument, Option
 
 from coterie import theory
 from coterie.cli import terminal
-from coterie.cli.options.groups import grouped
+from coterie.cli.options.groups import default_of, grouped
 from coterie.cli.terminal import record_of, rich_table
 from coterie.errors import DataError, KnobError
 from coterie.privacy.privacy import Privacy
@@ -25,6 +26,7 @@ from coterie.reporting.phrases import (
     numbers,
     promise_cells,
     promise_sentences,
+    sure_speedup,
     verdict,
 )
 from coterie.theory.estimates import Estimates
@@ -45,7 +47,18 @@ class Measured:
     user_column: Annotated[str, Option(help="With --data: the column that says whose row it is.")] = ""
     target: Annotated[str, Option(help="With --data: the column to predict.")] = ""
     me: Annotated[str, Option(help="With --data: which user is user 0.")] = ""
+    drop: Annotated[
+        list[str], Option(metavar="COLUMN", help="With --data: a column not to predict from; repeat it.")
+    ] = field(default_factory=list)
+    sep: Annotated[str, Option(help="With --data: what is between its columns; tab for a tab.")] = ","
+    decimal: Annotated[str, Option(help="With --data: what is before decimals.")] = "."
     model: Annotated[str, Option(help="With --data: linear, mlp, or module.path:factory.")] = "linear"
+
+    def __post_init__(self) -> None:
+        if self.run is not None and self.data is not None:
+            raise KnobError("a run and `--data` both say where the constants are measured; give one of them")
+        if self.data is None:
+            _check_effect(self, ("user_column", "target", "me", "drop", "sep", "decimal", "model"), "--data")
 
 
 @dataclass
@@ -80,10 +93,14 @@ class Asked:
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False
     out: Annotated[Path | None, Option(help="Folder for a page with sliders and the gain-factor picture.")] = None
 
+    def __post_init__(self) -> None:
+        if self.exchange_cost is not None and not np.isfinite(self.exchange_cost):
+            raise KnobError(f"`--exchange-cost` must be finite, got {self.exchange_cost}")
+
 
 @dataclass
 class Promised:
-    """Peers that promise privacy: what does it cost, and from how many peers on does it pay?"""
+    """Peers that promise privacy: what it costs, and when it pays."""
 
     epsilon: Annotated[
         float | None, Option(help="ε that each peer promises for each of its rows, over the whole run.")
@@ -106,6 +123,21 @@ class Promised:
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        if self.epsilon is None:
+            _check_effect(self, tuple(each.name for each in fields(self)), "--epsilon")
+
+
+def _check_effect(group: Measured | Promised, names: Sequence[str], without: str) -> None:
+    """Refuse an option that is given and needs another that is not."""
+    for each in fields(group):
+        if each.name in names and getattr(group, each.name) != default_of(each):
+            raise KnobError(f"`{_option(each.name)}` has no effect without `{without}`; leave it out")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
 
 @grouped
 def plan(measured: Measured, given: Given, promised: Promised, asked: Asked) -> None:
@@ -120,39 +152,46 @@ def plan(measured: Measured, given: Given, promised: Promised, asked: Asked) -> 
 
     Example: coterie plan run --steps 5000 --epsilon 4 --parameters 650 --out plan
     """
-    problem, steps = _problem(measured, given, asked.steps)
+    problem, doubted, steps = _problem(measured, given, asked.steps)
     choices = theory.plan(problem, steps, asked.alpha)
     promise = None if promised.epsilon is None else _promise(promised, promised.epsilon, measured, steps)
     cost = None if promise is None else theory.promise_cost(problem, steps, promise, asked.alpha)
     if asked.as_json:
-        _print_json(problem, steps, choices, asked.exchange_cost, cost)
+        _print_json(problem, steps, choices, asked.exchange_cost, cost, doubted)
     else:
-        _print_tables(problem, steps, choices, asked.exchange_cost)
+        _print_tables(problem, steps, choices, asked.exchange_cost, doubted)
         if promise is not None and cost is not None:
             _print_promise(promise, cost, choices["alone"], int(problem.n_peers))
     if asked.out is not None:
         from coterie.reporting.plan_page import write_plan_page
 
-        page = write_plan_page(asked.out, problem, steps)
+        page = write_plan_page(asked.out, problem, steps, doubted)
         typer.echo(f"wrote {page}, and the picture as PNG and PDF beside it", err=True)
 
 
-def _problem(measured: Measured, given: Given, steps: int | None) -> tuple[theory.Constants, int]:
-    """Return the constants, a given one before a measured one, and the number of steps."""
-    constants: dict[str, Any] = {}
+def _problem(
+    measured: Measured, given: Given, steps: int | None
+) -> tuple[theory.Constants, theory.Constants | None, int]:
+    """Return the constants, a given one before a measured one, and the number of steps.
+
+    Where they are measured, also those with biases two standard errors larger, which say what may be claimed.
+    """
+    estimates: Estimates | None = None
     if measured.run is not None:
         record = record_of(measured.run)
         steps = record.configuration.steps if steps is None else steps
-        constants = _alike(_estimates(record, measured.run), steps)
-    elif measured.data is not None:
-        steps = 1000 if steps is None else steps
-        constants = _alike(_on_table(measured.data, measured, steps), steps)
-    constants |= {name: value for name, value in asdict(given).items() if value is not None}
+        estimates = _estimates(record, measured.run)
+    steps = 1000 if steps is None else steps
+    if measured.data is not None:
+        estimates = _on_table(measured.data, measured, steps)
+    options = {name: value for name, value in asdict(given).items() if value is not None}
+    constants = (_alike(estimates, steps) if estimates else {}) | options
     if missing := [name for name in NEEDED if name not in constants]:
-        raise KnobError(
-            f"`--{missing[0].replace('_', '-')}` is missing; give it, or a run whose constants were measured"
-        )
-    return theory.Constants(**constants), 1000 if steps is None else steps
+        raise KnobError(f"`{_option(missing[0])}` is missing; give it, or a run whose constants were measured")
+    doubted = None
+    if estimates and given.bias_floor is None:
+        doubted = theory.Constants(**_alike(estimates, steps, bias_errors=2) | options)
+    return theory.Constants(**constants), doubted, steps
 
 
 def _promise(promised: Promised, epsilon: float, measured: Measured, steps: int) -> theory.Promise:
@@ -172,8 +211,8 @@ def _promise(promised: Promised, epsilon: float, measured: Measured, steps: int)
 def _on_table(data: Path, roles: Measured, steps: int) -> Estimates:
     from coterie.tables.measure import measured
 
-    columns = {"user_column": roles.user_column, "target": roles.target, "me": roles.me}
-    return measured(data, **columns, model=roles.model, steps=steps)
+    table = {name: value for name, value in asdict(roles).items() if name not in ("run", "data", "model")}
+    return measured(data, model=roles.model, steps=steps, **table)
 
 
 def _print_json(
@@ -182,8 +221,11 @@ def _print_json(
     choices: dict[str, theory.Choice],
     exchange_cost: float | None,
     cost: theory.PromiseCost | None,
+    doubted: theory.Constants | None,
 ) -> None:
     shown: dict[str, Any] = {name: numbers(choice) for name, choice in choices.items()}
+    if doubted is not None:
+        shown["wga"]["sure_speedup"] = sure_speedup(choices["wga"], steps, doubted)
     if exchange_cost is not None:
         fewer = exchange_choices(problem, steps, exchange_cost)
         shown["exchanges"] = {kind: asdict(one) for kind, one in fewer.items()}
@@ -194,12 +236,16 @@ def _print_json(
 
 
 def _print_tables(
-    problem: theory.Constants, steps: int, choices: dict[str, theory.Choice], exchange_cost: float | None
+    problem: theory.Constants,
+    steps: int,
+    choices: dict[str, theory.Choice],
+    exchange_cost: float | None,
+    doubted: theory.Constants | None,
 ) -> None:
     console = terminal.console()
     rows = {name: numbers(choice) for name, choice in choices.items()}
     console.print(rich_table(None, [cells(name, row) for name, row in rows.items()], note(rows)))
-    for sentence in verdict(problem, choices, steps):
+    for sentence in verdict(problem, choices, steps, doubted):
         console.print(sentence, highlight=False)
     if exchange_cost is not None:
         title = f"In the time of {steps} steps with an exchange each"
@@ -224,9 +270,9 @@ def _estimates(record: Record, run: Path) -> Estimates:
     return Estimates.from_plain(record.configuration.estimates)
 
 
-def _alike(estimates: Estimates, steps: int) -> dict[str, Any]:
+def _alike(estimates: Estimates, steps: int, *, bias_errors: float | None = None) -> dict[str, Any]:
     """Return the constants of peers that are all alike and together do as those measured, equally weighed."""
-    peers = estimates.constants(steps)
+    peers = estimates.constants(steps, bias_errors=bias_errors)
     n = len(estimates.peers)
 
     def mean(values: Any, power: int = 1) -> float:

@@ -12,7 +12,7 @@ from coterie.cli import terminal
 from coterie.cli.everyone import for_everyone, train_all
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
-from coterie.cli.terminal import rich_table
+from coterie.cli.terminal import rich_table, to_apply
 from coterie.data import TableTask, from_table
 from coterie.engines.mutual.meeting import Meeting
 from coterie.engines.torch_distributed.engine import join
@@ -40,24 +40,27 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
     With the theory's knobs: add --rule bc --alpha auto --beta auto
 
+    A method to compare with, in rounds: add --rule fedavg --knob local_steps=5
+
     With a rule of your own: coterie --import own.py train --rule own --knob strength=0.3 …
 
     With a process for each user, also with --me all: torchrun --nproc-per-node 4 -m coterie train --engine torch …
     """
     import torch
 
-    from coterie.tables.fit import fit
+    from coterie.tables.fit import fit, step_size
 
     torch.set_num_threads(how.threads)
-    everyone = for_everyone(table, how, where)
+    everyone = for_everyone(table, rule, how, where)
     if everyone and where.engine == "in-process":
         return train_all(table, rule, how)
     _check_repeats(rule, how, where)
-    found = _users(table, how, where, everyone=everyone)
-    if found is None:
+    users = _users(table, how, where, everyone=everyone)
+    if users is None:
         return None
-    task, peers, changed = found
+    task, peers, changed = users
     settings, chosen = how.settings() | changed, rule.build(RunFacts(len(task.me), peers, how.steps))
+    settings["lr"] = step_size(chosen, how.lr)
     settings["again"] = [functools.partial(_split_again, table, rule, how, k) for k in range(1, how.repeats)]
     try:
         run = fit(task, chosen, **settings)
@@ -67,9 +70,10 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     if run is None:
         console.print(f"stopped; everything is saved in {out}, and the same command with --resume goes on")
         raise typer.Exit(130)
-    _tell(run, f"{table.target} for {task.me.name}, {task.preparation.kind}, {len(peers)} peers")
-    console.print(f"Model, preparation, record and a page (index.html): {out}")
-    console.print(f"To apply it: coterie predict {out} FILE")
+    _tell(run, f"{table.target} for {task.me.name}, {task.preparation.kind}, {_counted(len(peers))}")
+    only = ", which no other process sees" if everyone else ""
+    console.print(f"Model, preparation, record and a page (index.html){only}: {out}")
+    console.print(f"To apply it: {to_apply(out, how.model)}", soft_wrap=True)
     _check_finite(run)
     return None
 
@@ -98,12 +102,20 @@ def _users(
     return task, {peer.name: len(peer) for peer in task.peers}, {}
 
 
+def _counted(peers: int) -> str:
+    return f"{peers} peer{'' if peers == 1 else 's'}"
+
+
 def _check_repeats(rule: RuleOptions, how: FitOptions, where: EngineOptions) -> None:
     """Refuse to repeat what has nothing to be compared with, or whose peers are elsewhere."""
     if how.repeats > 1 and where.engine == "torch":
         raise KnobError("`--repeats` is for users in this process; leave it out, or `--engine torch`")
     if how.repeats > 1 and rule.rule == "alone":
         raise KnobError("`--repeats` compares with training alone, which `--rule alone` is; leave it out")
+    if how.repeats > 1 and rule.is_method:
+        raise KnobError(
+            "`--repeats` compares with a model trained alone, which a method has not beside; leave it out"
+        )
 
 
 def _split_again(table: TableOptions, rule: RuleOptions, how: FitOptions, k: int) -> tuple[TableTask, Any]:

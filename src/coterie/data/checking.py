@@ -76,14 +76,23 @@ def checked_table(
         else:
             usable[name] = theirs
     if not usable:
-        raise DataError(
-            "nobody's rows can be used" + "".join(f"; {name!r}: {why}" for name, why in left_out.items())
-        )
+        raise DataError(f"nobody's rows can be used; {reasons(left_out)}")
     targets = pd.concat([each[roles.target] for each in usable.values()])
     if not prepared:
         check_target(targets, kind)
     targets = pd.concat([targets, pd.Series(elsewhere)]) if elsewhere else targets
     return CheckedTable(usable, left_out, roles, targets, _kind_of(targets) if kind == "auto" else kind)
+
+
+def reasons(left_out: Mapping[str, str], most: int = 3) -> str:
+    """Say of some users why they are left out, and how many others are.
+
+    Example:
+        >>> reasons({"a": "no target", "b": "no target"}, most=1)
+        "'a': no target; and so on, for 1 more"
+    """
+    told = [f"{name!r}: {why}" for name, why in left_out.items()]
+    return "; ".join(told[:most] + ([f"and so on, for {len(told) - most} more"] if len(told) > most else []))
 
 
 def _by_user(
@@ -94,11 +103,11 @@ def _by_user(
     names = frame[roles.user].astype(str)
     check_users(names, roles.user, me, leave_out)
     columns = [*roles.features, roles.target]
-    found = {}
+    by_user = {}
     for name, rows in frame[~names.isin(leave_out)].groupby(names, sort=False):
         # a text in another user's row makes the whole column of a file text
-        found[str(name)] = with_numbers(rows, columns) if is_file else rows.infer_objects()
-    return found
+        by_user[str(name)] = with_numbers(rows, columns) if is_file else rows.infer_objects()
+    return by_user
 
 
 def _has_numbers(rows: Mapping[str, pd.DataFrame], target: str) -> bool:

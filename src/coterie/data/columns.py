@@ -20,9 +20,11 @@ MAX_CATEGORIES = 1000
 MAX_CLASSES = 20
 """A target of whole numbers with more distinct values than this means regression."""
 
+THOUSANDS = r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?"
 COMMA = r"[-+]?\d{1,3}(?:[. ]?\d{3})*,\d+"
 DATE = r"(?:\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{2,4})(?:[ T].*)?"
-AS_CATEGORIES = "or name it in `categorical` (`--categorical COLUMN`)"
+DECIMALS = "say `decimal=','` (`--decimal ,`)"
+AS_CATEGORIES = "or name it in `categorical`"
 AS_CLASSES = 'or say `kind="classification"` (`--kind classification`)'
 
 
@@ -35,13 +37,16 @@ def check_names(columns: Iterable[object], where: str = "the table") -> None:
 
 
 def with_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Return the rows of a file that are kept; what was text because of other rows only is numbers again."""
+    """Return the rows of a file that are kept; what was text because of other rows only is numbers again.
+
+    Dates stay dates, which `pd.to_numeric` would take for nanoseconds.
+    """
     import pandas as pd
     from pandas.api import types
 
     changed = {}
     for column in columns:
-        if not types.is_numeric_dtype(frame[column]):
+        if not types.is_numeric_dtype(frame[column]) and frame[column].dtype.kind not in "mM":
             numbers = pd.to_numeric(frame[column], errors="coerce")
             if numbers.notna().any() and (numbers.notna() == frame[column].notna()).all():
                 changed[column] = numbers
@@ -80,8 +85,8 @@ def check_numbers(target: pd.Series[Any]) -> None:
     bad = ~np.isfinite(pd.to_numeric(target, errors="coerce").to_numpy(dtype=float))
     if bad.any():
         raise DataError(
-            f"column {target.name!r} is to be predicted as a number, but it is {_first(target, bad)}; correct it, "
-            f"drop the row, {AS_CLASSES}"
+            f"column {target.name!r} is to be predicted as a number, but it is {first_in(target, bad)}; correct "
+            f"it, drop the row, {AS_CLASSES}"
         )
 
 
@@ -97,22 +102,27 @@ def _check_text(values: pd.Series[Any], otherwise: str) -> None:
     numbers = pd.to_numeric(text.where(there), errors="coerce").notna().to_numpy()
     commas, dates = (text.str.fullmatch(pattern).to_numpy(dtype=bool) & there for pattern in (COMMA, DATE))
     count, about = int(there.sum()), f"column {values.name!r}"
+    thousands = text.str.fullmatch(THOUSANDS).to_numpy(dtype=bool) & there
     if numbers.sum() == count:
         told = f"{about} holds numbers as text, which is taken as categories; turn it into numbers, {otherwise}"
         warnings.warn(told, stacklevel=4)
+    elif thousands.any() and (thousands | numbers).sum() == count:
+        problem = f"{about} holds commas between every three digits: {first_in(values, thousands)}"
+        remedy = f"take them out if they part thousands, {DECIMALS} if decimals follow"
+        raise DataError(f"{problem}; {remedy}, {otherwise}")
     elif commas.sum() > MOST * count or (commas.any() and (commas | numbers).sum() == count):
-        problem = f"{about} holds numbers with decimal commas: {_first(values, commas)}"
-        raise DataError(f"{problem}; say so (`--decimal ,`), write them with points, {otherwise}")
+        problem = f"{about} holds numbers with decimal commas: {first_in(values, commas)}"
+        raise DataError(f"{problem}; {DECIMALS}, write them with points, {otherwise}")
     elif dates.sum() > MOST * count:
-        problem = f"{about} holds dates as text: {_first(values, dates)}"
-        raise DataError(f"{problem}; turn them into numbers, leave the column out, {otherwise}")
+        problem = f"{about} holds dates as text: {first_in(values, dates)}"
+        raise DataError(f"{problem}; turn them into numbers, leave the column out (`drop`), {otherwise}")
     elif numbers.sum() > MOST * count:
-        stray = _first(values, there & ~numbers)
+        stray = first_in(values, there & ~numbers)
         problem = f"{about} holds numbers in {numbers.sum()} of {count} rows, but it is {stray}"
         raise DataError(f"{problem}; correct it, leave it empty where the value is unknown, {otherwise}")
 
 
-def _first(values: pd.Series[Any], which: np.ndarray[Any, Any]) -> str:
-    """Say what stands in the first of some rows."""
+def first_in(values: pd.Series[Any], which: np.ndarray[Any, Any]) -> str:
+    """Say what stands in the first of some rows of a column."""
     place = int(which.argmax())
     return f"{str(values.iloc[place])[:40]!r} in row {values.index[place]} (counting from 0)"

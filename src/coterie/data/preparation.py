@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.data.columns import MAX_CATEGORIES
+from coterie.data.columns import MAX_CATEGORIES, first_in
 from coterie.errors import DataError, FileError
 from coterie.recording import files
 
@@ -96,13 +96,13 @@ class Preparation:
     @property
     def columns_of_inputs(self) -> list[str]:
         """The column that each input comes from."""
-        parts, found = self.transformer.named_transformers_, list(self.numeric)
+        parts, columns = self.transformer.named_transformers_, list(self.numeric)
         if self.numeric:
-            found += [self.numeric[i] for i in parts["numbers"].steps[0][1].indicator_.features_]
+            columns += [self.numeric[i] for i in parts["numbers"].steps[0][1].indicator_.features_]
         if self.categorical:
             values = zip(self.categorical, parts["categories"].categories_, strict=True)
-            found += [column for column, categories in values for _ in categories]
-        return found
+            columns += [column for column, categories in values for _ in categories]
+        return columns
 
     def inputs(self, rows: pd.DataFrame) -> Tensor:
         """Return rows as inputs, of shape (rows, n_inputs)."""
@@ -110,6 +110,26 @@ class Preparation:
             raise DataError(f"the table has no column {missing[0]!r}, which the model was trained with")
         prepared = self.transformer.transform(tidy(rows, self.numeric, self.categorical))
         return torch.tensor(prepared, dtype=torch.float32).clamp_(-MAX_DEVIATIONS, MAX_DEVIATIONS)
+
+    def unfamiliar(self, rows: pd.DataFrame) -> list[str]:
+        """Say which columns hold what training did not see: other categories, numbers that are cut."""
+        told, tidied = [], tidy(rows, self.numeric, self.categorical)
+        prepared = self.transformer.transform(tidied)[:, : len(self.numeric)]
+        for column, numbers in zip(self.numeric, prepared.T, strict=True):
+            if far := int((np.abs(numbers) > MAX_DEVIATIONS).sum()):
+                told.append(
+                    f"column {column!r} has {far} of {len(rows)} numbers more than {MAX_DEVIATIONS:g} standard "
+                    "deviations from the mean of the training rows; they are taken for that far"
+                )
+        known = self.transformer.named_transformers_["categories"].categories_ if self.categorical else ()
+        for column, categories in zip(self.categorical, known, strict=True):
+            other = ~tidied[column].isin(categories).to_numpy()
+            if other.any():
+                told.append(
+                    f"column {column!r} has {other.sum()} of {len(rows)} values that the training rows did not "
+                    f"have, the first is {tidied[column][other].iloc[0]!r}; they count as none of the known ones"
+                )
+        return told
 
     def targets(self, values: pd.Series[Any]) -> Tensor:
         """Return targets as class numbers, or as numbers of shape (rows, 1) in user 0's units."""
@@ -208,8 +228,9 @@ def kinds_of(rows: pd.DataFrame, categorical: Sequence[str]) -> tuple[tuple[str,
     numeric = tuple(c for c in numbers if c not in categorical)
     other = tuple(c for c in rows.columns if c not in numeric)
     for column in other:
-        if types.is_datetime64_any_dtype(rows[column]):
-            raise DataError(f"column {column!r} holds dates; turn it into numbers, or leave it out of `features`")
+        if rows[column].dtype.kind in "mM":
+            held = "dates" if rows[column].dtype.kind == "M" else "durations"
+            raise DataError(f"column {column!r} holds {held}; turn them into numbers, or leave it out (`drop`)")
     return numeric, other
 
 
@@ -236,14 +257,15 @@ def tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str])
 
     tidy: dict[str, Any] = {}
     for column in numeric:
-        try:
-            numbers = pd.to_numeric(rows[column]).to_numpy(dtype=float, na_value=np.nan)
-        except (TypeError, ValueError) as error:
-            problem = f"column {column!r} should hold numbers: {error}"
-            remedy = "correct it, say so if decimals follow commas (`--decimal ,`), or name it in `categorical`"
-            raise DataError(f"{problem}; {remedy}") from error
-        if np.isinf(numbers).any():
-            problem = f"column {column!r} holds an infinite number"
+        held = rows[column].astype(str) if rows[column].dtype.kind in "mM" else rows[column]  # dates are no numbers
+        values = pd.to_numeric(held, errors="coerce")
+        if (text := (values.isna() & rows[column].notna()).to_numpy()).any():
+            problem = f"column {column!r} should hold numbers, but it is {first_in(rows[column], text)}"
+            remedy = "correct it, leave it empty where the value is unknown, or say so if decimals follow commas"
+            raise DataError(f"{problem}; {remedy} (`--decimal ,`)")
+        numbers = values.to_numpy(dtype=float, na_value=np.nan)
+        if (infinite := np.isinf(numbers)).any():
+            problem = f"column {column!r} holds an infinite number: {first_in(rows[column], infinite)}"
             raise DataError(f"{problem}; leave it empty where the value is unknown")
         tidy[column] = numbers
     for column in categorical:

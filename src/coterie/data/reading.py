@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from coterie.arguments import shown
@@ -101,8 +102,12 @@ def _pieces(
             yield from pd.read_csv(path, chunksize=rows, sep=sep, decimal=decimal)
     except DataError:
         raise
-    except (ValueError, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as a table: {error}; give a CSV or a .parquet file") from error
+    except UnicodeDecodeError as error:
+        text = f"{path} is not in UTF-8: byte {error.object[error.start]:#x} is no part of it"
+        raise DataError(f"{text}; save it again as UTF-8 (of a spreadsheet: as 'CSV UTF-8')") from error
+    except (ValueError, OSError) as error:
+        reason = str(error).strip()
+        raise DataError(f"{path} cannot be read as a table: {reason}; give a CSV or a .parquet file") from error
 
 
 def _check_separated(names: list[str], sep: str, path: Path) -> None:
@@ -111,5 +116,6 @@ def _check_separated(names: list[str], sep: str, path: Path) -> None:
     if len(names) == 1 and other:
         remedy = "tab" if other[0] == "\t" else other[0]
         raise DataError(
-            f"{path} has one column, {names[0]!r}; if {other[0]!r} is between columns, say so: `--sep '{remedy}'`"
+            f"{path} has one column, {names[0]!r}; if {other[0]!r} is between columns, "
+            f"say `sep={remedy!r}` (`--sep {quote(remedy)}`)"
         )

@@ -64,7 +64,13 @@ def roles_in(
                 raise DataError(f"`{option}` names {column!r}, which is the `{taken[column]}`; leave it out there")
     if wanted is not None and (lost := [column for column in dropped if column not in wanted]):
         raise DataError(f"`drop` names {lost[0]!r}, which is not among `features`; it has no effect")
+    if wanted is not None and (both := [column for column in dropped if column in wanted]):
+        raise DataError(f"`features` and `drop` both name {both[0]!r}; leave it out of one")
+    if ids is not None and (ids == "prediction" or ids.startswith("probability_")):
+        raise DataError(f"`ids` names {ids!r}, which is the name of a column of the predictions; rename it")
     kept = tuple(c for c in (wanted or frame.columns) if c not in taken and c not in dropped)
+    if not kept:
+        raise DataError("no column is left to predict from; name some in `features`, or fewer in `drop`")
     if lost := [column for column in categories if column not in kept]:
         raise DataError(f"`categorical` names {lost[0]!r}, which is no feature; it has no effect")
     return Roles(user_column, target, kept, categories, ids, weights)

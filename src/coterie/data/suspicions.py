@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,15 +30,21 @@ def warn_of_suspicious(frame: pd.DataFrame, training: pd.DataFrame, target: str,
     for column in features:
         looks = looks_like_an_id(frame[column]) or looks_like_a_date(frame[column])
         if looks:
-            remedy = f"if it is, leave it out: `drop=[{column!r}]` (`--drop {column}`)"
-            remedy += ", or carry it along: `ids` (`--id`)" if "id" in looks.split() else ""
+            remedy = f"if it is, leave it out: {_dropping(column)}"
+            remedy += (
+                f", or carry it along: `ids={column!r}` (`--id {quote(column)}`)" if "id" in looks.split() else ""
+            )
             warnings.warn(f"column {column!r} looks like {looks}; {remedy}", stacklevel=3)
     for column, share in leaking(training, target, preparation):
         warnings.warn(
             f"column {column!r} alone tells {target!r} in {share:.0%} of the training rows; if it is known "
-            f"afterwards only, leave it out: `drop=[{column!r}]` (`--drop {column}`)",
+            f"afterwards only, leave it out: {_dropping(column)}",
             stacklevel=3,
         )
+
+
+def _dropping(column: str) -> str:
+    return f"`drop=[{column!r}]` (`--drop {quote(column)}`)"
 
 
 def looks_like_an_id(values: pd.Series[Any]) -> str:
@@ -58,10 +65,10 @@ def looks_like_an_id(values: pd.Series[Any]) -> str:
         return ""
     if types.is_numeric_dtype(there):
         crowded = bool((there % 1 == 0).all()) and float(there.max() - there.min()) < CROWDED * count
-        found = different == count and crowded
+        suspicious = different == count and crowded
     else:
-        found = different > count / 2
-    return f"an id ({different} different values in {count} rows)" if found else ""
+        suspicious = different > count / 2
+    return f"an id ({different} different values in {count} rows)" if suspicious else ""
 
 
 def looks_like_a_date(values: pd.Series[Any]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coterie.arguments import COUNT, SEED, optional, real
-from coterie.data.checking import check_classes, checked_table
+from coterie.data.checking import CheckedTable, check_classes, checked_table
 from coterie.data.preparation import Kind, Preparation
 from coterie.data.suspicions import warn_of_suspicious
 from coterie.data.task import Task
@@ -20,7 +21,7 @@ from coterie.users.user import User
 if TYPE_CHECKING:
     import pandas as pd
 
-SHARE = replace(real("lie between 0 and 1", lambda share: 0 < share < 1), error=DataError)
+SHARE = replace(real("be above 0 and below 1", lambda share: 0 < share < 1), error=DataError)
 """A share of a user's rows."""
 
 
@@ -106,27 +107,32 @@ def from_table(
     form: dict[str, Any] = {"kind": kind, "leave_out": leave_out, "elsewhere": elsewhere}
     form |= {"sep": sep, "decimal": decimal, "prepared": preparation is not None}
     table = checked_table(data, me=str(me), **form, **columns)
-    own, left_out = table.rows[str(me)], dict(table.left_out)
-    parts = split_rows(own, target, table.kind, shares, own_examples=own_examples, seed=seed)
+    parts = split_rows(table.rows[str(me)], target, table.kind, shares, own_examples=own_examples, seed=seed)
     if preparation is None:
         known, told = parts[0][list(table.roles.features)], parts[0][target]
         preparation = Preparation.fit(known, told, table.targets, table.kind, table.roles.categorical)
         preparation = replace(preparation, ids=ids, weights=weights)
         warn_of_suspicious(table.every, parts[0], target, preparation)
     training, held_out, tested = (preparation.examples(part, target) for part in parts)
-    peers = []
+    mine = User(str(me), *training, validation=held_out, test=tested)
+    peers, left_out = _peers(table, mine.name, preparation)
+    for name, why in left_out.items():
+        warnings.warn(f"the peer {name!r} is left out: {why}", stacklevel=2)
+    sizes = preparation.n_inputs, preparation.n_outputs
+    return TableTask(mine, peers, *sizes, preparation, target, parts[2], left_out)
+
+
+def _peers(table: CheckedTable, me: str, preparation: Preparation) -> tuple[tuple[User, ...], dict[str, str]]:
+    """Return everybody else with all of its rows, and who is left out because its rows cannot be used, with why."""
+    target, peers, left_out = table.roles.target, [], dict(table.left_out)
     for name, rows in table.rows.items():
         try:
-            if name != str(me):
+            if name != me:
                 check_classes(rows[target], table.kind)
                 peers.append(User(name, *preparation.examples(rows, target)))
         except DataError as error:
             left_out[name] = str(error)
-    for name, why in left_out.items():
-        warnings.warn(f"the peer {name!r} is left out: {why}", stacklevel=2)
-    mine = User(str(me), *training, validation=held_out, test=tested)
-    sizes = preparation.n_inputs, preparation.n_outputs
-    return TableTask(mine, tuple(peers), *sizes, preparation, target, parts[2], left_out)
+    return tuple(peers), left_out
 
 
 def split_rows(
@@ -140,35 +146,37 @@ def split_rows(
     whose: str = "user 0",
 ) -> list[pd.DataFrame]:
     """Return a user's training, validation and test rows, stratified by class where possible."""
-    from sklearn.model_selection import train_test_split
-
     own_examples = optional(COUNT)("own_examples", own_examples)
     sizes = [max(1, round(share * len(own))) if share else 0 for share in shares]
     left = len(own) - sum(sizes)
     wanted = left if own_examples is None else own_examples
     if not 2 <= wanted <= left:
+        remedy = f"ask for 2 to {left}, or hold out less" if left >= 2 else "2 are needed, hold out less"
         raise DataError(
             f"{whose} has {len(own)} rows, of which {sum(sizes)} are held out; {wanted} cannot be for training: "
-            f"ask for 2 to {max(2, left)}, or hold out less"
+            f"{remedy}"
         )
-
-    state = seed if 0 <= seed < 2**32 else random_key(seed, "split") % 2**32  # as scikit-learn takes it
-
-    def cut(rows: pd.DataFrame, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-        if not n:
-            return rows[:0], rows
-        classes = rows[target] if kind == "classification" else None
-        counts = None if classes is None else classes.value_counts()
-        even = counts is not None and counts.min() >= 2 and len(counts) <= min(n, len(rows) - n)
-        a, b = train_test_split(rows, train_size=n, stratify=classes if even else None, random_state=state)
-        return a, b
-
+    cut = partial(_cut, by_class=target if kind == "classification" else None, seed=seed)
     tested, rest = cut(own, sizes[1])
     held_out, rest = cut(rest, sizes[0])
     training = rest if wanted == len(rest) else cut(rest, wanted)[0]
     if kind == "classification" and training[target].nunique() < 2:
         raise DataError(
-            f"{whose}'s training rows have one class only ({training[target].iloc[0]!r}); "
+            f"{whose}'s training rows have one class only ({training[target].tolist()[0]!r}); "
             "take more of its rows, or another user"
         )
     return [training, held_out, tested]
+
+
+def _cut(rows: pd.DataFrame, n: int, *, by_class: str | None, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return n rows drawn at random, and the others; where possible both have the classes in that column alike."""
+    from sklearn.model_selection import train_test_split
+
+    if not n:
+        return rows[:0], rows
+    state = seed if 0 <= seed < 2**32 else random_key(seed, "split") % 2**32  # as scikit-learn takes it
+    classes = None if by_class is None else rows[by_class]
+    counts = None if classes is None else classes.value_counts()
+    even = counts is not None and counts.min() >= 2 and len(counts) <= min(n, len(rows) - n)
+    drawn, others = train_test_split(rows, train_size=n, stratify=classes if even else None, random_state=state)
+    return drawn, others

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coterie.arguments import SEED
-from coterie.data.checking import checked_table
+from coterie.data.checking import CheckedTable, checked_table, reasons
 from coterie.data.preparation import Kind, Preparation, classes_of
 from coterie.data.statistics import Statistics
 from coterie.data.suspicions import warn_of_suspicious
@@ -104,30 +104,42 @@ def users_from_table(
     columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features, "drop": drop}
     columns |= {"categorical": categorical, "ids": ids, "weights": weights}
     table = checked_table(data, kind=kind, leave_out=leave_out, sep=sep, decimal=decimal, **columns)
-    parts: dict[str, list[pd.DataFrame]] = {}
-    left_out = dict(table.left_out)
-    for name, own in table.rows.items():
-        try:
-            parts[name] = split_at_most(own, target, table.kind, shares, own_examples, seed=seed, name=name)
-        except DataError as error:
-            left_out[name] = str(error)
+    parts, left_out = _split(table, shares, own_examples, seed)
+    if not parts:
+        raise DataError(f"nobody can learn from this table; {reasons(left_out)}")
     for name, reason in left_out.items():
         warnings.warn(f"the user {name!r} is left out: {reason}", stacklevel=2)
-    if not parts:
-        raise DataError(f"nobody can learn from this table: {'; '.join(left_out.values())}")
-    roles = table.roles
-    told = [
-        Statistics.of(training[list(roles.features)], training[target], table.kind, roles.categorical)
-        for training, *_ in parts.values()
-    ]
-    classes = classes_of(table.targets) if table.kind == "classification" else ()
-    prepare = replace(functools.reduce(operator.add, told).preparation(classes), ids=ids, weights=weights)
+    trainings = [training for training, *_ in parts.values()]
+    prepare = replace(_prepared_alike(table, trainings), ids=ids, weights=weights)
     if suspect:
-        every = pd.concat([training for training, *_ in parts.values()])
-        warn_of_suspicious(table.every, every, target, prepare)
+        warn_of_suspicious(table.every, pd.concat(trainings), target, prepare)
     users = tuple(user_of(name, some, target, prepare) for name, some in parts.items())
     tested_rows = {name: some[2] for name, some in parts.items()}
     return TableUsers(users, prepare, left_out, target, tested_rows)
+
+
+def _split(
+    table: CheckedTable, shares: tuple[float, float], own_examples: int | None, seed: int
+) -> tuple[dict[str, list[pd.DataFrame]], dict[str, str]]:
+    """Return everybody's training, validation and test rows, and who is left out, with why."""
+    parts, left_out = {}, dict(table.left_out)
+    how = table.roles.target, table.kind, shares, own_examples
+    for name, own in table.rows.items():
+        try:
+            parts[name] = split_at_most(own, *how, seed=seed, name=name)
+        except DataError as error:
+            left_out[name] = str(error)
+    return parts, left_out
+
+
+def _prepared_alike(table: CheckedTable, trainings: Sequence[pd.DataFrame]) -> Preparation:
+    """Return the preparation that follows from what users tell of their training rows."""
+    roles, kind = table.roles, table.kind
+    told = [
+        Statistics.of(rows[list(roles.features)], rows[roles.target], kind, roles.categorical) for rows in trainings
+    ]
+    classes = classes_of(table.targets) if kind == "classification" else ()
+    return functools.reduce(operator.add, told).preparation(classes)
 
 
 def split_at_most(

@@ -1,7 +1,8 @@
 """The contract of an engine: it gives all users' gradients at one point, wherever the users are."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -68,8 +69,8 @@ class LocalWork:
     What it gives is its displacement over η: the sum of what its steps followed, in the place of a gradient.
 
     Example:
-        >>> LocalWork(count=4, lr=0.1).decay
-        0.0
+        >>> LocalWork(count=2, lr=0.5).followed(torch.ones(1), lambda x, k: x)  # f(x) = x²/2
+        tensor([1.5000])
     """
 
     count: int  # K, at least 1
@@ -90,6 +91,14 @@ class LocalWork:
         if self.add is not None:
             gradient = gradient + self.add[place]
         return gradient.add(x, alpha=self.decay) if self.decay else gradient
+
+    def followed(self, x: Tensor, gradient: Callable[[Tensor, int], Tensor], place: int | slice = 0) -> Tensor:
+        """Take the steps from x, by what gives a gradient at a point in step k, and return what they followed."""
+        total = torch.zeros_like(x)
+        for k in range(self.count):
+            direction = self.direction(gradient(x, k), x, place)
+            x, total = x - self.lr * direction, total + direction
+        return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,18 +137,31 @@ class Answers:
             >>> answers.sums, answers.answered.tolist(), answers.left_out
             (tensor([[0.5000]]), [0.5], {'b': 'not finite'})
         """
-        points, weights = question.points, question.weights.tolist()
         kept = {place: row for place, row in given.items() if is_finite(row)}
         left_out = {names[peer]: "not finite" for point, peer in given if (point, peer) not in kept}
-        answered, sums = points.new_zeros(len(points)), torch.zeros_like(points)
-        rows = points.new_full((len(points), len(names), points.shape[1]), math.nan) if question.rows else None
-        for (point, peer), row in kept.items():
+        return cls.over(question, kept, len(names), left_out)
+
+    @classmethod
+    def over(
+        cls, question: Question, kept: Mapping[tuple[int, int], Tensor], peers: int, left_out: Mapping[str, str]
+    ) -> Self:
+        """Return the answers in which (point, peer) has what is kept, all of which is finite.
+
+        Nothing is as large as all gradients together unless these are asked for.
+        """
+        points, weights = question.points, question.weights.tolist()
+        answered = points.new_zeros(len(points))
+        for point, peer in kept:
             answered[point] += weights[point][peer]
-            if rows is None:
+        if not question.rows:
+            sums = torch.zeros_like(points)
+            for (point, peer), row in kept.items():
                 sums[point].add_(row, alpha=weights[point][peer])
-            else:
-                rows[point, peer] = row
-        return cls(None if question.rows else sums, answered, left_out, rows)
+            return cls(sums, answered, left_out)
+        rows = points.new_empty(len(points), peers, points.shape[1])
+        for point, peer in itertools.product(range(len(points)), range(peers)):
+            rows[point, peer] = kept.get((point, peer), math.nan)
+        return cls(None, answered, left_out, rows)
 
 
 class Engine(Protocol):

@@ -20,6 +20,9 @@ MAX_STREAMED = 2**20
 MAX_POINTS = 16
 """At how many points one request may ask for gradients."""
 
+MOST_NOISE_TOLD = 1e30
+"""A peer that tells of more noise than this is not believed: its square would be no number."""
+
 MAX_LOCAL_STEPS = 1024
 """How many steps of its own a peer takes for one request."""
 
@@ -108,9 +111,24 @@ def promise_told(reported: Any) -> dict[str, float] | None:
     return {name: float(value) for name, value in told.items() if value is not None} if fine else None
 
 
+def whole_number(reported: Any) -> int | None:
+    """Return the number of examples that a peer says it has, where it can be one.
+
+    Example:
+        >>> whole_number(40), whole_number(0), whole_number("a stream")
+        (40, None, None)
+    """
+    return reported if type(reported) is int and 0 < reported < 2**53 else None
+
+
 def noise_told(reported: Any) -> float:
-    """Return the standard deviation of the noise that a peer says it adds to each number; 0 where it says none."""
-    return reported if isinstance(reported, float) and 0 <= reported < math.inf else 0.0
+    """Return the standard deviation of the noise that a peer says it adds to each number; 0 where it says none.
+
+    Example:
+        >>> noise_told(0.5), noise_told(1e300), noise_told("much")
+        (0.5, 0.0, 0.0)
+    """
+    return reported if isinstance(reported, float) and 0 <= reported < MOST_NOISE_TOLD else 0.0
 
 
 def to_array(tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.evaluation.metrics import Metric, as_metric_of, register_metric
+from coterie.evaluation.metrics import as_metric_of, register_metric
 
 Numbers: TypeAlias = NDArray[np.float64]
 
@@ -64,13 +64,6 @@ def sensitivities(matrix: Numbers) -> Numbers:
         return np.asarray(np.diag(matrix) / matrix.sum(1))
 
 
-def specificities(matrix: Numbers) -> Numbers:
-    """Return of each class the share of the other rows that are told not to be of it."""
-    others = matrix.sum() - matrix.sum(1)
-    with np.errstate(invalid="ignore"):
-        return np.asarray((others - matrix.sum(0) + np.diag(matrix)) / others)
-
-
 class Bin(NamedTuple):
     """Rows of like probability: how many, the probability that was told, and the share that came true."""
 
@@ -91,15 +84,15 @@ def calibration(probabilities: Any, positive: Any, bins: int = 5, weights: Any =
     w = _weights(weights, len(told))
     edges = np.unique(np.quantile(told, np.linspace(0, 1, bins + 1)[1:-1]))
     place = np.searchsorted(edges, told, side="left")
-    found = []
+    filled = []
     for each in np.unique(place):
         inside = place == each
         total = w[inside].sum()
         if total:
             variance = (w[inside] ** 2 * told[inside] * (1 - told[inside])).sum() / total**2
             means = (w[inside] @ told[inside] / total, w[inside] @ truth[inside] / total)
-            found.append(Bin(int(inside.sum()), float(means[0]), float(means[1]), float(np.sqrt(variance))))
-    return found
+            filled.append(Bin(int(inside.sum()), float(means[0]), float(means[1]), float(np.sqrt(variance))))
+    return filled
 
 
 @register_metric("auc")
@@ -143,7 +136,3 @@ def _numpy(weights: Tensor | None) -> Any:
 
 def _weights(weights: Any, n: int) -> Numbers:
     return np.ones(n) if weights is None else np.asarray(weights, dtype=float)
-
-
-OF_CLASSES: dict[str, Metric] = {"auc": auc, "balanced-accuracy": balanced_accuracy, "brier": brier}
-"""The metrics of class probabilities that a report has beside accuracy and loss."""

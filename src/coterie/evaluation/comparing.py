@@ -46,8 +46,8 @@ def compare(
         >>> for each, slope in zip(models, (1.0, 3.0)):
         ...     _ = nn.init.constant_(each.weight, slope)
         >>> data = InMemory(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]]))
-        >>> found = compare(*models, nn.functional.mse_loss, data, on="2 test examples")
-        >>> {name: round(each.difference, 2) for name, each in found.measures.items()}
+        >>> comparison = compare(*models, nn.functional.mse_loss, data, on="2 test examples")
+        >>> {name: round(each.difference, 2) for name, each in comparison.measures.items()}
         {'rmse': -3.16, 'loss': -10.0}
     """
     if metrics is None:
@@ -57,7 +57,7 @@ def compare(
     measured = {name: metric for name, metric in metrics.items() if name in ours}
     errors = _metric_errors(model, alone, examples, measured)
     change = example_losses(model, loss, examples) - example_losses(alone, loss, examples)
-    errors["loss"] = float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else math.inf
+    errors["loss"] = paired_error(change)
     measures = {
         name: Difference(
             ours=ours[name],
@@ -68,6 +68,11 @@ def compare(
         for name, error in errors.items()
     }
     return Comparison(on=on, examples=len(examples), measures=measures)
+
+
+def paired_error(change: Tensor) -> float:
+    """Return the standard error of the mean of examples' differences; infinite for one example."""
+    return float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else math.inf
 
 
 def _metric_errors(

@@ -21,7 +21,7 @@ def folder_names(names: Sequence[str]) -> dict[str, str]:
         {'Bern': 'Bern', 'St. Gallen': 'St._Gallen', 'a/b': 'a_b', 'a_b': 'a_b-2', 'BERN': 'BERN-2'}
     """
     taken: set[str] = set()
-    found = {}
+    folders = {}
     for name in names:
         plain = re.sub(r"[^\w.-]", "_", name)[:MAX_LETTERS]
         plain = f"_{plain[1:]}" if plain.startswith((".", "-")) else plain
@@ -30,11 +30,11 @@ def folder_names(names: Sequence[str]) -> dict[str, str]:
             number += 1
             wanted = f"{plain}-{number}"
         taken.add(wanted.casefold())
-        found[name] = wanted
-    return found
+        folders[name] = wanted
+    return folders
 
 
-_OTHERS = frozenset({POOLED, "checkpoints", "lock", "index.html"})
+_OTHERS = frozenset({POOLED, "checkpoints", "lock", "index.html", "everyone.json"})
 """What else stands in the folder of everyone."""
 
 

@@ -60,12 +60,12 @@ def gain_of(name: str, run: Run) -> Gain:
     if verdict.measures or verdict.finding != "alone":
         return Gain(name, verdict, verdict.measures)
     end = run.record.end
-    found = end.test or end.validation
-    metric = [key for key in found if key != "loss"][:1]
+    measures = end.test or end.validation
+    metric = [key for key in measures if key != "loss"][:1]
     same = {
-        key: Difference(ours=found[key], alone=found[key], error=0.0, less_is_better=less_is_better(key))
+        key: Difference(ours=measures[key], alone=measures[key], error=0.0, less_is_better=less_is_better(key))
         for key in [*metric, "loss"]
-        if key in found
+        if key in measures
     }
     return Gain(name, verdict, same)
 
@@ -75,12 +75,12 @@ def overall(gains: Sequence[Gain]) -> list[Overall]:
     compared = [gain for gain in gains if gain.measures]
     if not compared:
         return []
-    found = []
+    totals = []
     for key in compared[0].measures:
         each = {gain.name: gain.measures[key] for gain in compared if key in gain.measures}
         less = any(one.less_is_better for one in each.values())
         worst = max if less else min
-        found.append(
+        totals.append(
             Overall(
                 measure=key,
                 users=len(each),
@@ -90,7 +90,7 @@ def overall(gains: Sequence[Gain]) -> list[Overall]:
                 worst_alone=worst(((name, one.alone) for name, one in each.items()), key=lambda pair: pair[1]),
             )
         )
-    return found
+    return totals
 
 
 def counted(gains: Sequence[Gain]) -> str:
@@ -101,8 +101,8 @@ def counted(gains: Sequence[Gain]) -> str:
 
 
 def by_chance(gains: Sequence[Gain]) -> str:
-    """Say how many of the verdicts chance may make; "" where none is made of a comparison."""
+    """Say how many clear differences chance may make of several comparisons; "" where there are none."""
     made = sum(gain.verdict.comparison is not None for gain in gains)
-    if not made:
+    if made < 2:
         return ""
-    return f"Each verdict may be made by chance in 1 of {1 / LEVEL:.0f} cases: {made * LEVEL:.2g} of these {made}."
+    return f"By chance alone about {made * LEVEL:.2g} of {made} comparisons would show a clear difference."

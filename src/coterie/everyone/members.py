@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from coterie.choosing import AdaptiveAveraging
-from coterie.choosing.looks import Looks
-from coterie.choosing.trunk_and_branch import TrunkAndBranch
+from coterie.choosing.adaptive.looks import Looks
+from coterie.choosing.adaptive.trunk_and_branch import TrunkAndBranch
 from coterie.engines.capabilities import Stackable
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.forward_options import ForwardOptions
@@ -65,9 +65,13 @@ class TrunkMember(TrunkAndBranch):
         if not self.waits:
             super().advanced(n)
 
-    def go_on(self) -> None:
-        """Go on after a step that all have taken."""
-        super().advanced(1)
+    def go_on(self, n: int) -> None:
+        """Go on after steps that all have taken."""
+        super().advanced(n)
+
+    def longest_sums(self) -> Tensor:
+        """Return how long the peers' sums may be at its points in the next step."""
+        return self.second_half().longest if self.step >= self.half else self.longest
 
     def own_points(self) -> Tensor:
         """Return where own gradients are wanted next, of shape (parts, copies, d)."""
@@ -78,13 +82,13 @@ class TrunkMember(TrunkAndBranch):
     def weights(self) -> Tensor | None:
         """Return the peers' weights at its points in the next step; None where each peer is judged by itself."""
         if self.step >= self.half:
-            return self.second_half()[0]
+            return self.second_half().weights
         return None if self.judges else self.trunk_weights
 
     @property
     def judges(self) -> bool:
         """Whether the next step judges every peer by itself."""
-        return self.step < self.half and self.step % self._between_grams == 0
+        return self.schedule.judges(self.step)
 
 
 class AnsweredEngine:

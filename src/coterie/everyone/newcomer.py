@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from coterie.choosing.when import standard_error
-from coterie.errors import DataError, KnobError
+from coterie.choosing.adaptive.when import standard_error
+from coterie.errors import DataError, KnobError, blaming
 from coterie.evaluation.evaluate import example_losses
 from coterie.everyone.folders import folder_names
 from coterie.everyone.runs import Runs
 from coterie.recording.claim import claimed
-from coterie.training import setup
+from coterie.training.checking import check
 from coterie.training.train import train_spec
 from coterie.users.user import USER, Loss, User, check_names
 
@@ -25,21 +25,28 @@ def joined(runs: Runs, user: User, steps: int | None) -> Runs:
     USER("user", user)
     if not runs.specs:
         raise DataError("nobody has trained yet whom a newcomer could join; call `train_everyone` first")
-    check_names([*runs.runs, user.name])
+    check_names([*(spec.me.name for spec in runs.specs), user.name])
+    if user.is_stream:
+        raise DataError(
+            f"{user.name!r} is a stream, and examples judge which model a newcomer begins from; give some"
+        )
     like = runs.specs[0]
-    whose, model = best_start(runs, user, like.loss)
+    with blaming(f"a model that the newcomer {user.name!r} could begin from, on its examples,"):
+        whose, model = best_start(runs, user, like.loss)
     spec = replace(like, model=model, me=user, peers=[each.me for each in runs.specs])
     if any(each.rule is not like.rule and each.rule != like.rule for each in runs.specs):
         raise KnobError("everybody has a rule of its own, so that none is the newcomer's; train with one for all")
     spec = spec if steps is None else replace(spec, steps=steps)
-    setup.check(spec)
+    check(spec)
     out = None if runs.options.out is None else Path(runs.options.out)
-    place = folder_names([*runs.runs, *runs.not_trained, user.name])[user.name]
+    not_trained = {name: why for name, why in runs.not_trained.items() if name != user.name}
+    place = folder_names([*runs.runs, *not_trained, user.name])[user.name]
     with nullcontext() if out is None else claimed(out):
         run = train_spec(spec, replace(runs.options, out=out and out / place))
     return replace(
         runs,
         runs={**runs.runs, user.name: run},
+        not_trained=not_trained,
         began_from={**runs.began_from, user.name: whose},
         specs=[*runs.specs, replace(spec, model=like.model)],
     )

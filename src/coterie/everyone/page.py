@@ -6,33 +6,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from coterie.everyone.gains import Gain, by_chance, counted, gain_of, overall
+from coterie.everyone.gains import Gain, by_chance, counted, overall
+from coterie.everyone.runs import Runs
 from coterie.reporting.charts import interval_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.run_page import HEADLINES, interval
 from coterie.reporting.verdict import with_error
+from coterie.reporting.whom import weighs
 from coterie.training.run import Run
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-def write_everyone_page(
-    path: Path, runs: Mapping[str, Run], weights: "pd.DataFrame", pages: Mapping[str, str] | None = None
-) -> Path:
+def write_everyone_page(path: Path, all_runs: Runs, pages: Mapping[str, str] | None = None) -> Path:
     """Write the page to one HTML file that needs nothing else, and return its path.
 
     `pages`: by user, where the page of its own run lies, relative to this one.
     """
-    gains = [gain_of(name, run) for name, run in runs.items()]
+    runs, gains = all_runs.runs, all_runs.gains
     sections = [
         _gains(gains),
         Section(
             "Who listens to whom",
-            ["Each row is a user: what each other user has of the weight of its peers, in per cent."],
-            charts=[heat_map(weights)],
+            [
+                "Each row is a user: what each other user has of the weight of its peers, in per cent. A row "
+                f"without numbers is a user who is served the model trained alone{_unweighed(runs)}."
+            ],
+            charts=[heat_map(all_runs.weights)],
         ),
-        Section("Everybody", charts=[_links(gains, pages or {})]),
+        Section("Everybody", _others(all_runs), charts=[_links(gains, pages or {})]),
         Section("What it cost each user", tables=[_costs(runs)], folded=True),
     ]
     title = f"A model for each of {len(runs)} users"
@@ -40,14 +43,14 @@ def write_everyone_page(
 
 
 def _lead(gains: list[Gain], runs: Mapping[str, Run]) -> Lead:
-    found = overall(gains)
+    totals = overall(gains)
     tiles = [
         Tile(
             f"{one.measure}, against alone",
             with_error(one.mean, one.error),
             f"mean of {one.users} users; worst-off {one.worst[1]:.4g}, alone {one.worst_alone[1]:.4g}",
         )
-        for one in found
+        for one in totals
     ]
     seconds = sum(run.record.end.seconds for run in runs.values())
     tiles.append(Tile("it took", f"{seconds:.3g} s", f"{max(run.step for run in runs.values()):,} steps for each"))
@@ -60,7 +63,9 @@ def _gains(gains: list[Gain]) -> Section:
     """Return the section with everybody's difference to training alone."""
     compared = [gain for gain in gains if gain.verdict.comparison is not None]
     if not compared:
-        return Section("Who gains", ["Nobody's model can be compared with one trained alone."])
+        served = all(gain.verdict.finding == "alone" for gain in gains)
+        why = "The model trained alone is served to everybody" if served else "Nobody has one trained alone beside"
+        return Section("Who gains", [f"{why}: there is no difference to show."])
     text = [
         "Differences to a model trained alone, on each user's held-out examples. Lines are two standard errors to "
         "either side; right of the mark is better."
@@ -77,6 +82,13 @@ def _gains(gains: list[Gain]) -> Section:
         ordered.sort(key=lambda one: -one.value)
         charts.append(f"<h3>{escape(key)}</h3>" + interval_chart(ordered, f"difference of {key} to training alone"))
     return Section("Who gains", text, charts=charts)
+
+
+def _unweighed(runs: Mapping[str, Run]) -> str:
+    """Say who has a model trained with others, and no weights that could be shown; "" where nobody has."""
+    records = {name: run.record for name, run in runs.items()}
+    names = [name for name, each in records.items() if not weighs(each.configuration, each.end)]
+    return f", or whose rule gave no weights ({', '.join(names)})" if names else ""
 
 
 def heat_map(weights: "pd.DataFrame") -> str:
@@ -100,6 +112,20 @@ def _cell(share: float, own: bool) -> str:
         return '<td class="own"></td>'
     text = f"{100 * share:.0f}" if share >= 0.005 else ""
     return f'<td style="--share:{100 * share:.0f}%" title="{share:.1%}">{text}</td>'
+
+
+def _others(all_runs: Runs) -> list[str]:
+    """Return what is to be said beside the verdicts: of the pooled model, and of users who have none."""
+    told = [f"{name} joined later, and began from {whose}." for name, whose in all_runs.began_from.items()]
+    told += [f"{name}: {why}." for name, why in all_runs.not_trained.items()]
+    if all_runs.pooled is not None:
+        end = all_runs.pooled.record.end
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in (end.test or end.validation).items())
+        of_all = f" On everybody's {'test' if end.test else 'validation'} examples: {numbers}." if numbers else ""
+        told.append(
+            f"The pooled model, for users who are not here, was trained on all training examples alike.{of_all}"
+        )
+    return told
 
 
 def _links(gains: list[Gain], pages: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -12,6 +13,11 @@ from coterie.learners.spec import RunSpec
 from coterie.learners.tables import ExamplePool, Table
 from coterie.users.sampling import BatchStream, IndexTable, random_key
 from coterie.users.trees import Tree, mapped, split
+
+NEARLY_ALL = 0.8
+"""The share of all examples from which on a point passes over all of them."""
+A_PASS = 512
+"""To pass over so many more examples takes about as long as to begin another pass."""
 
 
 class SharedPasses:
@@ -43,20 +49,83 @@ class SharedPasses:
             keys += [key] * len(some)
         return OwnBatches(self, kept, keys, self._batch_size)
 
-    def sums(self, points: Tensor, step: int, weights: Tensor) -> Tensor:
-        """Return the users' weighted sums at points (P, d), by weights (P, N)."""
+    def sums(self, weights: Tensor) -> "WeightedSums":
+        """Return what gives the users' sums at P points by weights (P, N), in as many steps as these stay."""
+        return WeightedSums(self, weights)
+
+    def batches(self, step: int) -> tuple[Tree, Tree]:
+        """Return everybody's batches of a step, one after the other, in one group."""
         if self._batches is None or self._batches[0] != step:
             self._batches = step, self._table.at(step)
-        inputs, targets = self._batches[1]
-        shares = (weights.index_select(1, self._whose) * self._over).unsqueeze(0)
+        return self._batches[1]
+
+    def shares(self, weights: Tensor) -> Tensor:
+        """Return what each example weighs, of shape (P, R), by the weights of its user at P points."""
+        return weights.index_select(1, self._whose) * self._over
+
+    def counted(self, shares: Tensor, targets: Tree) -> Tensor:
+        """Return shares where examples count differently in the mean over their user's batch."""
         counts = self.copies.counts(targets)
-        shares = shares if counts is None else self._table.counted(shares, counts)
-        most = self.copies.max_copies(mapped(itemgetter(0), inputs), shares.shape[2])
-        found = [
-            self.copies.gradients(x[None], some, inputs, targets)[0][0]
-            for x, some in zip(torch.split(points, most), torch.split(shares, most, dim=1), strict=True)
-        ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return shares if counts is None else self._table.counted(shares[None], counts)[0]
+
+
+class WeightedSums:
+    """The users' sums at P points, by weights (P, N) that stay the same for some steps.
+
+    Fitted weights are zero for many. So a point passes over the batches of those who weigh something there,
+    together with points where about as many do; points where nearly all do share one batch.
+    """
+
+    def __init__(self, passes: SharedPasses, weights: Tensor) -> None:
+        self._passes, self._shares = passes, passes.shares(weights)
+        self._alike = _alike(self._shares != 0)
+        self._parts: list[tuple[Tensor, Tensor]] = []  # of one pass each
+
+    def at(self, points: Tensor, step: int) -> Tensor:
+        """Return the sums at points (P, d)."""
+        copies, (inputs, targets) = self._passes.copies, self._passes.batches(step)
+        for places, rows in () if self._parts else self._alike:
+            most = copies.max_copies(mapped(itemgetter(0), inputs), rows.shape[1])
+            self._parts += zip(torch.split(places, most), torch.split(rows, most), strict=True)
+        shares, sums = self._passes.counted(self._shares, targets), torch.empty_like(points)
+        for places, rows in self._parts:
+            x, weighs = points.index_select(0, places), shares.index_select(0, places)
+            if rows.shape[1] == shares.shape[1]:
+                gradients = copies.gradients(x[None], weighs[None], inputs, targets)[0][0]
+            else:
+                batches = (mapped(partial(_rows_of, rows), tree) for tree in (inputs, targets))
+                gradients = copies.gradients(x.unsqueeze(1), weighs.gather(1, rows).unsqueeze(1), *batches)[
+                    0
+                ].squeeze(1)
+            sums.index_copy_(0, places, gradients)
+        return sums
+
+
+def _alike(heard: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return points (P, R) that hear about as many examples together, each with the examples that it passes over.
+
+    Rows of a part are of one length, filled up with examples that are not heard.
+    """
+    numbers, examples = heard.sum(1), heard.shape[1]
+    lengths = torch.where(numbers > NEARLY_ALL * examples, examples, numbers.clamp(min=1)).cpu()
+    first_heard = heard.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    parts: list[list[int]] = []
+    filled = 0
+    for point in lengths.argsort(stable=True).tolist():
+        longer = int(lengths[point] - lengths[parts[-1][-1]]) * len(parts[-1]) if parts else A_PASS
+        filled += longer
+        if filled >= A_PASS:
+            parts.append([])
+            filled = 0
+        parts[-1].append(point)
+    ends = [int(lengths[part[-1]]) for part in parts]
+    places = [torch.tensor(part, device=heard.device) for part in parts]
+    return [(some, first_heard[some, :end]) for some, end in zip(places, ends, strict=True)]
+
+
+def _rows_of(rows: Tensor, leaf: Tensor) -> Tensor:
+    """Return rows (G, r) of the only group of a batch (1, R, …)."""
+    return leaf[0].index_select(0, rows.flatten()).view(*rows.shape, *leaf.shape[2:])
 
 
 class OwnBatches:
@@ -97,7 +166,7 @@ class OwnBatches:
         lengths = [len(some) for some in torch.split(points, most)]
         cut = zip(*(split(tree, lengths) for tree in (points, weights, inputs, targets)), strict=True)
         gradients, losses = zip(*(passes.copies.gradients(*some) for some in cut), strict=True)
-        found = torch.cat(losses)
+        by_copy = torch.cat(losses)
         if counts is not None:  # not a number where the loss ignores the whole batch
-            found = torch.where(shares.any(1, keepdim=True), found, torch.nan)
-        return torch.cat(gradients), found
+            by_copy = torch.where(shares.any(1, keepdim=True), by_copy, torch.nan)
+        return torch.cat(gradients), by_copy

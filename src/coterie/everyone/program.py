@@ -1,16 +1,18 @@
 """Everybody's next step as one program: passes that serve all members, then one step of all their rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from coterie.choosing.adaptive.branch import mixed
+from coterie.choosing.adaptive.trunk import followed
 from coterie.everyone.members import AnsweredEngine, TrunkMember
-from coterie.everyone.passes import SharedPasses
+from coterie.everyone.passes import SharedPasses, WeightedSums
 from coterie.everyone.rows import RowOptimizer, join
-from coterie.gradients.gradients import Gradients
+from coterie.gradients.gradients import Gradients, is_finite
 from coterie.learners.learner import Learner
 from coterie.learners.points import Own, Sums
 from coterie.learners.program import HeldOut
@@ -35,6 +37,12 @@ class Program(Protocol):
     def step(self) -> None:
         """Let all rows step, once every member has left its direction, and members go on."""
 
+    def repeat(self, most: int, stop: Callable[[], bool]) -> list[list[float]]:
+        """Take steps that are the same work for all, at most so many, and return everybody's losses in each.
+
+        None are taken where the next step is other work, or where its gradients are to be looked at one by one.
+        """
+
 
 class TrunksTogether:
     """Members who follow `AdaptiveAveraging`."""
@@ -54,7 +62,11 @@ class TrunksTogether:
         self._peers, peers = join([member.peers for member in members])
         for member, mine, theirs in zip(members, alone, peers, strict=True):
             member.alone, member.peers = mine, theirs
-        self._weights: Tensor | None = None
+        self._sums: WeightedSums | None = None
+        self._alike = len({(member.n_folds, member.n_trunks) for member in members}) == 1
+        self._unheard = torch.cat([member.unheard for member in members])
+        for member, unheard in zip(members, torch.split(self._unheard, 1), strict=True):
+            member.unheard = unheard
 
     def leave(self, loop: TrainingLoop) -> None:
         """Go on without a member."""
@@ -70,11 +82,9 @@ class TrunksTogether:
         gradients, losses = self._own.gradients(torch.cat(wanted), step)
         sums: list[Sums | None] = [None] * len(members)
         if not members[0].judges:
-            if self._weights is None:
-                self._weights = self._everybodys_weights()
-            found = self.passes.sums(self._peers.x, step, self._weights)
+            weighted = self._weighted().at(self._peers.x, step)
             sizes = [len(member.peers.x) for member in members]
-            pairs = zip(torch.split(found, sizes), torch.split(self._answered, sizes), strict=True)
+            pairs = zip(torch.split(weighted, sizes), torch.split(self._answered, sizes), strict=True)
             sums = [Sums(some, answered) for some, answered in pairs]
         groups = [len(points) for points in wanted]
         own = zip(torch.split(gradients, groups), torch.split(losses, groups), strict=True)
@@ -82,8 +92,10 @@ class TrunksTogether:
             rows = mine.transpose(0, 1).reshape(-1, mine.shape[2])  # all parts of the first copies, then the next
             member.points.answer = step, Own(rows, loss[0, 0], rows[:, :0]), theirs
 
-    def _everybodys_weights(self) -> Tensor:
-        """Return the weights at all points over all users, who have none for themselves."""
+    def _weighted(self) -> WeightedSums:
+        """Return what gives the peers' sums at all points, by weights over all users, 0 for oneself."""
+        if self._sums is not None:
+            return self._sums
         rows = []
         for member, columns in zip(self.members, self._columns, strict=True):
             weights = member.weights()
@@ -93,19 +105,64 @@ class TrunksTogether:
             rows.append(row.index_copy_(1, columns, weights))
         whole = torch.cat(rows)
         self._answered = whole.sum(1)
-        return whole
+        self._longest = torch.cat([member.longest_sums() for member in self.members])
+        self._sums = self.passes.sums(whole)
+        return self._sums
 
     def step(self) -> None:
         """Let all copies step, and members look and fork where it is time."""
         self._alone.step()
         self._peers.step()
-        changed, half = self.members[0].judges, self.members[0].half
-        for member in self.members:
-            member.go_on()
-        if self.members[0].step == half:
-            self.begin()
+        changed = self.members[0].judges
+        self._go_on(1)
         if changed:
-            self._weights = None
+            self._sums = None
+
+    def _go_on(self, n: int) -> None:
+        for member in self.members:
+            member.go_on(n)
+        if self.members[0].step == self.members[0].half:
+            self.begin()
+
+    def repeat(self, most: int, stop: Callable[[], bool]) -> list[list[float]]:
+        """Take the steps of all copies between two Gram matrices, looks or forks; see `Program`."""
+        step, losses = self.members[0].step, list[list[float]]()
+        most = min(most, *(member.until_other_work() for member in self.members)) if self._alike else 0
+        while len(losses) < most and (own_losses := self._direct(step + len(losses))) is not None:
+            self._alone.step()
+            self._peers.step()
+            losses.append(own_losses.tolist())
+            if stop():
+                break
+        if losses:
+            self._go_on(len(losses))
+        return losses
+
+    def _direct(self, step: int) -> Tensor | None:
+        """Write the directions of all copies, and return everybody's own loss.
+
+        None where a gradient is not finite: that is looked into member by member.
+        """
+        first, (alone, theirs) = self.members[0], (self._by_member(each.x) for each in (self._alone, self._peers))
+        branch, copies = step >= first.half, alone.shape[1]
+        points = [alone, theirs[:, :copies]] if branch else [alone]
+        gradients, losses = self._own.gradients(torch.stack(points, dim=2).flatten(0, 1), step)
+        sums = self._weighted().at(self._peers.x, step)
+        if not (is_finite(gradients) and is_finite(sums)):
+            return None
+        own, asked = self._by_member(gradients), Sums(self._by_member(sums), self._by_member(self._answered))
+        longest, out = self._by_member(self._longest), self._by_member(self._peers.direction)
+        self._by_member(self._alone.direction).copy_(own[:, :, 0])
+        if branch:
+            self._unheard += ~mixed(own[:, :, 1], asked, longest, first.schedule.alpha(step), out)[:, 0]
+        else:
+            followed(asked, longest, out)
+        return self._by_member(losses)[:, 0, 0]
+
+    def _by_member(self, rows: Tensor) -> Tensor:
+        """Return the rows of all members, who have as many each, as (members, rows, …)."""
+        members = len(self.members)
+        return rows.view(members, len(rows) // members, *rows.shape[1:])
 
 
 class LearnersTogether:
@@ -126,8 +183,7 @@ class LearnersTogether:
         for row, loop in zip(weights, loops, strict=True):
             for name, weight in loop.learner.rule.weights(loop.learner.engine.names).items():
                 row[names.index(name)] = weight
-        self._weights = weights
-        self._heard = bool(weights.any())
+        self._sums = passes.sums(weights) if weights.any() else None
 
     def begin(self) -> None:
         """Let the schedules of step sizes go on where those of the members are."""
@@ -143,7 +199,7 @@ class LearnersTogether:
         """Compute own gradients of all learners and shadows, and the peers' sums at the learners' points."""
         step, x = max(loop.learner.step for loop in self.loops), self._whole.x
         gradients, losses = self._own.gradients(x.view(len(self.loops), self.copies, -1), step)
-        sums = self.passes.sums(x.index_select(0, self._ours), step, self._weights) if self._heard else None
+        sums = None if self._sums is None else self._sums.at(x.index_select(0, self._ours), step)
         pairs = zip(gradients.flatten(0, 1), losses.flatten(), strict=True)
         for row, (engine, (own, loss)) in enumerate(zip(self._engines, pairs, strict=True)):
             user, copy = divmod(row, self.copies)
@@ -153,6 +209,10 @@ class LearnersTogether:
     def step(self) -> None:
         """Let all rows step."""
         self._whole.step()
+
+    def repeat(self, most: int, stop: Callable[[], bool]) -> list[list[float]]:
+        """Take no steps: each rule makes its own of what it is given."""
+        return []
 
 
 def _columns(users: int, place: int) -> Tensor:
@@ -174,7 +234,7 @@ class EvaluatedTogether:
 
     def outputs(self) -> dict[int, tuple[Tree, Tree]]:
         """Return outputs and targets of every member's model, by place, and leave losses with its guard."""
-        found = {}
+        by_place = {}
         outputs = self._held_out.outputs(self._points())
         for row, (place, learner) in enumerate(self._rows):
             if row in outputs:
@@ -182,8 +242,8 @@ class EvaluatedTogether:
                 if loop.guard is not None and self._loss is not None:
                     loop.guard.known[learner.model] = self._loss.by_example(*outputs[row]).double()
                 if learner is loop.learner:
-                    found[place] = outputs[row]
-        return found
+                    by_place[place] = outputs[row]
+        return by_place
 
 
 def _learners(loop: TrainingLoop) -> list[Learner]:

@@ -41,6 +41,7 @@ def join(stacks: Sequence[Stack]) -> tuple[Stack, list[JoinedRows]]:
     rows, first = [], 0
     for stack in stacks:
         rows.append(JoinedRows(whole, first, first + len(stack.x)))
+        rows[-1].direction.copy_(stack.direction)  # a member may have ended while others have left theirs
         first += len(stack.x)
     return whole, rows
 

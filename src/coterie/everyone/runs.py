@@ -43,7 +43,8 @@ class Runs:
     def weights(self) -> "pd.DataFrame":
         """Who listens to whom: in a user's row each other user's share of the weight that its peers have.
 
-        A row of zeros is a user who is served the model trained alone.
+        A row of zeros is a user who is served the model trained alone, or whose rule gave no weights: methods have
+        none.
         """
         import pandas as pd
 
@@ -103,4 +104,4 @@ class Runs:
         """Write one HTML page: who gains, who listens to whom, the cost; and return its path."""
         from coterie.everyone.page import write_everyone_page
 
-        return write_everyone_page(Path(path), self.runs, self.weights)
+        return write_everyone_page(Path(path), self)

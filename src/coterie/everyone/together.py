@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError, UserCodeError
 from coterie.evaluation.evaluate import scores
@@ -42,11 +43,12 @@ def train_together(
         if options.resume:
             align([folder for folder in folders if folder is not None])
         runs: list[SetUpRun] = []
+        known: dict[str, OnParts] = {}  # everybody starts at the same point
         for spec, folder in zip(specs, folders, strict=True):
             like = runs[0].loop.learner.engine if runs else None
             engine = partial(InProcess, like=like) if isinstance(like, InProcess) else InProcess
             own = replace(options, out=folder, progress=False, engine=engine)
-            runs.append(set_up(spec, own, held, stack, learner_of=member_of))
+            runs.append(set_up(spec, own, held, stack, learner_of=member_of, known=known))
         members = _members(runs)
         loop = TogetherLoop(runs, members)
         interrupted = stack.enter_context(interruptible())
@@ -130,12 +132,14 @@ class TogetherLoop:
             self.program.begin()
         self._each(TrainingLoop.first_point)
         while self.going and not self.stopped:
-            step = next(iter(self.going.values())).learner.step
-            if step >= self.runs[0].spec.steps:
+            if next(iter(self.going.values())).learner.step >= self.runs[0].spec.steps:
                 break
-            self._step()
+            self._step(interrupted)
+            if not self.going:
+                break
             losses = [loop.losses[-1] for loop in self.going.values() if loop.losses]
-            show(step + 1, sum(losses) / len(losses) if losses else float("nan"), float("nan"), None)
+            done = max(loop.learner.step for loop in self.going.values())
+            show(done, sum(losses) / len(losses) if losses else float("nan"), float("nan"), None)
             self.stopped = interrupted()
         share = (time.monotonic() - began) / len(self.runs)
         why = Stopped.CTRL_C if self.stopped else None
@@ -144,13 +148,20 @@ class TogetherLoop:
             if place not in self.ended and not self.stopped:
                 self._by_itself(place, run, interrupted)
 
-    def _step(self) -> None:
-        """Take one step in every run."""
+    def _step(self, interrupted: Callable[[], bool]) -> None:
+        """Take one step in every run, or some that are the same work in all."""
         if self.program is None:
             return
-        self.program.answer()
-        taken: dict[int, tuple[float, Mapping[str, str]]] = self._each(lambda loop: loop.advance(1))
-        self.program.step()
+        taken: dict[int, tuple[float, Mapping[str, str]]]
+        most = min(loop.until_due() for loop in self.going.values())
+        if losses := self.program.repeat(most, interrupted):
+            own = {id(loop): list(mine) for loop, *mine in zip(self.going.values(), *losses, strict=True)}
+            taken = self._each(lambda loop: loop.took(own[id(loop)]))
+        else:
+            self.program.answer()
+            taken = self._each(lambda loop: loop.advance(1))
+            if self.going:
+                self.program.step()
         due = any(loop.due for loop in self.going.values())
         outputs = self.evaluated.outputs() if due and self.evaluated is not None else {}
         held_out = {id(loop): outputs.get(place) for place, loop in self.going.items()}
@@ -164,7 +175,7 @@ class TogetherLoop:
 
     def _each(self, do: Callable[[TrainingLoop], T], *, ends: bool = False) -> dict[int, T]:
         """Do something with every run that goes on; one that fails ends, and the others go on."""
-        found = {}
+        results = {}
         for place, loop in list(self.going.items()):
             try:
                 result = do(loop)
@@ -174,10 +185,10 @@ class TogetherLoop:
                 self.errors.append(error if error.run is not None else loop.failed(error))
                 self._leave(place, self.errors[-1].run)
             else:
-                found[id(loop)] = result
+                results[id(loop)] = result
                 if ends:
                     self._leave(place, result)
-        return found
+        return results
 
     def _leave(self, place: int, run: object) -> None:
         """Let a run be ended."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from coterie.arguments import listed
 from coterie.choosing import Chooser, MakesLearner
+from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, GradientError, KnobError, UserCodeError
 from coterie.evaluation.metrics import Metric
 from coterie.everyone.folders import POOLED, folder_names
@@ -22,8 +23,8 @@ from coterie.gradients.norm_bound import FACTOR
 from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
 from coterie.recording.claim import claimed
 from coterie.rules import Rule
-from coterie.training import setup
-from coterie.training.run import RunOptions
+from coterie.training.checking import check
+from coterie.training.run import Run, RunOptions
 from coterie.training.train import train_spec
 from coterie.users.user import USER, Loss, User, check_names
 
@@ -137,15 +138,29 @@ def _able(specs: Sequence[RunSpec]) -> tuple[dict[User, RunSpec], dict[str, str]
     able, left_out = {}, {}
     for spec in specs:
         try:
-            setup.check(spec)
+            check(spec)
             able[spec.me] = spec
         except DataError as error:
-            left_out[spec.me.name] = f"left out: {error}"
-            warnings.warn(f"the user {spec.me.name!r} is left out: {error}", stacklevel=3)
+            left_out[spec.me.name] = str(error)
+    unlike = {me: {other: why for other in able if (why := _unlike(me, other))} for me in able}
+    for user, why in min(unlike.values(), key=len, default={}).items():  # as the one whom most are like sees it
+        left_out[user.name] = why
+        del able[user]
+    for name, why in left_out.items():
+        warnings.warn(f"the user {name!r} is left out: {why}", stacklevel=3)
     if len(able) < 2:
-        why = "".join(f"; {name!r} is {reason}" for name, reason in left_out.items())
-        raise DataError(f"`users` must be two or more who can learn from each other, got {len(able)}{why}")
-    return able, left_out
+        told = "".join(f"; {name!r} is left out: {why}" for name, why in left_out.items())
+        raise DataError(f"`users` must be two or more who can learn from each other, got {len(able)}{told}")
+    return able, {name: f"left out: {why}" for name, why in left_out.items()}
+
+
+def _unlike(me: User, other: User) -> str | None:
+    """Say why another's examples could not be passed through a user's model; None where they could."""
+    try:
+        check_alike(me, other.examples, repr(other.name))
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def _trained(specs: Sequence[RunSpec], options: RunOptions, left_out: Mapping[str, str]) -> Runs:
@@ -154,14 +169,17 @@ def _trained(specs: Sequence[RunSpec], options: RunOptions, left_out: Mapping[st
     out = None if options.out is None else Path(options.out)
     places = folder_names(names)
     folders = [None if out is None else out / places[name] for name in names]
-    found, errors, stopped = train_together(specs, options, folders)
-    runs = {name: found[place] for place, name in enumerate(names) if place in found}
+    by_place, errors, stopped = train_together(specs, options, folders)
+    runs = {name: by_place[place] for place, name in enumerate(names) if place in by_place}
     pooled, of_all = None, pooled_spec(specs)
     if of_all is not None and not stopped and not errors:
         try:
             pooled = train_spec(of_all, replace(options, out=out and out / POOLED))
         except GradientError as error:  # the others must not be lost with it
             pooled = error.run
+        except UserCodeError as error:
+            pooled = error.run if isinstance(error.run, Run) else None
+            errors.append(error)
     waiting = {name: "not begun, because of Ctrl-C" for name in names if name not in runs}
     result = Runs(runs, pooled, {**left_out, **waiting}, specs=specs, options=options)
     if errors:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.data import Preparation, read_table
-from coterie.engines.caps import Caps
+from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.federation import manifest
 from coterie.federation.everyone.readme import README_OF_A_MEMBER
@@ -71,14 +71,16 @@ gradients = {gradients}   # in all, over every run; inf: no limit
 norm = {norm}             # a gradient is clipped to this norm; inf: not clipped
 examples = {examples}     # no gradient of fewer rows than this
 
+{rest}"""
+
+PRIVACY = """\
 # [privacy]             # what you promise about every row; take `norm` above away. `pip install "coterie[privacy]"`
 # epsilon = 4.0         # over all runs; a request beyond it is refused
 # delta = 1e-5          # less than one over the number of your rows
 # clip = 1.0            # each row's gradient is clipped to this norm
 # noise = 1.0           # in multiples of `clip`; left out: the least with which epsilon lasts for `gradients` above
 # margin = 1            # with [sums] and its keys: sites split the noise, of whom so many others may tell theirs
-
-{rest}"""
+"""
 
 SUMS = """# [sums]                # give gradients under masks only: user 0 sees their sum with other sites'
 # peers = 3             # of at least so many sites
@@ -91,21 +93,21 @@ def set_up(
     folder: Path,
     consortium: Consortium,
     settings: LeadSettings,
-    *,
-    categorical: tuple[str, ...] = (),
-    kind: str = "auto",
+    **columns: Any,
 ) -> dict[str, str]:
     """Write user 0's folder, with a kit for each site, and return the kits' fingerprints.
 
     The folder must hold no consortium yet. User 0's table is read to learn how rows become inputs. Where everyone
-    trains user 0 has a kit too, which is accepted, and the folder beside it is the server's alone.
+    trains user 0 has a kit too, which is accepted, and the folder beside it is the server's alone. `columns` are
+    `kind`, `categorical`, `drop` and `ids` of `from_table`.
     """
     rows = read_table(settings.data.table)
-    task = lead_task(rows, settings, categorical=categorical, kind=kind)
+    task = lead_task(rows, settings, **columns)
     preparation = task.preparation
     model = models.build(settings.model.name, task.n_inputs, task.n_outputs)
     size = sum(tensor.numel() for tensor in model.state_dict().values())
-    kits = [_kit(site, consortium, settings, preparation, size) for site in consortium.sites]
+    kit = _kit(consortium.sites[0], consortium, settings, preparation, size)
+    kits = [replace(kit, site=site) for site in consortium.sites]  # what a run asks is found out once
     provision(consortium, folder, size)
     if not consortium.everyone:
         preparation.save(folder)
@@ -193,9 +195,10 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
             f"# {model}   # user 0 proposes this code: take the # away if it is installed here, and yours to run"
         )
     columns = "\n".join(f"# {quoted(column)} = {quoted(column)}" for column in kit.columns)
-    limits = {"gradients": caps.gradients or "inf", "norm": caps.norm or "inf", "examples": caps.examples}
+    limits = {name: "inf" if limit is None else limit for name, limit in vars(caps).items()}
     names = {"name": quoted(kit.site), "kit": quoted(fingerprint), "target": quoted(kit.target)}
-    names |= {"table": quoted(mine.table if mine else "data.csv"), "sites": "", "own_examples": "", "rest": SUMS}
+    names |= {"table": quoted(mine.table if mine else "data.csv"), "sites": "", "own_examples": ""}
+    names |= {"rest": f"{PRIVACY}\n{SUMS}"}
     if kit.everyone:
         wanted = f"own_examples = {mine.own_examples}" if mine and mine.own_examples else "# own_examples = 100"
         training = "\n".join(f"{name} = {quoted(value)}" for name, value in kit.training.items())

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from coterie.choosing import Chooser, MakesLearner, chooser_for
+from coterie.choosing import MakesLearner, TellsGradients, chooser_for
 from coterie.data.table import TableTask
 from coterie.engines.engine import MakeEngine
 from coterie.engines.flare.engine import Flare
@@ -19,11 +19,13 @@ from coterie.engines.rounding import Compress
 from coterie.errors import KnobError, printable
 from coterie.federation.participants import Participant, lead_participant
 from coterie.federation.settings import FILE, LeadSettings, lead_settings
+from coterie.methods import build
+from coterie.methods.rehearsal import gradients_asked
+from coterie.methods.rounds import Method
 from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.registry import RunFacts
-from coterie.rules import RULES, Rule
-from coterie.tables.fit import fit
+from coterie.tables.fit import Followed, fit, step_size
 from coterie.tables.model_files import save_model
 from coterie.training.train import train
 
@@ -68,9 +70,9 @@ def train_here(settings: LeadSettings, sites: Sites, out: Path, held: Participan
     """Train a model for who holds these examples, with sites for peers, and write all results to a folder."""
     rule, knobs = rule_of(settings), settings.training
     engine = _engine_of(settings, sites)
-    asked = ("steps", "lr", "batch_size", "seed", "exchange_every", "local_steps")
+    asked = ("steps", "batch_size", "seed", "exchange_every", "local_steps")
     options: dict[str, Any] = {name: getattr(knobs, name) for name in asked}
-    options |= {"engine": engine, "resume": True, "progress": False}
+    options |= {"lr": step_size(rule, knobs.lr), "engine": engine, "resume": True, "progress": False}
     if task is not None:
         fitted = fit(task, rule, settings.model.name, out, **options)
         said = "stopped" if fitted is None else fitted.summary()
@@ -91,11 +93,16 @@ def _engine_of(settings: LeadSettings, sites: Sites) -> MakeEngine:
 
 
 def planned_gradients(settings: LeadSettings) -> int:
-    """Return how many gradients a run may ask of each site."""
-    training = settings.training
+    """Return how many gradients a run may ask of each site, those that its knobs are chosen by among them."""
+    training, rule = settings.training, rule_of(settings)
+    if isinstance(rule, Method):
+        asked = gradients_asked(rule, settings.me, settings.sites, rounds=training.steps, seed=training.seed)
+        return max(1, *asked.values())  # a method of user 0 alone asks nobody
     exchanges = math.ceil(training.steps / training.exchange_every)
-    points = POINTS_A_STEP if isinstance(rule_of(settings), MakesLearner) else 1
-    return exchanges * training.local_steps * points
+    points = POINTS_A_STEP if isinstance(rule, MakesLearner) else 1
+    chooser = chooser_for(rule)
+    before = chooser.gradients_before(training.steps) if isinstance(chooser, TellsGradients) else 0
+    return before + exchanges * training.local_steps * points
 
 
 def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
@@ -132,22 +139,52 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
     return problems
 
 
-def rule_of(settings: LeadSettings) -> Rule | MakesLearner:
-    """Return the rule that the settings name; what sites hold is theirs to tell, so no knob can depend on it."""
+def rule_of(settings: LeadSettings) -> Followed:
+    """Return the rule or method that the settings name; what sites hold is theirs to tell: no knob depends on it.
+
+    A knob that is "auto" is chosen by gradients, which sites give.
+    """
     training = settings.training
     knobs = {"alpha": training.alpha, "beta": training.beta} | dict(training.knobs)
     given = {name: value for name, value in knobs.items() if value is not None}
     peers = settings.sites if isinstance(training.secure_sums, bool) else tuple(training.secure_sums)
     facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
-    rule: Rule | Chooser | MakesLearner = RULES.entry(training.rule).build(given, facts)
-    if isinstance(rule, Chooser) or chooser_for(rule):
-        raise KnobError(f"`rule` {training.rule!r} chooses by rows of sites, which stay there; set all its knobs")
-    if training.secure_sums is True and (isinstance(rule, MakesLearner) or rule.needs_rows):
+    rule: Followed = build(training.rule, given, facts)
+    if isinstance(rule, Method):
+        _check_method(rule, settings)
+        return rule
+    chooser = chooser_for(rule)
+    if chooser is not None and not isinstance(chooser, TellsGradients):
         raise KnobError(
-            f"`rule` {training.rule!r} needs each site's gradient, and `secure_sums` gives their sum alone; use "
-            '"wga" or "bc" with their knobs set, or name groups of sites in `secure_sums`'
+            f"`rule` {training.rule!r} does not say how many gradients it asks of each site before the first step, "
+            "by which sites know whether they give them; let it have `gradients_before`"
+        )
+    by_rows = isinstance(rule, MakesLearner) or chooser is not None or getattr(rule, "needs_rows", False)
+    if training.secure_sums is True and by_rows:
+        why = ' to choose a knob that is "auto"' if chooser is not None else ""
+        raise KnobError(
+            f"`rule` {training.rule!r} needs each site's gradient{why}, and `secure_sums` gives their sum alone; "
+            'use "wga" or "bc" with numbers for their knobs, or name groups of sites in `secure_sums`'
         )
     return rule
+
+
+def _check_method(method: Method, settings: LeadSettings) -> None:
+    """Refuse a method that needs more of sites than gradients and local steps, or these in another way."""
+    training, name = settings.training, settings.training.rule
+    if max(training.exchange_every, training.local_steps) > 1:
+        raise KnobError(
+            f"`rule` {name!r} has rounds of its own: leave `exchange_every` and `local_steps` out, and give its "
+            "own knobs, such as `--knob local_steps=5`"
+        )
+    if training.secure_sums:
+        raise KnobError(
+            f"`rule` {name!r} lets sites take steps of their own, which `secure_sums` does not mask; leave one out"
+        )
+    try:
+        gradients_asked(method, settings.me, settings.sites)
+    except KnobError as error:
+        raise KnobError(f"`rule` {name!r} cannot be used with sites: {error}") from error
 
 
 def _summed_with(name: str, settings: LeadSettings) -> Sequence[str]:

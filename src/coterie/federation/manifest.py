@@ -130,8 +130,8 @@ def verify(folder: Path, expected: str, *, alone: bool = False) -> None:
         expected: the fingerprint that user 0 has told.
         alone: refuse any other file or folder too, as for a kit that has just come.
     """
-    if (found := fingerprint(folder)) != expected.strip().lower():
-        raise FileError(f"the kit {folder} has the fingerprint {found}, not {expected[:80]!r}; {_REMEDY}")
+    if (actual := fingerprint(folder)) != expected.strip().lower():
+        raise FileError(f"the kit {folder} has the fingerprint {actual}, not {expected[:80]!r}; {_REMEDY}")
     listed = files.read_json(folder / MANIFEST, _REMEDY, ["files"])["files"]
     if not isinstance(listed, dict) or set(listed) != set(KIT_FILES):
         raise FileError(f"the manifest of {folder} must list {', '.join(KIT_FILES)} and nothing else; {_REMEDY}")

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from coterie.arguments import (
     ANYTHING,
@@ -20,9 +20,10 @@ from coterie.arguments import (
     listed,
     mapped,
     one_of,
+    optional,
     whole,
 )
-from coterie.engines.caps import Caps
+from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
@@ -30,6 +31,7 @@ from coterie.recording import files
 
 FILE = "coterie.toml"
 _TEXT = instance(str, "a text")
+_KNOB = Check('lie in [0, 1], or be "auto"', lambda value: value if value == "auto" else SHARE.read(value))
 _TABLE = instance(dict, "a table of settings")
 CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("name", "kit", "me", "table", "loader", "target", "loss", "rule"), _TEXT),
@@ -37,8 +39,9 @@ CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("threads", "own_examples", "n_inputs", "n_outputs", "steps", "batch_size"), COUNT),
     **dict.fromkeys(("exchange_every", "local_steps"), COUNT),
     **dict.fromkeys(("misses", "probe_every", "minimum"), whole(0)),
-    **dict.fromkeys(("alpha", "beta"), SHARE),
-    **dict.fromkeys(("lr", "timeout"), POSITIVE),
+    **dict.fromkeys(("alpha", "beta"), _KNOB),
+    "lr": optional(POSITIVE),
+    "timeout": POSITIVE,
     **dict.fromkeys(("sites", "everyone"), listed(_TEXT, "a list of names")),
     "columns": mapped(_TEXT, 'a table of names: ours = "yours"'),
     "knobs": mapped(ANYTHING, "a table of knobs"),
@@ -52,6 +55,11 @@ CHECKS: Mapping[str, Check] = {
 """What each setting may be; caps and privacy say themselves."""
 SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
 """What a site gives at most unless it sets otherwise: two runs of 1000 steps with the default rule."""
+NO_PRIVACY = (
+    "where everyone trains, nothing can be promised about a row: the points of a site's own run, which it "
+    "sends to the others, tell of its rows without noise; leave [privacy] away, or let one site lead"
+)
+
 NO_SUMS = (
     "where everyone trains, sums are not masked: two sites that ask for sums of the same gradients by other "
     "weights could work out the parts; leave `secure_sums` and [sums] away"
@@ -87,12 +95,12 @@ class Training:
     code.
     """
 
-    rule: str = "adaptive"
-    alpha: float | None = None
-    beta: float | None = None
+    rule: str = "adaptive"  # or a method, whose rounds are the steps
+    alpha: float | Literal["auto"] | None = None
+    beta: float | Literal["auto"] | None = None
     knobs: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 1000
-    lr: float = 0.01
+    lr: float | None = None  # Adam's, 0.01 if left out; of a method 0.1
     batch_size: int = 32
     seed: int = 0
     exchange_every: int = 1
@@ -135,6 +143,8 @@ class SiteSettings:
             raise KnobError("`sites` and [training] must both be there, as where everyone trains, or neither")
         if self.training is not None and (self.sums is not None or self.training.secure_sums):
             raise KnobError(NO_SUMS)
+        if self.training is not None and self.privacy is not None:
+            raise KnobError(NO_PRIVACY)
 
     def as_lead(self) -> "LeadSettings":
         """Return the settings by which a site trains a model of its own."""

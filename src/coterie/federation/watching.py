@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from coterie.engines.caps import Caps
+from coterie.engines.peer import Caps
 from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.participants import LOG as REQUESTS
 from coterie.recording.progress import Show, numbers_of
@@ -178,9 +178,9 @@ class ServerWatch:
         """Look what is new."""
         for line in self._log():
             for pattern, words in _CLIENTS:
-                if found := pattern.search(line):
+                if client := pattern.search(line):
                     total = re.search(r"Total clients: (\d+)", line)
-                    self.screen.line(words.format(found[1]))
+                    self.screen.line(words.format(client[1]))
                     self.screen.now(f"sites connected: {total[1]}" if total else "")
 
 

@@ -1,5 +1,6 @@
 """NVFLARE's processes: a site's folder for them, written by the code installed there, and how they are started."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -147,6 +148,9 @@ def run_process(command: Sequence[str], place: Path, watch: Callable[[], None]) 
             except psutil.TimeoutExpired:
                 watch()
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not keep this from being done
         if process.is_running():
             for each in (*process.children(recursive=True), process):
-                each.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+                    each.kill()
+            process.wait()

@@ -182,6 +182,19 @@ class FiniteLater:
         return math.isfinite(self._total.item()) or bool(self._vector.isfinite().all())
 
 
+def finite_rows(rows: Tensor) -> Tensor:
+    """Say of every row, in the last dimension, whether all its entries are finite, in one pass over them.
+
+    Example:
+        >>> finite_rows(torch.tensor([[1.0, 2.0], [3e38, 3e38], [torch.inf, -torch.inf]]))
+        tensor([ True,  True, False])
+    """
+    finite = rows.sum(-1).isfinite()
+    if not finite.all():  # overflow too can make a sum infinite; only then is each term checked
+        finite = rows.isfinite().all(-1)
+    return finite
+
+
 def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
     """Return the finite rows, their names, and the peers left out with reasons."""
     if is_finite(rows):

@@ -25,6 +25,8 @@ class Parameters:
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.named:
             raise ModelError("the model has no trainable parameter; set `requires_grad` on those to train")
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ModelError(f"the model is wrapped in {type(model).__name__}; give what is inside: `model.module`")
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise ModelError(
                 "a scripted module (torch.jit.script) cannot be passed with other parameters; give the module that "
@@ -44,6 +46,7 @@ class Parameters:
             mixture = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
             raise ModelError(f"trainable parameters must share one dtype and device, got {mixture}; use `model.to`")
         ((self.dtype, self.device),) = kinds
+        self.tied = _tied(model)
         self.owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in self.named}
         self.shapes = [p.shape for p in self.named.values()]
         self.lengths = [p.numel() for p in self.named.values()]
@@ -88,7 +91,35 @@ class Parameters:
         end = x.data_ptr() + (x.numel() - self.lengths[-1]) * x.element_size()
         return x.numel() == self.size and (first.data_ptr(), last.data_ptr()) == (x.data_ptr(), end)
 
+    def with_tied(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add to parameters and buffers by name those that are tied to them, for `functional_call`.
+
+        Call that with `tie_weights=False`: of a module that has two names, it would itself leave the values in the
+        place of the module's own parameters.
+        """
+        values.update({other: values[name] for other, name in self.tied.items() if name in values})
+        return values
+
     def set_gradient(self, direction: Tensor) -> None:
         """Make the parameters' `.grad` views of a flat direction, which the optimizer may change."""
         for p, view in zip(self.named.values(), self.unflatten(direction).values(), strict=True):
             p.grad = view
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Return the other names of tied parameters and buffers, and by what name each comes first.
+
+    What has two names because its module has is in one place, and has no other name here.
+    """
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    places: set[tuple[int, str]] = set()
+    for names in (model.named_parameters, model.named_buffers):
+        for name, tensor in names(remove_duplicate=False):
+            owner, _, kind = name.rpartition(".")
+            place = id(model.get_submodule(owner)), kind
+            if place not in places and id(tensor) in first:
+                tied[name] = first[id(tensor)]
+            first.setdefault(id(tensor), name)
+            places.add(place)
+    return tied

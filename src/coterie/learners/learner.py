@@ -115,12 +115,15 @@ class Learner:
 
     def _own_work(self, work: LocalWork) -> Gradients:
         """Return what user 0's own steps from x follow, added up, and its mean loss on the way."""
-        x, total, losses = self.x.detach(), torch.zeros_like(self.x), []
-        for step in range(self.step * work.count, (self.step + 1) * work.count):
-            g = self.engine.gradients(x, step, {})
-            x, total = x - work.lr * g.own, total + g.own
+        losses = []
+
+        def gradient(x: Tensor, k: int) -> Tensor:
+            g = self.engine.gradients(x, self.step * work.count + k, {})
             losses.append(torch.as_tensor(g.own_loss))
-        return Gradients(total, x=self.x, own_loss=torch.stack(losses).mean())
+            return g.own
+
+        followed = work.followed(self.x.detach(), gradient)
+        return Gradients(followed, x=self.x, own_loss=torch.stack(losses).mean())
 
     def count(self, asked: list[str], steps: int = 1) -> None:
         """Count what steps cost: the gradients of everybody asked, and the parameters sent there and back."""
@@ -132,6 +135,9 @@ class Learner:
         if self.step >= self.listens_from:
             with blaming(f"the rule `{type(self.rule).__name__}`"):
                 direction, self.state = self._direction(g)
+                if direction.shape != g.own.shape:
+                    shapes = f"{tuple(direction.shape)}, not {tuple(g.own.shape)} as the gradients"
+                    raise ValueError(f"the direction is of shape {shapes}")
         else:
             direction, self.state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
         self.optimize(direction)

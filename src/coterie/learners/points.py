@@ -20,6 +20,7 @@ from coterie.engines.engine import Engine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.evaluation.evaluate import example_losses
+from coterie.gradients.gradients import finite_rows
 from coterie.gradients.parameters import Parameters
 from coterie.gradients.trained_part import copied
 from coterie.learners.spec import RunSpec
@@ -76,7 +77,7 @@ class Judged:
             return self
         out = {name: why for name, one in zip(names, peers.any(0).tolist(), strict=True) if one}
         theirs = self.theirs.masked_fill(peers.unsqueeze(2), torch.nan)
-        return replace(self, theirs=theirs, left_out={**self.left_out, **out})
+        return replace(self, theirs=theirs, left_out={**out, **self.left_out})
 
 
 class Points:
@@ -126,7 +127,7 @@ class Points:
         for point, part, total in zip(points, parts, gradients, strict=True):
             user = self._users[part]
             with self._at(point):
-                for some in torch.split(torch.arange(len(user)), 1024):
+                for some in _chunks(len(user)):
                     gradient, _ = self._own[part].on(user.name, point[: self.d], some, step)
                     total.add_(gradient, alpha=len(some) / len(user))
         return gradients
@@ -218,11 +219,17 @@ class Points:
 
 def combined(rows: Tensor, weights: Tensor, left_out: Mapping[str, str]) -> Sums:
     """Return weighted sums of the rows that are finite."""
-    there = rows.isfinite().all(2)
+    there = finite_rows(rows)
     if not there.all():
         rows = rows.masked_fill(~there.unsqueeze(2), 0.0)
     present = weights * there
     return Sums(torch.bmm(present.unsqueeze(1), rows).squeeze(1), present.sum(1), left_out)
+
+
+def _chunks(n: int) -> list[Tensor]:
+    """Return n indices, 1,024 at a time; a last one by itself, which BatchNorm does not take, goes with others."""
+    chunks = list(torch.split(torch.arange(n), 1024))
+    return chunks if n < 2 or len(chunks[-1]) > 1 else [*chunks[:-2], torch.cat(chunks[-2:])]
 
 
 def _part(user: User, kept: Tensor) -> User:

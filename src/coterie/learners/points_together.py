@@ -1,6 +1,7 @@
 """Gradients and losses at several points in one pass: one model in many copies, over users in this process."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 
 from coterie.engines.capabilities import Stackable
+from coterie.engines.in_process.reused_memory import ReusedMemory
 from coterie.engines.in_process.sampler import Batches
-from coterie.gradients.gradients import is_finite
+from coterie.gradients.gradients import finite_rows, is_finite
 from coterie.learners.points import Own, Points, Sums, combined
 from coterie.learners.spec import RunSpec
 from coterie.users.examples import Examples, InMemory
@@ -28,6 +30,7 @@ class PointsTogether(Points):
         self._stackable, self._copies = engine, engine.copies()
         self._me = engine.users[spec.me.name]
         self._held: dict[int, InMemory] = {}
+        self._memory = defaultdict[str, ReusedMemory](ReusedMemory)
         like = self.start()
         self._shares = (parts / parts.sum(1, keepdim=True)).to(like)
         self._draws = _Draws(parts, spec.batch_size, random_key(spec.seed, spec.me.name), like)
@@ -54,13 +57,14 @@ class PointsTogether(Points):
         shares = counted.unsqueeze(1).expand(groups, x.shape[1], size)
         most = max(1, self._copies.max_copies(mapped(itemgetter(0), inputs), size) // x.shape[1])
         lengths = [len(some) for some in torch.split(x, most)]
-        cut = zip(*(split(tree, lengths) for tree in (x, shares, inputs, targets)), strict=True)
-        gradients, losses = zip(*(self._copies.gradients(*some) for some in cut), strict=True)
-        by_point = torch.cat(gradients).transpose(0, 1).reshape(len(points), self.d)
+        gradients = self._empty("own", (len(points), self.d))
+        into = gradients.view(-1, groups, self.d).transpose(0, 1)
+        cut = zip(*(split(tree, lengths) for tree in (x, shares, inputs, targets, into)), strict=True)
+        losses = [self._copies.gradients(*some)[1] for some in cut]
         loss = losses[0][0, 0]
         if self._copies.weighs:  # not a number where the loss ignores the whole batch
             loss = torch.where(counted[0].any(), loss, torch.nan)
-        return Own(by_point, loss, points[:, self.d :])
+        return Own(gradients, loss, points[:, self.d :])
 
     def drawn(self, step: int) -> list[Tensor]:
         """Return the examples that user 0's parts and the peers draw in the next steps, a row for each step."""
@@ -106,11 +110,15 @@ class PointsTogether(Points):
 
     def rows(self, points: Tensor, step: int, asked: Tensor) -> tuple[Tensor, dict[str, str]]:
         """Return each peer's gradient at each point; see `Points.rows`."""
-        rows = points.new_full((len(points), len(self.names), self.d), torch.nan)
-        usable = points.isfinite().all(1)
-        for part in self._cut(self._drawn(step), len(points)):
-            rows[:, list(part.positions)] = self._by_peer(points, part)
-        lost = (asked & ~rows.isfinite().all(2))[usable].any(0).tolist()
+        batches, usable, done = self._drawn(step), finite_rows(points), 0
+        rows = self._empty("rows", (len(points), len(self.names), self.d))
+        for part in self._cut(batches, len(points)):
+            theirs = slice(done, done := done + len(part.positions))
+            self._write_rows(points, part, rows[:, theirs])
+        if len(batches) > 1:
+            order = [position for batch in batches for position in batch.positions]
+            rows = rows[:, torch.tensor(order).argsort().to(rows.device)]
+        lost = (asked & ~finite_rows(rows))[usable].any(0).tolist()
         rows[~usable] = torch.nan
         return rows, {name: "not finite" for name, one in zip(self.names, lost, strict=True) if one}
 
@@ -124,6 +132,12 @@ class PointsTogether(Points):
         each = [self._copies.losses(x[None], *batch)[0] for x in chunks]
         return torch.cat(each).double().cpu()
 
+    def _empty(self, use: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor to be filled; for a large model in memory that was used so before."""
+        if not self._copies.one_by_one:
+            return self._shares.new_empty(shape)
+        return self._memory[use].empty(shape, self._shares)
+
     def _drawn(self, step: int) -> list[Batches]:
         return self._stackable.draw(self.names, step)[1]
 
@@ -133,13 +147,13 @@ class PointsTogether(Points):
             held = MAX_ROW_BYTES.get(self._shares.device.type, 2**28)
             yield from batch.cut(max(1, held // (copies * self.d * self._shares.element_size())))
 
-    def _by_peer(self, points: Tensor, batch: Batches) -> Tensor:
-        """Return the gradients of some peers at all points, of shape (R, peers, d)."""
+    def _write_rows(self, points: Tensor, batch: Batches, rows: Tensor) -> None:
+        """Write the gradients of some peers at all points, of shape (R, peers, d)."""
         inputs, targets = batch.by_user(batch.inputs), batch.by_user(batch.targets)
         x = points[:, : self.d]
         peers = len(batch.positions)
         mean = self._mean(batch).unsqueeze(1).expand(peers, len(x), batch.size)
-        return self._copies.gradients(x.expand(peers, *x.shape), mean, inputs, targets)[0].transpose(0, 1)
+        self._copies.gradients(x.expand(peers, *x.shape), mean, inputs, targets, rows.transpose(0, 1))
 
     def _mean(self, batch: Batches) -> Tensor:
         """Return what each example weighs in its peer's loss, (peers, size): 1 over all that those count."""
@@ -159,11 +173,13 @@ class PointsTogether(Points):
 
     def _gradients(self, points: Tensor, shares: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor]:
         """Return the gradient of each copy's weighted sum of the examples' losses, and that sum."""
-        most = self._copies.max_copies(inputs, n_rows(inputs))
+        one_by_one = self._copies.one_by_one
+        most = len(points) if one_by_one else self._copies.max_copies(inputs, n_rows(inputs))
         batch = mapped(_alone, inputs), mapped(_alone, targets)
-        chunks = zip(torch.split(points[:, : self.d], most), torch.split(shares, most), strict=True)
-        pairs = [self._copies.gradients(x[None], some[None], *batch) for x, some in chunks]
-        return torch.cat([g[0] for g, _ in pairs]), torch.cat([s[0] for _, s in pairs])
+        gradients = self._empty("sums", (len(points), self.d))
+        chunks = zip(*(torch.split(each, most) for each in (points[:, : self.d], shares, gradients)), strict=True)
+        sums = [self._copies.gradients(x[None], some[None], *batch, into[None])[1] for x, some, into in chunks]
+        return gradients, torch.cat([some[0] for some in sums])
 
 
 def _alone(tensor: Tensor) -> Tensor:

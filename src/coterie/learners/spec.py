@@ -69,7 +69,7 @@ CHECKS: Mapping[str, Check] = {
     ),
     "lr": optional(POSITIVE),
     "clip_norm": optional(POSITIVE),
-    "norm_bound": optional(real("be at least 1, or None", lambda value: value >= 1)),
+    "norm_bound": optional(real("be at least 1", lambda value: value >= 1)),
     "scheduler": optional(
         function(
             "a function of the optimizer that returns a learning-rate scheduler",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from coterie.errors import blaming
 from coterie.gradients.gradients import cut
 from coterie.gradients.parameters import Parameters
 from coterie.learners.capturable import at_rates, make_capturable, settings_of, state_tensors
@@ -69,8 +70,10 @@ class Stack:
 
     def step(self) -> None:
         """Let every optimizer follow its rows of `direction`, and the schedules of step sizes go on."""
-        self.optimize()
-        self.schedule()
+        with blaming("the optimizer"):
+            self.optimize()
+        with blaming("the scheduler"):
+            self.schedule()
 
     def optimize(self, rates: Sequence[float] | Sequence[Tensor] = ()) -> None:
         """Let every optimizer follow its rows of `direction`, by the step sizes of `rates()` where given.

@@ -1,8 +1,10 @@
 """The methods that coterie is compared with, over the same users, record and costs. See docs/methods.md."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from coterie.errors import KnobError
 from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
 from coterie.methods.averaging.fair import AFL, QFFL
 from coterie.methods.averaging.fedavg import FedAvg
@@ -27,7 +29,7 @@ from coterie.methods.weighting.fedfomo import FedFomo
 from coterie.methods.weighting.selfish import Selfish
 from coterie.methods.weighting.user_centric import UserCentric
 from coterie.methods.weighting.waffle import Waffle
-from coterie.registry import FromRun, Registry
+from coterie.registry import Entry, FromRun, Registry, RunFacts
 from coterie.rules import RULES
 from coterie.rules.similarity import MirrorDescent, WeightErosion
 
@@ -64,7 +66,9 @@ __all__ = [
     "WeightErosion",
     "averaging_error",
     "averaging_weights",
+    "build",
     "data_interpolation",
+    "entry_of",
     "register_method",
 ]
 
@@ -91,6 +95,38 @@ _DITTO = [{"penalty": p, "together": _TOGETHER, "personal_steps": 5} for p in (0
 _MIXINGS = [{"local_steps": 2, "mixings": mixings} for mixings in ((0.25, 0.5, 0.75), (0.5,))]
 _SIZES = {"own_examples": FromRun(lambda run: run.own_examples), "peers": FromRun(lambda run: run.sizes)}
 
+
+def entry_of(name: str) -> Entry[Callable[..., Any]]:
+    """Return the rule or the method that is registered by a name.
+
+    Example:
+        >>> entry_of("wga").thing.__name__, entry_of("fedavg").thing.__name__
+        ('WeightedAveraging', 'FedAvg')
+    """
+    if name in RULES:
+        return RULES.entry(name)
+    if name in METHODS:
+        return METHODS.entry(name)
+    raise KnobError(
+        f"unknown rule {name!r}; the rules are {', '.join(RULES)}, and the methods {', '.join(METHODS)}"
+    )
+
+
+def build(name: str, knobs: Mapping[str, Any], run: RunFacts) -> Any:
+    """Return a rule, or a method, whose rounds are the steps of the run.
+
+    Example:
+        >>> build("fedavg-tuned", {}, RunFacts(30, {"a": 100}, steps=100)).rounds
+        30
+    """
+    entry = entry_of(name)
+    made = entry.build(knobs, run)
+    if not isinstance(made, Method):
+        return made
+    # Knobs of a method may depend on how many gradients user 0 computes in all its rounds.
+    return entry.build(knobs, replace(run, steps=run.steps * made.gradients_a_round))
+
+
 RULES.register(
     "data-interpolation",
     interpolation_of_sizes,
@@ -116,10 +152,22 @@ METHODS.register("fedrep", FedRep, benchmark_settings=[{"local_steps": k} for k 
 METHODS.register("fedbn", FedBN, benchmark_settings=[])  # no model of the benchmark has BatchNorm
 METHODS.register("scaffold", Scaffold, benchmark_settings=[{"local_steps": k} for k in (3, 10)])
 METHODS.register("mime", Mime, benchmark_settings=_MOMENTA)
-METHODS.register("mime-lite", Mime, defaults={"lite": True}, benchmark_settings=_MOMENTA)
+METHODS.register(
+    "mime-lite",
+    Mime,
+    description="Take Mime's steps without its correction, at half as many gradients.",
+    defaults={"lite": True},
+    benchmark_settings=_MOMENTA,
+)
 METHODS.register("svrg", SVRG, benchmark_settings=_FIVE_OR_TEN)
 METHODS.register("saga", SAGA, benchmark_settings=_FIVE_OR_TEN)
-METHODS.register("sag", SAGA, defaults={"biased": True}, benchmark_settings=_FIVE_OR_TEN)
+METHODS.register(
+    "sag",
+    SAGA,
+    description="Update one block's gradient in the table, and step by the table's mean: less noise, some bias.",
+    defaults={"biased": True},
+    benchmark_settings=_FIVE_OR_TEN,
+)
 METHODS.register("mvr", MVR, benchmark_settings=[{"rate": rate} for rate in (0.03, 0.3)])
 METHODS.register("fedfomo", FedFomo, benchmark_settings=[{"start": start} for start in ("own", "mine")])
 METHODS.register("waffle", Waffle, defaults=_ROUNDS, benchmark_settings=[{"slope": s} for s in (1.6, 3.2)])

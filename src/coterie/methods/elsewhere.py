@@ -1,7 +1,8 @@
 """The users of a federated method whose examples are elsewhere: peers are asked to take steps of their own."""
 
 import math
-from typing import ClassVar
+from functools import cached_property
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from coterie.engines.capabilities import require
 from coterie.engines.engine import Answers, Engine, LocalWork, Question
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.requests import MAX_POINTS
+from coterie.errors import KnobError
 from coterie.methods.clients import Clients, Pull, losses_held_out
 from coterie.recording.costs import Costs
 from coterie.users.user import User
@@ -49,6 +51,14 @@ class ClientsElsewhere(Clients):
         self.names = (me.name, *engine.names)
         self.left_out, self.own_losses = {}, []
         self._users, self.own = {me.name: me}, own
+
+    @cached_property
+    def engine(self) -> NoReturn:
+        """Refuse what only users in this process can answer."""
+        raise KnobError(
+            "this method needs all users in one process, as peers elsewhere give gradients and local steps alone; "
+            "train where all examples are, or take another, such as `FedAvg`"
+        )
 
     @property
     def seed(self) -> int:
@@ -113,7 +123,7 @@ class ClientsElsewhere(Clients):
 
     def _answers(self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None = None) -> Tensor:
         """Return what the peers that take part give at their rows of `points`; zeros where one gives nothing."""
-        found, taking = torch.zeros_like(points[1:]), self._asked()[1:]
+        given, taking = torch.zeros_like(points[1:]), self._asked()[1:]
         asked = [self.names.index(name) for name in taking]
         alike = bool((points[1:] == points[1]).all()) and (work is None or work.add is None)
         groups = [asked] if alike else [asked[k : k + MAX_POINTS] for k in range(0, len(asked), MAX_POINTS)]
@@ -127,9 +137,9 @@ class ClientsElsewhere(Clients):
             answers = self.peers.local_work(question)()
             self.left_out |= answers.left_out
             for place, user in enumerate(group):
-                found[user - 1] = _row(answers, 0 if alike else place, user - 1, found[user - 1])
+                given[user - 1] = _row(answers, 0 if alike else place, user - 1, given[user - 1])
         self.costs.compute(taking, times=1 if work is None else work.count)
-        return found
+        return given
 
 
 def _row(answers: Answers, place: int, peer: int, otherwise: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ from coterie.learners.spec import RunSpec
 from coterie.methods.clients import Clients
 from coterie.rules import Alone, State
 
+LR = 0.1
+"""The size of plain steps where none is given."""
+
 
 @runtime_checkable
 class Method(Protocol):

@@ -94,14 +94,14 @@ class MaskedSums:
             return None, dict.fromkeys(agreed.weights, printable(error))
 
     def with_sum(
-        self, mine: Gradients, found: Tensor | None, left_out: Mapping[str, str], weights: Mapping[str, float]
+        self, mine: Gradients, summed: Tensor | None, left_out: Mapping[str, str], weights: Mapping[str, float]
     ) -> Gradients:
         """Return user 0's gradient together with the sum; with its own in the place of what is missing."""
         reasons = self.lost | dict(left_out)
-        if found is None:
+        if summed is None:
             reasons = dict.fromkeys(weights, "too few sites for a sum") | reasons
-        answered = 0.0 if found is None or self._agreed is None else sum(self._agreed.weights.values())
-        peers, answered = complete(mine.own, mine.own if found is None else found.to(mine.own), answered)
+        answered = 0.0 if summed is None or self._agreed is None else sum(self._agreed.weights.values())
+        peers, answered = complete(mine.own, mine.own if summed is None else summed.to(mine.own), answered)
         asked = {name: reason for name, reason in reasons.items() if name in weights}
         return replace(mine, peers=peers, answered=answered, left_out=asked)
 

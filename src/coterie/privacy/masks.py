@@ -24,6 +24,12 @@ N_CHECKS = 4
 CHUNK = 2**16
 """So many numbers are masked at a time, so that they stay near the processor."""
 
+SPREAD = 8.0
+"""So many standard deviations of noise must fit into a part: one entry in 10¹⁵ is larger, and is cut."""
+
+LEAST_UNITS = 4.0
+"""So many units must a share of noise have: then it hides what is lost when a part is rounded to a whole number."""
+
 MAX_SITES = 1000
 MAX_DEPTH = 4
 
@@ -97,7 +103,13 @@ class Agreement:
         if not self.noise:
             return None
         of_sum, sites = self.noise / self.weights[site], len(self.weights)
-        return NoiseShare(of_sum / math.sqrt(sites - self.margin), of_sum, sites, self.margin)
+        added = of_sum / math.sqrt(sites - self.margin)
+        return NoiseShare(added, of_sum, sites, self.margin, self.largest - SPREAD * added)
+
+    @property
+    def units_of_noise(self) -> float:
+        """How many units of the whole numbers the share of each site has, where noise is split."""
+        return self.noise * self.scale / math.sqrt(len(self.weights) - self.margin)
 
     @property
     def scale(self) -> float:
@@ -116,6 +128,7 @@ class NoiseShare:
     of_sum: float
     sites: int
     margin: int
+    room: float  # how large an entry may be beside it: what is larger is cut, and the noise on it with it
 
 
 class Masks:
@@ -154,12 +167,13 @@ class Masks:
         `cut`: an entry that is too large is cut, not refused: of a private gradient no refusal may tell.
         """
         values, largest = gradient.ravel(), self.agreement.largest
-        values = values.clip(-largest, largest) if cut else values
         part = np.zeros(values.size + N_CHECKS, np.uint32)
         zeros, mask = memoryview(bytes(4 * CHUNK)), np.empty(CHUNK, np.uint32)
         streams = [(_stream(key, context), self.site < other) for other, key in self._keys.items()]
         for start in range(0, len(part), CHUNK):
             some, here = values[start : start + CHUNK], part[start : start + CHUNK]
+            if cut and some.dtype.kind == "f":  # to no more than `largest`, which single precision may not have
+                some = some.astype(np.float64).clip(-largest, largest)
             here[: len(some)] = whole_numbers(some, self.agreement.weights[self.site], self.agreement)
             for stream, adds in streams:
                 stream.update_into(zeros[: here.nbytes], mask.data.cast("B"))

@@ -6,12 +6,10 @@ import torch
 
 from coterie.errors import KnobError, MaskError
 from coterie.privacy.keys import Identity, check_known
-from coterie.privacy.masks import Agreement, Masks
+from coterie.privacy.masks import LEAST_UNITS, Agreement, Masks
 from coterie.privacy.sums import SumsOnly
 
 MAX_ROUND = 2**62
-SPREAD = 8.0
-"""So many standard deviations of noise must fit into a part: one entry in 10¹⁵ is larger, and is cut."""
 
 
 class Member:
@@ -93,8 +91,10 @@ class Member:
             raise MaskError(f"it {said} over the sites of a sum, and the sum says otherwise")
         if share is not None and self.margin is not None and share.margin < self.margin:
             raise MaskError(f"the sum's noise has a margin of {share.margin} sites, and it asks for {self.margin}")
-        if share is not None and SPREAD * share.added > agreed.largest:
+        if share is not None and share.room < 0:
             raise MaskError(f"the noise is too large for entries of at most {agreed.largest:g}")
+        if share is not None and agreed.units_of_noise < LEAST_UNITS:
+            raise MaskError(f"the noise would be rounded away where entries may be {agreed.largest:g}")
 
 
 def check_margin(margin: int | None, sums: SumsOnly | None) -> None:

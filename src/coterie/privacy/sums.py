@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.arguments import COUNT, check_fields, real
 
 COUNTED = 0.1
 """A peer takes part in a sum where its weight is at least this part of the largest."""
@@ -34,10 +34,7 @@ class SumsOnly:
     keys: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.peers, int) or self.peers < 1:
-            raise KnobError(f"`peers` must be a whole number, at least 1, got {self.peers!r}")
-        if not isinstance(self.share, int | float) or not 0 < self.share <= 1:
-            raise KnobError(f"`share` must lie in (0, 1], got {self.share!r}")
+        check_fields(self, {"peers": COUNT, "share": real("lie in (0, 1]", lambda value: 0 < value <= 1)})
 
     def allowed(self, weights: Tensor) -> Tensor:
         """Say of each row of weights, NaN for who is not asked, whether it is a sum to take part in."""

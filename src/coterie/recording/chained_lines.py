@@ -50,6 +50,7 @@ class ChainedLines:
         self.count_path = path.with_name(f"{path.name}.count") if counted else None
         self._last, self._end = "", 0  # the chain at the last whole line, and where that ends in the file
         self._count = 0  # of whole lines up to there
+        self._has_synced = False
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write the file anew, whole or not at all."""
@@ -79,6 +80,12 @@ class ChainedLines:
                 os.close(descriptor)
         self._last, self._end, self._count = last, self._end + len(text), self._count + 1
         self._write_count()
+        if sync and not self._has_synced:  # the files' names too; later counts may be lost, being too small then
+            with files.writing(self.path):
+                for path in (self.count_path, self.path.parent):
+                    if path is not None:
+                        files.sync(path)
+            self._has_synced = True
 
     def read(self) -> list[dict[str, Any]]:
         """Return all whole lines, without their chains."""
@@ -134,8 +141,8 @@ class ChainedLines:
 
     def sync(self) -> None:
         """Make sure that all lines are on the disk, not only with the operating system."""
-        with files.writing(self.path), self.path.open("rb") as file:
-            os.fsync(file.fileno())
+        with files.writing(self.path):
+            files.sync(self.path)
 
     def _drop_cut_line(self, descriptor: int) -> None:
         """Cut off what a kill or a full disk left of a line; whatever else is not as expected is another's."""
@@ -147,13 +154,13 @@ class ChainedLines:
 
     def _checked(self, text: bytes, last: str, number: int) -> tuple[dict[str, Any], str]:
         """Return a line and its chain, if it is as it was written and follows the line before."""
-        found = _CHAIN.fullmatch(text[-_LENGTH:])
-        if found is None and number == 1:
+        chain = _CHAIN.fullmatch(text[-_LENGTH:])
+        if chain is None and number == 1:
             raise FileError(
                 f"line 1 of {self.path} carries no chain: it is no file of coterie, damaged, or of an earlier "
                 f"version; {self.remedy}"
             )
-        if found is None or _hash(text[:-_LENGTH], last) != found[1].decode():
+        if chain is None or _hash(text[:-_LENGTH], last) != chain[1].decode():
             raise self._damaged(number)
         try:
             line = json.loads(text)

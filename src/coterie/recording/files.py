@@ -66,11 +66,16 @@ def write(path: Path, *parts: bytes | memoryview) -> None:
             fresh.unlink(missing_ok=True)  # a part of a file is of no use, and takes room
             raise
         fresh.replace(path)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # the new name is on the disk too
-        finally:
-            os.close(descriptor)
+        sync(path.parent)  # the new name is on the disk too
+
+
+def sync(path: Path) -> None:
+    """Make sure that what a file holds, or which names a folder has, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import numpy as np
 import scipy
 import torch
 
-from coterie.errors import DataError, FileError
+from coterie.errors import DataError, FileError, KnobError
 from coterie.recording import checkpoint
 from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.configuration import Configuration
-from coterie.recording.result import End, Point
+from coterie.recording.result import CURVES, End, Point
 
 REMEDY = "put a whole copy of it back, or train again in another folder"
 """What to do about a record that is damaged."""
@@ -40,6 +40,8 @@ class Record:
         >>> record.add(Point(step=10, own_loss=0.5))
         >>> record.curve("own_loss")
         ([10], [0.5])
+        >>> record
+        Record(rule=Alone(), steps=20, not ended)
     """
 
     def __init__(self, configuration: Configuration, path: Path | None = None) -> None:
@@ -52,6 +54,10 @@ class Record:
         self._lines = None if path is None else ChainedLines(path, REMEDY)
         self._behind = False  # whether the file lacks what could not be written
         self._rewrite()
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended else "not ended"
+        return f"Record(rule={self.configuration.rule}, steps={self.configuration.steps}, {state})"
 
     @property
     def ended(self) -> bool:
@@ -80,7 +86,13 @@ class Record:
             self._append({"end": end.to_plain()})
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps at which a quantity was recorded ("own_loss", "validation_loss", …), and its values."""
+        """Return the steps at which a quantity was recorded ("own_loss", "validation_loss", …), and its values.
+
+        Names are the columns of `frame`; none is recorded of what the run did not have, such as a guard's.
+        """
+        names = dict.fromkeys(name for point in self.points for name in point.to_plain() if name != "step")
+        if name not in names and name not in CURVES:
+            raise KnobError(f"the record has no {name!r}; it has {', '.join(names) or 'no point yet'}")
         values = [(point.step, point.to_plain().get(name)) for point in self.points]
         recorded = [(step, value) for step, value in values if value is not None]
         return [step for step, _ in recorded], [value for _, value in recorded]

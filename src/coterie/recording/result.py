@@ -21,6 +21,8 @@ class GuardCheck:
 _GUARD_CURVES = {"alone_loss": "alone_validation_loss"} | {
     name: f"guard_{name}" for name in ("difference", "error", "restarts")
 }
+CURVES = ("weight", "own_loss", "left_out", "validation_loss", *_GUARD_CURVES.values())
+"""The curves that a run may have; further ones are of metrics, `validation_…`."""
 
 
 @dataclass(frozen=True, kw_only=True)

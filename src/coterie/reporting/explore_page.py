@@ -35,13 +35,13 @@ def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
 def _row(name: str, record: Record) -> dict[str, Any]:
     """Return what the table says of a run: its test numbers, else those on its validation examples."""
     configuration, end = record.configuration, record.end
-    which, found = end.judged_on
-    numbers = ", ".join(f"{measure} {value:.4g}" for measure, value in found.items())
+    which, measures = end.judged_on
+    numbers = ", ".join(f"{measure} {value:.4g}" for measure, value in measures.items())
     return {
         "run": name,
         "rule": configuration.rule,
         "verdict": HEADLINES[verdict(configuration, end).finding],
-        "numbers": f"{which}: {numbers}" if found else "–",
+        "numbers": f"{which}: {numbers}" if measures else "–",
         "steps": f"{end.step:,}",
         "seconds": f"{end.seconds:.3g}",
         "peers' gradients": f"{end.gradients_of_others(configuration.me.name):,}",
@@ -50,13 +50,13 @@ def _row(name: str, record: Record) -> dict[str, Any]:
 
 def _intervals(records: Mapping[str, Record]) -> list[str]:
     """Return for each measure the differences of all runs that have it."""
-    found: dict[str, list[Any]] = {}
+    intervals: dict[str, list[Any]] = {}
     for name, record in records.items():
         said = verdict(record.configuration, record.end)
         for measure, one in said.measures.items():
             shown = interval(f"{name}, {measure}", one, said.clear.get(measure))
-            found.setdefault(measure, []).append(shown)
-    return [interval_chart(some, f"difference to alone in {measure}") for measure, some in found.items()]
+            intervals.setdefault(measure, []).append(shown)
+    return [interval_chart(some, f"difference to alone in {measure}") for measure, some in intervals.items()]
 
 
 def _curves(records: Mapping[str, Record]) -> list[Section]:

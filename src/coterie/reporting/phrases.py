@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from coterie.theory.choices import least_noise_alpha
+from coterie.theory.choices import averaging_speedup, least_noise_alpha
 from coterie.theory.constants import Constants
 from coterie.theory.correction import hessian_gap_limit
 from coterie.theory.descent import oracle
@@ -12,15 +12,40 @@ from coterie.theory.exchanges import Exchanges, alone_in_time, best_exchanges
 from coterie.theory.plan import PAYS, Choice, Promise, PromiseCost
 
 TITLES = {"alone": "Alone", "wga": "WGA", "bc_oracle": "BC, oracle", "bc": "BC"}
+NO_STEP = (
+    "Alone's step size is 0 because its bound is least where no step is taken: the noise outweighs what so few "
+    "steps gain. Ask for more of them."
+)
 
 
-def verdict(problem: Constants, choices: Mapping[str, Choice], steps: int) -> list[str]:
-    """Say in plain words whether averaging pays, and whether bias correction does."""
-    wga, bc = choices["wga"], choices["bc"]
-    if wga.speedup > PAYS:
+def sure_speedup(wga: Choice, steps: int, doubted: Constants | None) -> float:
+    """Return the speedup of averaging that is left where constants are as bad as they may be; see `verdict`."""
+    if doubted is None:
+        return float(wga.speedup)
+    return min(float(wga.speedup), float(averaging_speedup(doubted, steps, wga.alpha)))
+
+
+def verdict(
+    problem: Constants, choices: Mapping[str, Choice], steps: int, doubted: Constants | None = None
+) -> list[str]:
+    """Say in plain words whether averaging pays, whether bias correction does, and what a step size of 0 means.
+
+    Constants that were measured have errors: `doubted` has biases that are two standard errors larger, and no more
+    is claimed of averaging than is left with these.
+    """
+    wga, bc, sure = choices["wga"], choices["bc"], sure_speedup(choices["wga"], steps, doubted)
+    if sure > PAYS:
+        unless = (
+            "" if doubted is None else ", unless a bias is more than two standard errors above what was measured"
+        )
         first = (
-            f"Collaboration pays: averaging with alpha = {wga.alpha:.3g} needs {wga.speedup:.3g} times fewer "
-            "steps than training alone."
+            f"Collaboration pays: averaging with alpha = {wga.alpha:.3g} needs {sure:.3g} times fewer "
+            f"steps than training alone{unless}."
+        )
+    elif wga.speedup > PAYS:
+        first = (
+            f"It is not known whether averaging pays: the speedup of {wga.speedup:.3g} takes biases that are not "
+            f"clear of their errors for none; with all two standard errors larger it is {sure:.3g}."
         )
     else:
         first = (
@@ -37,7 +62,7 @@ def verdict(problem: Constants, choices: Mapping[str, Choice], steps: int) -> li
             f"Bias correction is not shown to pay: by its bound on the mean over the run its speedup is "
             f"{bc.speedup:.3g}, because {_obstacle(problem, steps)}."
         )
-    return [first, second]
+    return [first, second, *([NO_STEP] if not choices["alone"].lr else [])]
 
 
 def _obstacle(problem: Constants, steps: int) -> str:
@@ -146,8 +171,10 @@ def promise_sentences(promise: Promise, cost: PromiseCost, n_peers: int) -> list
         f"For this ε over {promise.gradients} gradients of {size} rows a peer adds noise of norm {cost.noise:.3g} "
         f"to each: it is worth {cost.worth:.2g} of a plain peer."
     )
-    ahead = f"{cost.private.speedup:.3g} times fewer steps than training alone, where plain ones would need"
-    second = f"With {n_peers} such peers averaging needs {ahead} {cost.plain.speedup:.3g} times fewer."
+    second = (
+        f"With {n_peers} such peers averaging has a speedup of {cost.private.speedup:.3g} over training alone, "
+        f"where plain ones would have {cost.plain.speedup:.3g}."
+    )
     if cost.pays_from is None:
         third = "No number of such peers pays: their bias outweighs what they save."
     elif cost.pays_from <= n_peers:

@@ -15,8 +15,9 @@ import numpy as np
 
 from coterie.reporting.figures import gain_factor
 from coterie.reporting.page import Lead, Section, write_page
-from coterie.reporting.phrases import TITLES, note, numbers, verdict
+from coterie.reporting.phrases import TITLES, note, numbers, sure_speedup, verdict
 from coterie.theory import Choice, Constants, plan
+from coterie.theory.plan import PAYS
 
 POSITIONS = 5
 """How many places a slider has; what was asked for is in the middle."""
@@ -26,10 +27,13 @@ COLUMNS = {"alpha": "alpha", "beta": "beta", "lr": "step size", "bound": "excess
 DIGITS = 4
 
 
-def write_plan_page(out: Path, problem: Constants, steps: int) -> Path:
-    """Write the page with its sliders, and the gain-factor picture beside it; return the page's path."""
+def write_plan_page(out: Path, problem: Constants, steps: int, doubted: Constants | None = None) -> Path:
+    """Write the page with its sliders, and the gain-factor picture beside it; return the page's path.
+
+    For `doubted` see `coterie.reporting.phrases.verdict`.
+    """
     choices = plan(problem, steps)
-    first, *rest = verdict(problem, choices, steps)
+    first, *rest = verdict(problem, choices, steps, doubted)
     figure = gain_factor(mark=_mark(problem, steps))
     out.mkdir(parents=True, exist_ok=True)
     for kind in ("png", "pdf"):
@@ -46,7 +50,7 @@ def write_plan_page(out: Path, problem: Constants, steps: int) -> Path:
     ]
     data = json.dumps(table).replace("<", "\\u003c")
     script = f"const PLAN = {data};\n{resources.files('coterie.reporting').joinpath('plan.js').read_text('utf-8')}"
-    finding = "better" if float(choices["wga"].speedup) > 1.05 else ""
+    finding = "better" if sure_speedup(choices["wga"], steps, doubted) > PAYS else ""
     title = "Plan: does collaboration pay, by the theory's bounds?"
     return write_page(out / "index.html", title, sections, lead=Lead(first, "", finding), script=script)
 

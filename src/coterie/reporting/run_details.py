@@ -81,10 +81,11 @@ def _constants(record: Record) -> list[Section]:
         return [Section("Constants", [f"Not measured: {configuration.not_measured}."], folded=True)]
     if not configuration.estimates:
         return []
-    estimates, steps = Estimates.from_plain(configuration.estimates), configuration.steps
-    peers = estimates.constants(steps)
-    choices = plan_for_peers(peers, steps)
-    rows = {name: numbers(choice) for name, choice in choices.items()}
+    estimates = Estimates.from_plain(configuration.estimates)
+    return [_measured(estimates), _what_follows(estimates, configuration.steps)]
+
+
+def _measured(estimates: Estimates) -> Section:
     own = {
         "noise σ_0": _shown(estimates.noise),
         "gradient ‖∇f_0‖": _shown(estimates.gradient),
@@ -107,16 +108,16 @@ def _constants(record: Record) -> list[Section]:
         f"From {estimates.batches} batches, at the start of training and a little downhill, ± one standard error "
         "over batches. The least loss is taken to be 0; curvature is that on the way from one point to the other."
     ]
-    plan = [
-        "What the theory's bounds give for these constants, each method at its best knobs.",
-        note(rows),
-    ]
-    return [
-        Section("Constants, measured", text, [table, each], folded=True),
-        Section(
-            "What the theory makes of them", plan, [[cells(name, row) for name, row in rows.items()]], folded=True
-        ),
-    ]
+    return Section("Constants, measured", text, [table, each], folded=True)
+
+
+def _what_follows(estimates: Estimates, steps: int) -> Section:
+    choices = plan_for_peers(estimates.constants(steps), steps)
+    rows = {name: numbers(choice) for name, choice in choices.items()}
+    first = "What the theory's bounds give for these constants, each method at its best knobs."
+    text = [f"{first} Biases that are not clear of their errors count as none there.", note(rows)]
+    table = [cells(name, row) for name, row in rows.items()]
+    return Section("What the theory makes of them", text, [table], folded=True)
 
 
 def _shown(one: Measured) -> str:

@@ -48,8 +48,8 @@ def _measured(said: Verdict, end: End) -> list[Tile]:
             Tile(f"{name}, against alone", difference(one), f"{one.ours:.4g} served, {one.alone:.4g} alone")
             for name, one in said.measures.items()
         ]
-    which, found = end.judged_on
-    return [Tile(f"{which} {name}", f"{value:.4g}", "of the model served") for name, value in found.items()][:2]
+    which, measures = end.judged_on
+    return [Tile(f"{which} {name}", f"{value:.4g}", "of the model served") for name, value in measures.items()][:2]
 
 
 def _cost(configuration: Configuration, end: End) -> Tile:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from coterie.recording.record import Record
 from coterie.recording.result import End
 from coterie.recording.traffic import Traffic
-from coterie.reporting.verdict import difference, verdict
+from coterie.reporting.verdict import difference, serves_alone, verdict
 from coterie.reporting.whom import listened_to
 from coterie.theory.estimates import Estimates
 
@@ -14,9 +14,10 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     """Return the lines of an ended run's summary, with the peers' weight in the last step where there is one."""
     configuration, end = record.configuration, record.end
     peers, steps = len(configuration.peers), end.step
+    counted = f"{peers} peer" if peers == 1 else f"{peers} peers"
     lines = [
         verdict(configuration, end).sentence,
-        f"{configuration.rule}, {peers} peers, {steps} steps of {configuration.optimizer}",
+        f"{configuration.rule}, {counted}, {steps} steps of {configuration.optimizer}",
     ]
     if configuration.choice:
         lines.append(configuration.choice["sentence"])
@@ -26,7 +27,8 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     lines.append(_validated(end))
     if end.test:
         lines.append(f"test: {_numbers(end.test)} ({configuration.me.test} examples)")
-    if weight is not None:
+    of_another = serves_alone(end) or end.account.get("path") == "pooled"
+    if weight is not None and not of_another:  # else it is that of a model which is not served
         lines.append(f"weight on peers in the last step: {weight:.3g}")
     lines += _constants(record)
     lines += _traffic(configuration.me.name, end.traffic) + promised(end)
@@ -44,8 +46,8 @@ def beside_alone(record: Record) -> list[dict[str, str]]:
             {"": name, "served": f"{one.ours:.4g}", "alone": f"{one.alone:.4g}", "difference": difference(one)}
             for name, one in comparison.measures.items()
         ]
-    which, found = end.judged_on
-    return [{"": f"{which} {name}", "served": f"{value:.4g}"} for name, value in found.items()]
+    which, measures = end.judged_on
+    return [{"": f"{which} {name}", "served": f"{value:.4g}"} for name, value in measures.items()]
 
 
 def followed(end: End) -> str:
@@ -53,11 +55,11 @@ def followed(end: End) -> str:
     if not end.account:
         return ""
     first, last = (end.account["stop"][name] for name in ("first", "last"))
-    when = f"step {first}" if first == last else f"the mean of steps {first} to {last}"
+    which = f"the model of step {first}" if first == last else f"the mean of the models of steps {first} to {last}"
     return {
-        "alone": f"followed nobody: what is served is of {when} without peers",
-        "branch": f"followed the peers, then the own examples more and more: what is served is of {when}",
-        "pooled": f"followed the peers by their numbers of examples: what is served is of {when}",
+        "alone": f"followed nobody: what is served is {which} without peers",
+        "branch": f"followed the peers, then the own examples more and more: what is served is {which}",
+        "pooled": f"followed the peers by their numbers of examples: what is served is {which}",
     }[end.account["path"]]
 
 
@@ -106,9 +108,10 @@ def _traffic(me: str, traffic: Mapping[str, Traffic]) -> list[str]:
         return []
     own, rounding = traffic[me], max(each.rounding for each in traffic.values())
     rounded = f"; rounded on the way by {rounding:.2g} at most" if rounding else ""
+    computed = f"computed for {own.seconds_computing:.3g} s, " if own.seconds_computing else ""  # not always timed
     return [
-        f"sent {own.bytes_sent / 1e6:.3g} MB and received {own.bytes_received / 1e6:.3g} MB; computed for "
-        f"{own.seconds_computing:.3g} s, waited for the peers for {own.seconds_waiting:.3g} s{rounded}"
+        f"sent {own.bytes_sent / 1e6:.3g} MB and received {own.bytes_received / 1e6:.3g} MB; {computed}"
+        f"waited for the peers for {own.seconds_waiting:.3g} s{rounded}"
     ]
 
 

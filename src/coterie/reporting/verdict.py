@@ -125,10 +125,12 @@ def with_error(value: float, error: float) -> str:
     Example:
         >>> with_error(-0.07154, 0.0384), with_error(1234.5, 321.0), with_error(0.0, 0.0), with_error(0.5, math.nan)
         ('-0.072 ± 0.038', '+1234 ± 321', '+0 ± 0', '+0.5')
+        >>> with_error(1.234e-9, 5.6e-11)
+        '+1.23e-09 ± 5.6e-11'
     """
-    if math.isnan(error):
+    if not math.isfinite(error):
         return f"{value:+.3g}"
-    if not math.isfinite(error) or error <= 0:
+    if error < 1e-6:
         return f"{value:+.3g} ± {error:.2g}"
     decimals = max(0, 1 - math.floor(math.log10(error)))
     return f"{value:+.{decimals}f} ± {error:.{decimals}f}"
@@ -166,15 +168,23 @@ def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> C
 
 
 def _why_alone(configuration: Configuration, end: End) -> str:
-    validation = configuration.me.validation
-    where = f"{validation} validation examples" if validation else "own examples that were held out"
-    loss = ""
+    validation, looks = configuration.me.validation, end.account.get("looks")
+    if end.stopped and looks is not None and "branch" not in looks:
+        return f"the run was stopped by {end.stopped} before one trained with peers was judged"
+    if end.account.get("trunk") == "none":
+        return "no peer sent a gradient that could be followed while peers were judged"
+    held_out = f"{validation} validation example{'s' if validation > 1 else ''}"
     if end.guard is not None and end.guard.served == "alone":
-        loss = f" (loss {with_error(end.guard.difference, end.guard.error)})"
-    return f"the one trained with peers was not better on {where}{loss}"
+        where = f"{held_out} (loss {with_error(end.guard.difference, end.guard.error)})"
+    else:  # chosen by the looks, at which both kinds of examples judge
+        where = "own examples that were held out" + (f" and {held_out}" if validation else "")
+    return f"the one trained with peers was not better on {where}"
 
 
 def _why_unknown(configuration: Configuration, account: Mapping[str, Any]) -> str:
     if account:
-        return "no examples were held out; give user 0 a test set"
+        held_out = (
+            "one validation example is too few" if configuration.me.validation else "no examples were held out"
+        )
+        return f"{held_out}; give user 0 a test set"
     return f"no model was trained alone beside it (guard {configuration.guard})"

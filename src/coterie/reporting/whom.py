@@ -33,6 +33,11 @@ def heard(configuration: Configuration, end: End) -> list[Heard]:
     return [Heard(name, shares.get(name, 0.0), _reason(name, configuration, end, name in shares)) for name in names]
 
 
+def weighs(configuration: Configuration, end: End) -> bool:
+    """Say whether it is known whom the model listens to: methods have no weights, nor has a rule from the start."""
+    return bool(end.tau) or asks_nobody(configuration) or serves_alone(end)
+
+
 def _reason(name: str, configuration: Configuration, end: End, listened: bool) -> str:
     """Say why a peer has no weight, or when it was left out; "" where nothing is to be said."""
     missed = ", ".join(f"{why} in {count} steps" for why, count in end.left_out.get(name, {}).items())

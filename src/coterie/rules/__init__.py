@@ -46,7 +46,8 @@ _CORRECTED = [{"alpha": alpha, "beta": beta} for alpha in _PAPER_ALPHAS for beta
 _PENALTIES = [{"penalty": penalty} for penalty in (0.001, 0.01, 0.03, 0.1)]
 
 RULES.register("alone", Alone)
-RULES.register("pooled", WeightedAveraging, defaults=_POOLED, description="Weigh everybody's examples alike.")
+_ALIKE = "Weigh everybody's examples alike."
+RULES.register("pooled", WeightedAveraging, defaults=_POOLED, fixed=list(_POOLED), description=_ALIKE)
 RULES.register("wga", WeightedAveraging, defaults=_HALF, benchmark_settings=_ALPHAS)
 RULES.register("bc", BiasCorrection, defaults=_HALF | {"beta": 0.01}, benchmark_settings=_CORRECTED)
 RULES.register("stream", StreamAveraging, defaults={"horizon": FromRun(lambda run: run.steps)})

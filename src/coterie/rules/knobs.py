@@ -72,7 +72,7 @@ def weights_over(
 ) -> dict[str, float]:
     """Return the weight of each peer that has one."""
     if not names:
-        raise KnobError("no peers: pass at least one, or use `rule=coterie.Alone()`")
+        raise KnobError("no peers: pass at least one, or use `rule=coterie.Alone()` (`--rule alone`)")
     if aggregator is not None and len(names) < aggregator.least:
         raise KnobError(
             f"`aggregator` {aggregator} needs {aggregator.least} peers, got {len(names)}; lower `n_byzantine`"

@@ -6,7 +6,7 @@ A rule is a frozen dataclass of knobs. Its state is passed and returned, so that
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, Self, TypeAlias, get_args, runtime_checkable
 
 import torch
@@ -153,6 +153,10 @@ def knob_names(rule: FormulaRule) -> list[str]:
 
 @functools.cache
 def _knob_names(kind: Any) -> list[str]:
+    if not is_dataclass(kind):
+        raise KnobError(
+            f"the rule {kind.__name__} is no dataclass; write `@dataclass(frozen=True)` above the class"
+        )
     return [field.name for field in fields(kind) if _is_knob(field.type)]
 
 

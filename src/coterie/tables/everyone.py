@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,8 @@ def fit_everyone(
         steps: how many everybody takes.
         settings: passed on to `coterie.train_everyone`: lr, batch_size, device, resume, …
     """
+    if table.preparation.ids == SERVED_BY:
+        raise DataError(f"`ids` names {SERVED_BY!r}, the column that says whose model made a prediction; rename it")
     with one_thread(), torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(SEED("seed", seed))
         made = models.build(model, table.n_inputs, table.n_outputs)
@@ -74,6 +77,8 @@ def fit_everyone(
         runs = train_everyone(made, models.loss_of(table.preparation), table.users, rules, **settings)
         if runs.stopped is Stopped.CTRL_C:
             return None
+        left_out = {name: f"left out: {why}" for name, why in table.left_out.items()}
+        runs = replace(runs, not_trained={**left_out, **runs.not_trained})
         try:
             _write(out, runs, table, model, user_column)
         except FileError as error:
@@ -96,7 +101,7 @@ def _write(out: Path, runs: Runs, table: TableUsers, model: str, user_column: st
     if runs.pooled is not None:
         write(out / POOLED, runs.pooled)
     pages = {name: f"{place}/index.html" for name, place in folders.items()}
-    write_everyone_page(out / "index.html", runs.runs, runs.weights, pages)
+    write_everyone_page(out / "index.html", runs, pages)
     files.write_json(out / FILE, {"user_column": user_column, "folders": folders})
 
 
@@ -122,14 +127,16 @@ def routed(
         raise DataError(f"the table has no column {column!r}, which says whose model each row goes to; add it")
     rows = rows.reset_index(drop=True)
     names = rows[column].astype(str).where(rows[column].notna(), "")
+    if pd.api.types.is_float_dtype(rows[column]):  # one empty field makes whole numbers such
+        names = names.where(names.isin(list(folders)), names.str.removesuffix(".0"))
     places = names.map(folders).fillna(POOLED)
     if (pooled := names[places == POOLED]).size:
         warnings.warn(_pooled(pooled, column), stacklevel=3)
     parts = []
     for place, own in rows.groupby(places, sort=False):
-        found = predict(folder / str(place), own.reset_index(drop=True)).set_axis(own.index)
+        predictions = predict(folder / str(place), own.reset_index(drop=True)).set_axis(own.index)
         whose = POOLED if place == POOLED else names[own.index]
-        parts.append(found.assign(**{SERVED_BY: whose}))
+        parts.append(predictions.assign(**{SERVED_BY: whose}))
     return pd.concat(parts).sort_index()
 
 

@@ -10,6 +10,8 @@ from coterie.arguments import SEED
 from coterie.choosing import Chooser, MakesLearner
 from coterie.data import TableTask
 from coterie.errors import FileError
+from coterie.methods import rounds
+from coterie.methods.rounds import Method
 from coterie.recording.claim import claimed
 from coterie.rules import Rule
 from coterie.tables import models
@@ -22,8 +24,25 @@ from coterie.training.run import Run, Stopped
 from coterie.training.train import train
 from coterie.users.sampling import one_thread
 
-Followed: TypeAlias = Rule | Chooser | MakesLearner
-"""What makes a direction of gradients."""
+Followed: TypeAlias = Rule | Chooser | MakesLearner | Method
+"""What makes a direction of gradients, or takes rounds of its own."""
+
+LR = 0.01
+"""Adam's step size on tables, where none is given."""
+
+
+def step_size(rule: Followed, lr: float | None) -> float:
+    """Return the step size that is given, else Adam's for a rule, and that of plain steps for a method.
+
+    Example:
+        >>> from coterie.methods import FedAvg
+        >>> from coterie.rules import Alone
+        >>> step_size(Alone(), None), step_size(FedAvg(), None), step_size(FedAvg(), 0.3)
+        (0.01, 0.1, 0.3)
+    """
+    if lr is not None:
+        return lr
+    return rounds.LR if isinstance(rule, Method) else LR
 
 
 def fit(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie.data import Preparation
 from coterie.errors import KnobError
-from coterie.evaluation.metrics import METRICS, Metric, kind_of, less_is_better
+from coterie.evaluation.metrics import METRICS, Metric, binary_accuracy, kind_of, less_is_better
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class TableMetric:
         return less_is_better(self.name)
 
 
+def _fits(metric: Metric, preparation: Preparation) -> bool:
+    """Say whether a metric is for such targets; a model of a table has an output for each class, not one logit."""
+    return kind_of(metric) in (None, preparation.kind) and metric is not binary_accuracy
+
+
 def metrics_of(preparation: Preparation, names: Sequence[str] = ()) -> dict[str, Metric]:
     """Return the named metrics and last the usual one, accuracy or the root mean squared error.
 
@@ -44,9 +49,9 @@ def metrics_of(preparation: Preparation, names: Sequence[str] = ()) -> dict[str,
     """
     usual = "accuracy" if preparation.kind == "classification" else "rmse"
     for name in names:
-        if kind_of(METRICS[name]) not in (None, preparation.kind):
-            fitting = ", ".join(one for one in METRICS if kind_of(METRICS[one]) in (None, preparation.kind))
-            raise KnobError(f"`{name}` is no metric for {preparation.kind}; choose among {fitting}")
+        if not _fits(METRICS[name], preparation):
+            fitting = [one for one in METRICS if _fits(METRICS[one], preparation)]
+            raise KnobError(f"`{name}` is no metric for {preparation.kind}; choose among {', '.join(fitting)}")
     units = (
         {} if preparation.kind == "classification" else {"centre": preparation.centre, "scale": preparation.scale}
     )

@@ -41,7 +41,11 @@ def build(model: str | Factory, n_inputs: int, n_outputs: int) -> nn.Module:
     make = _found(model) if isinstance(model, str) else model
     if not callable(make) or isinstance(make, nn.Module):
         raise ModelError(f"a model is made by a function of the numbers of inputs and outputs, got {shown(model)}")
-    made = make(n_inputs, n_outputs)
+    try:
+        made = make(n_inputs, n_outputs)
+    except Exception as error:
+        call = f"{shown(model)}({n_inputs}, {n_outputs})"
+        raise ModelError(f"{call}, which makes the model, raised {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise ModelError(f"{model} must return a torch.nn.Module, got {type(made).__name__}")
     return made

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.data import Preparation
+from coterie.errors import DataError
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.tables.everyone import is_everyone, routed
 from coterie.tables.model_files import load_model
@@ -19,18 +20,23 @@ if TYPE_CHECKING:
 def predict(folder: Path | str, rows: "pd.DataFrame", model: str | None = None) -> "pd.DataFrame":
     """Return the predictions of a folder's model for the rows of a table, in order, after their ids.
 
-    A run that was told of a column of ids (`ids`) carries it along where the rows have it.
+    A run that was told of a column of ids (`ids`) carries it along where the rows have it. Values that the training
+    rows did not have are told by warnings.
 
     In a folder of `coterie train --me all` each row goes to the model of its user, or to the pooled one.
     A folder may come from anybody, so the code of a model of one's own is named here, as `module.path:factory`,
     and never taken from the folder.
     """
     folder = Path(folder)
+    if not len(rows):
+        raise DataError("the table has no rows to predict for")
     if is_everyone(folder):
         return routed(folder, rows, functools.partial(predict, model=model))
     made, preparation = load_model(folder, model), Preparation.load(folder)
     with torch.no_grad(), evaluation_mode(made):
         predictions = preparation.predictions(made(preparation.inputs(rows)))
+    for told in preparation.unfamiliar(rows):
+        warnings.warn(told, stacklevel=2)
     if preparation.ids in rows.columns:
         predictions.insert(0, preparation.ids, rows[preparation.ids].to_numpy())
     elif preparation.ids is not None:

@@ -156,7 +156,7 @@ def permutation_effects(
     def losses(inputs: Tensor, targets: Tree) -> Numbers:
         return example_losses(model, loss, InMemory(inputs, targets), chunk=8192).numpy()
 
-    before, found = losses(inputs, targets), []
+    before, effects = losses(inputs, targets), []
     own, others = inputs.repeat(count, 1), inputs[order]
     repeated = mapped(lambda values: torch.cat([values] * count), targets)
     for column in (*preparation.numeric, *preparation.categorical):
@@ -164,8 +164,8 @@ def permutation_effects(
         rise = losses(torch.where(exchanged, others, own), repeated).reshape(count, n).mean(0) - before
         mean = float(np.average(rise, weights=weights))
         error = math.sqrt(float((weights**2 * (rise - mean) ** 2).sum())) / float(weights.sum())
-        found.append(Effect(column, mean, error))
-    return sorted(found, key=lambda effect: -effect.rise)
+        effects.append(Effect(column, mean, error))
+    return sorted(effects, key=lambda effect: -effect.rise)
 
 
 def _outputs(model: nn.Module, examples: InMemory) -> torch.Tensor:
@@ -188,13 +188,13 @@ def _probability_and_outcome(probabilities: Numbers, truth: Any) -> tuple[Number
 
 def _calibration_of_numbers(told: Numbers, true: Numbers, weights: Any) -> list[Bin]:
     """Return rows in bins by the number told: its mean, and the mean of what came true."""
-    found, w = [], np.ones(len(told)) if weights is None else weights
+    bins, w = [], np.ones(len(told)) if weights is None else weights
     for part in np.array_split(np.argsort(told), _bins(len(told))):
         if total := w[part].sum():
             mean = float(w[part] @ true[part] / total)
             error = math.sqrt(float((w[part] ** 2 * (true[part] - mean) ** 2).sum())) / total
-            found.append(Bin(len(part), float(w[part] @ told[part] / total), mean, error))
-    return found
+            bins.append(Bin(len(part), float(w[part] @ told[part] / total), mean, error))
+    return bins
 
 
 def _by_class(
@@ -202,7 +202,7 @@ def _by_class(
 ) -> list[OfClass]:
     w = np.ones(len(truth)) if weights is None else weights
     worth = float(w.sum() / (w**2).sum())  # of one row, so that weights do not make more rows than there are
-    found = []
+    by_class = []
     for k, name in enumerate(names):
         hits, of_it, told = matrix[k, k], matrix[k].sum(), matrix[:, k].sum()
         others = matrix.sum() - of_it
@@ -210,8 +210,8 @@ def _by_class(
         sensitivity, specificity, precision = (Share.of(some * worth, of * worth) for some, of in pairs)
         area = classes.area_under_roc(probabilities[:, k], truth == k, weights)
         rows = int((truth == k).sum())
-        found.append(OfClass(str(name), rows, sensitivity, specificity, precision, area))
-    return found
+        by_class.append(OfClass(str(name), rows, sensitivity, specificity, precision, area))
+    return by_class
 
 
 def _roc(probabilities: Numbers, truth: Any, weights: Any) -> tuple[list[float], list[float]]:

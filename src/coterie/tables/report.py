@@ -37,42 +37,42 @@ def write_report(
         write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=more)
         return None
     alone = None if serves_alone(run.record.end) or run.alone is None else run.alone
-    found = quality(run.model, alone, preparation, target, test_rows)
-    files.write_json(folder / FILE, found.to_plain())
-    sections = [_predictions(found, preparation, target, told=run.test), _effects(found, target), *more]
+    judged = quality(run.model, alone, preparation, target, test_rows)
+    files.write_json(folder / FILE, judged.to_plain())
+    sections = [_predictions(judged, preparation, target, told=run.test), _effects(judged, target), *more]
     write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=sections)
-    return found
+    return judged
 
 
-def _predictions(found: Quality, preparation: Preparation, target: str, told: Container[str]) -> Section:
+def _predictions(judged: Quality, preparation: Preparation, target: str, told: Container[str]) -> Section:
     """Return how good the predictions are, in numbers and in pictures; what the page has told is left out."""
     classes = preparation.kind == "classification"
-    text = [f"The model served, on {found.rows} test rows that chose nothing."]
+    text = [f"The model served, on {judged.rows} test rows that chose nothing."]
     if classes:
         text.append(
             "Sensitivity: of the rows of a class, those told to be of it. Specificity: of the others, those told "
             "not to be. Precision: of those told to be of it, its rows. In brackets 95 % intervals. AUC: how often "
             "a row of the class has a higher probability of it than another row."
         )
-    tables = [_by_class(found), _confusion(found, target)] if classes else []
-    tables += [rows] if (rows := _measures(found, told)) else []
-    charts = _curves(found, preparation, target)
+    tables = [_by_class(judged), _confusion(judged, target)] if classes else []
+    tables += [rows] if (rows := _measures(judged, told)) else []
+    charts = _curves(judged, preparation, target)
     return Section(f"How good predictions of {target} are", text, tables, charts=charts)
 
 
-def _measures(found: Quality, told: Container[str]) -> list[dict[str, str]]:
+def _measures(judged: Quality, told: Container[str]) -> list[dict[str, str]]:
     """Return a row for each further measure, beside the model trained alone where that is another."""
-    more = [name for name in found.served if name not in told]
-    if found.comparison is None:
-        return [{"measure": name, "served": f"{found.served[name]:.4g}"} for name in more]
-    measures = {name: found.comparison.measures[name] for name in more}
+    more = [name for name in judged.served if name not in told]
+    if judged.comparison is None:
+        return [{"measure": name, "served": f"{judged.served[name]:.4g}"} for name in more]
+    measures = {name: judged.comparison.measures[name] for name in more}
     return [
         {"measure": name, "served": f"{one.ours:.4g}", "alone": f"{one.alone:.4g}", "difference": difference(one)}
         for name, one in measures.items()
     ]
 
 
-def _by_class(found: Quality) -> list[dict[str, str]]:
+def _by_class(judged: Quality) -> list[dict[str, str]]:
     return [
         {
             "class": one.name,
@@ -82,33 +82,33 @@ def _by_class(found: Quality) -> list[dict[str, str]]:
             "precision": str(one.precision),
             "AUC": "–" if math.isnan(one.auc) else f"{one.auc:.3f}",
         }
-        for one in found.by_class
+        for one in judged.by_class
     ]
 
 
-def _confusion(found: Quality, target: str) -> list[dict[str, str]]:
-    names = [one.name for one in found.by_class]
+def _confusion(judged: Quality, target: str) -> list[dict[str, str]]:
+    names = [one.name for one in judged.by_class]
     return [
         {f"{target} is": name, **{f"told {other}": f"{n:.4g}" for other, n in zip(names, counts, strict=True)}}
-        for name, counts in zip(names, found.confusion, strict=True)
+        for name, counts in zip(names, judged.confusion, strict=True)
     ]
 
 
-def _curves(found: Quality, preparation: Preparation, target: str) -> list[str]:
+def _curves(judged: Quality, preparation: Preparation, target: str) -> list[str]:
     charts = []
-    lines: dict[str, Points] = {name: curve for name, curve in found.roc.items() if curve[0]}
+    lines: dict[str, Points] = {name: curve for name, curve in judged.roc.items() if curve[0]}
     if lines:
         last = preparation.classes[-1]
         others = f"share of the other rows told to be {last}"
         charts.append(line_chart({**lines, "by chance": ([0, 1], [0, 1])}, others, f"sensitivity for {last} (ROC)"))
-    bins = found.calibration
+    bins = judged.calibration
     if len(bins) > 1:
-        charts.append(_calibration_chart(found, preparation, target))
+        charts.append(_calibration_chart(judged, preparation, target))
     return charts
 
 
-def _calibration_chart(found: Quality, preparation: Preparation, target: str) -> str:
-    bins, classes = found.calibration, preparation.classes
+def _calibration_chart(judged: Quality, preparation: Preparation, target: str) -> str:
+    bins, classes = judged.calibration, preparation.classes
     told, true = [one.told for one in bins], [one.came_true for one in bins]
     ends = [0.0, 1.0] if classes else [min(told), max(told)]
     low, high = ([one.came_true + side * one.error for one in bins] for side in (-2, 2))
@@ -122,16 +122,16 @@ def _calibration_chart(found: Quality, preparation: Preparation, target: str) ->
     return line_chart(lines, *names, bands={"came true, ± two standard errors": (low, high)})
 
 
-def _effects(found: Quality, target: str) -> Section:
+def _effects(judged: Quality, target: str) -> Section:
     """Return what the predictions rest on."""
-    shown = found.effects[:SHOWN]
+    shown = judged.effects[:SHOWN]
     text = [
         f"By how much the loss on the test rows rises where a column's values are exchanged among them: what the "
         f"predictions of {target} rest on, not what causes it. Columns that tell the same share it. Lines are two "
         "standard errors to either side."
     ]
-    if more := len(found.effects) - len(shown):
-        text.append(f"The {SHOWN} largest of {len(found.effects)}; `evaluation.json` has the other {more}.")
+    if more := len(judged.effects) - len(shown):
+        text.append(f"The {SHOWN} largest of {len(judged.effects)}; `evaluation.json` has the other {more}.")
     bars = [Interval(one.column, one.rise, one.error, f"{one.rise:+.3f} ± {one.error:.3f}") for one in shown]
     return Section("What predictions rest on", text, charts=[interval_chart(bars, "rise of the loss by column")])
 

@@ -46,14 +46,16 @@ class Split:
 def judge_over_splits(run: Run, splits: Sequence[Split]) -> Section:
     """Let the mean over splits make the verdict of the first split's run; return the splits as part of a page."""
     record, me = run.record, run.record.configuration.me
-    found = over_splits(splits, me.test, int(me.examples) + me.validation)
-    end = replace(record.end, comparison=found)
+    comparison = over_splits(splits, me.test, int(me.examples) + me.validation)
+    end = replace(record.end, comparison=comparison)
     record.finish(replace(end, verdict=verdict(record.configuration, end).sentence))
     rows = [
         {"split": str(k), "served": split.served, **{name: difference(one) for name, one in split.measures.items()}}
         for k, split in enumerate(splits, 1)
     ]
-    rows.append({"split": "mean", "served": "", **{name: difference(one) for name, one in found.measures.items()}})
+    rows.append(
+        {"split": "mean", "served": "", **{name: difference(one) for name, one in comparison.measures.items()}}
+    )
     text = [
         "The model served is that of the first split. In each the rows are split anew, with other initial weights "
         "and batches, and all is chosen again. The error of a single split is over its test rows; that of the mean "
@@ -77,16 +79,16 @@ def over_splits(splits: Sequence[Split], test: int, rest: int) -> Comparison:
     Example:
         >>> each = [Split("with peers", {"loss": Difference(ours=v, alone=1.0, error=0.1, less_is_better=True)})
         ...     for v in (0.7, 0.8, 0.9)]
-        >>> found = over_splits(each, test=20, rest=80).measures["loss"]
-        >>> round(found.difference, 3), round(found.error, 4)
+        >>> mean = over_splits(each, test=20, rest=80).measures["loss"]
+        >>> round(mean.difference, 3), round(mean.error, 4)
         (-0.2, 0.0764)
     """
-    found = {}
+    measures = {}
     for name, first in splits[0].measures.items():
         each = [split.measures[name] for split in splits]
         spread = float(np.std([one.difference for one in each], ddof=1))
         error = spread * math.sqrt(1 / len(splits) + test / rest)
         ours, alone = (float(np.mean([getattr(one, side) for one in each])) for side in ("ours", "alone"))
-        found[name] = Difference(ours=ours, alone=alone, error=error, less_is_better=first.less_is_better)
+        measures[name] = Difference(ours=ours, alone=alone, error=error, less_is_better=first.less_is_better)
     on = f"{len(splits)} random splits with {test} test rows each"
-    return Comparison(on=on, examples=len(splits), measures=found, splits=len(splits))
+    return Comparison(on=on, examples=len(splits), measures=measures, splits=len(splits))

@@ -112,7 +112,7 @@ class Descent:
         kept = np.minimum(noise / (2 * rho**2 * steps * self.initial_gap), 1)
         with np.errstate(divide="ignore"):  # without noise nothing need be kept: log 0
             decay = np.log(kept) / np.maximum(steps - 1, 1e-300)
-        return np.minimum(-np.expm1(decay) / rho, self.max_lr)
+        return np.minimum((0.0 - np.expm1(decay)) / rho, self.max_lr)  # 0 and not −0 where everything is kept
 
     def decreasing_lr(self, step: Numbers) -> Numbers:
         """Return the step size of each step of a run whose bound has no logarithm.

@@ -137,8 +137,7 @@ def best_exchanges(problem: Constants, steps: int, cost: float, kind: Kind, ever
         13 62174 0.0131
         64 394146 0.0068
     """
-    cost, steps = float(as_numbers("cost", cost)), int(check_steps(steps))
-    check("cost", cost, cost >= 0, "must not be negative")
+    steps, cost = _time(steps, cost)
     periods = _EVERY if every is None else np.array([float(every)])
     k = periods[:, None, None]
     fit = steps * (1 + cost) / (1 + cost / k)
@@ -162,9 +161,18 @@ def alone_in_time(problem: Constants, steps: int, cost: float) -> Exchanges:
         >>> round(alone_in_time(problem, steps=1_000, cost=9.0).steps)
         10000
     """
+    steps, cost = _time(steps, cost)
     fit, own = steps * (1 + cost), alone(problem)
     lr = own.best_gradient_lr(fit)
     return Exchanges(0, 0.0, float(lr), fit, float(own.gradient_bound(lr, fit)))
+
+
+def _time(steps: int, cost: float) -> tuple[int, float]:
+    """Return the steps and the cost of an exchange that make up the time, checked."""
+    steps, cost = int(check_steps(steps)), float(as_numbers("cost", cost))
+    check("cost", cost, cost >= 0, "must not be negative")
+    check("cost", cost, np.isfinite(steps * (1 + cost)), "must leave the time finite")
+    return steps, cost
 
 
 def _checked(

@@ -194,6 +194,8 @@ class NoisyQuadratic(QuadraticUsers):
 
     def _dynamics(self, rule: Rule, lr: Knob, average_from: int | None = None) -> Dynamics:
         """Return the rule as one point of the family (α, β, w)."""
+        if not isinstance(rule, Alone | WeightedAveraging | BiasCorrection | OracleCorrection):
+            raise _not_exact(rule)
         work = self._local(rule, lr)
         own, own_variance = self.worked(self.own, *work)
         curvature, pull, variance = self.average({} if isinstance(rule, Alone) else rule.weights(self.names), *work)
@@ -222,10 +224,7 @@ class NoisyQuadratic(QuadraticUsers):
                 zeros = np.zeros(self.dim)
                 variance = variance + oracle.noise**2
                 return replace(alone, alpha=rule.alpha, gap=zeros, pull=zeros, peer_variance=variance)
-        raise KnobError(
-            f"nothing exact is known of {rule!r}; use Alone, WeightedAveraging, BiasCorrection or "
-            "`problem.oracle(…)`, or simulate with `problem.engine()`"
-        )
+        raise _not_exact(rule)
 
     def _local(self, rule: Rule, lr: Knob) -> tuple[int, float]:
         """Return how many local steps there are, and their size; a `KnobError` where nothing exact is known."""
@@ -246,3 +245,10 @@ class NoisyQuadratic(QuadraticUsers):
         covariance = np.zeros((*mean.shape, dynamics.size))
         covariance[:, 0, 0] = self.vector(self.x0_spread) ** 2
         return Transition(np.zeros_like(covariance), mean, covariance)
+
+
+def _not_exact(rule: object) -> KnobError:
+    return KnobError(
+        f"nothing exact is known of {rule!r}; use Alone, WeightedAveraging, BiasCorrection or "
+        "`problem.oracle(…)`, or simulate with `problem.engine()`"
+    )

@@ -162,12 +162,12 @@ class QuadraticEngine:
         work = question.work or LocalWork(1, 1.0)
         given = {}
         for point, peer in (~question.weights.isnan()).nonzero().tolist():
-            x, total = question.points[point], torch.zeros_like(question.points[point])
-            for step in range(question.step, question.step + work.count):
-                gradient = self._gradient(self.names[peer], self.problem.peers[peer], x, step)
-                direction = work.direction(gradient, x, point)
-                x, total = x - work.lr * direction, total + direction
-            given[point, peer] = total
+            name, user = self.names[peer], self.problem.peers[peer]
+
+            def gradient(x: Tensor, k: int, name: str = name, user: Quadratic = user) -> Tensor:
+                return self._gradient(name, user, x, question.step + k)
+
+            given[point, peer] = work.followed(question.points[point], gradient, point)
         return partial(Answers.of, question, given, self.names)
 
     def describe(self) -> dict[str, Any]:

@@ -1,20 +1,18 @@
-"""Before the first step: a rule is chosen and the theory's constants are measured, or taken over on resuming."""
+"""Before the first step: a rule is chosen, and the theory's constants are measured."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeAlias, cast
 
 from coterie.choosing import Choice, MakesLearner, chooser_for
 from coterie.choosing.measuring import before_training
+from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
 from coterie.methods.rounds import Method
-from coterie.recording import checkpoint
 from coterie.recording.configuration import Configuration
-from coterie.recording.record import Record
 from coterie.rules import Alone, Rule
 
 Followed: TypeAlias = Rule | Method | MakesLearner
@@ -22,28 +20,6 @@ Followed: TypeAlias = Rule | Method | MakesLearner
 
 MAX_GRADIENT_BYTES = 2**30
 """How many bytes of peers' gradients may be held to measure constants that no knob waits for."""
-
-MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates", "not_measured", "capture"})
-"""Settings that may change when a run is resumed."""
-
-
-def check_free(out: Path | None, resume: bool) -> None:
-    """Refuse a folder that holds a run, unless it is to be resumed."""
-    if out and not resume and ((out / "record.jsonl").exists() or checkpoint.saved(out / "checkpoints")):
-        raise KnobError(f"{out} already holds a run; resume it (`resume=True`, `--resume`), or name another folder")
-
-
-def with_earlier_choice(configuration: Configuration, out: Path | None, resume: bool) -> Configuration:
-    """Return the configuration with choice and constants of the run left in `out`, if all else is as it was."""
-    check_free(out, resume)
-    path = out and out / "record.jsonl"
-    if path is None or not path.exists():
-        return configuration
-    before = Record.load(path).configuration
-    if configuration.differences(before, MAY_DIFFER):
-        return configuration
-    configuration = replace(configuration, choice=before.choice, estimates=before.estimates)
-    return replace(configuration, not_measured=before.not_measured)
 
 
 def choose(
@@ -68,11 +44,18 @@ def with_choice(configuration: Configuration, choice: Choice) -> Configuration:
 
 
 def with_estimates(
-    configuration: Configuration, spec: RunSpec, engine: Engine, rule: Followed, *, anywhere: bool = False
+    configuration: Configuration,
+    spec: RunSpec,
+    engine: Engine,
+    rule: Followed,
+    *,
+    anywhere: bool = False,
+    known: dict[str, OnParts] | None = None,
 ) -> Configuration:
     """Return a configuration with the constants at the start, or with why they are not measured.
 
     Elsewhere gradients may have a price: only `anywhere` measures on an engine whose users are not in this process.
+    For `known` see `before_training`.
     """
     if configuration.estimates or configuration.not_measured:
         return configuration
@@ -86,6 +69,6 @@ def with_estimates(
         why = f"every peer's gradient at once would take {held / 2**30:.1f} GiB"
         return replace(configuration, not_measured=why)
     try:
-        return replace(configuration, estimates=before_training(engine, spec).to_plain())
+        return replace(configuration, estimates=before_training(engine, spec, known=known).to_plain())
     except DataError as error:
         return replace(configuration, not_measured=str(error))

@@ -18,6 +18,7 @@ from typing import Any
 from scipy import special
 from torch import Tensor, nn
 
+from coterie.evaluation.comparing import paired_error
 from coterie.evaluation.evaluate import example_losses
 from coterie.gradients.trained_part import copied, load_trained_state
 from coterie.learners.learner import Learner
@@ -45,8 +46,7 @@ class Guard:
         """Return held-out loss of ours less that of alone, its standard error, paired by example, and alone's."""
         theirs = self._losses(alone)
         change = self._losses(ours) - theirs
-        error = float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else math.inf
-        return float(change.mean()), error, float(theirs.mean())
+        return float(change.mean()), paired_error(change), float(theirs.mean())
 
     def _losses(self, model: nn.Module) -> Tensor:
         known = self.known.pop(model, None)

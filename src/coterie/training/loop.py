@@ -1,36 +1,31 @@
-"""The training loop: a learner and its guard take steps, evaluated, recorded, saved and resumed."""
+"""The training loop: a learner and its guard take steps, which are evaluated, recorded and saved."""
 
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.capabilities import TellsPromises
-from coterie.errors import CheckpointError, GradientError, KnobError, PeerLost, UserCodeError, blaming
+from coterie.errors import GradientError, KnobError, PeerLost, UserCodeError, blaming
 from coterie.evaluation.evaluate import evaluate
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
-from coterie.recording import checkpoint
 from coterie.recording.checkpoint import RunFolder
 from coterie.recording.claim import Claim
 from coterie.recording.configuration import Configuration
-from coterie.recording.costs import Cost
 from coterie.recording.record import Record
 from coterie.recording.result import End, GuardDecision, Point
-from coterie.recording.traffic import Traffic, total
+from coterie.recording.traffic import total
 from coterie.reporting.beside_alone import with_verdict
 from coterie.training.captured import Captured
-from coterie.training.choose import MAY_DIFFER, check_free
 from coterie.training.guard import Guard
 from coterie.training.hooks import Hook, HookLike, Start, as_hook, tell
+from coterie.training.resuming import ResumableRun, check_free
 from coterie.training.run import Run, Step, Stopped
 
 
-class TrainingLoop:
+class TrainingLoop(ResumableRun):
     """The steps of one run that is prepared, taken by a learner; `captured` are those of learner and shadow."""
 
     def __init__(
@@ -47,38 +42,23 @@ class TrainingLoop:
             raise KnobError(
                 f"`ReduceLROnPlateau` follows the validation loss, but {spec.me.name!r} has no validation set"
             )
-        self.spec, self.learner, self.save_every = spec, learner, save_every
+        super().__init__(spec, learner, guard)
+        self.save_every, self.captured = save_every, captured
         self.hooks = [as_hook(hook) for hook in hooks]
         self._on_step = [hook for hook in self.hooks if type(hook).on_step is not Hook.on_step]
-        self.guard, self.captured = guard, captured
-        self.left_out: dict[str, dict[str, int]] = {}
-        self.travelled: dict[str, Traffic] = {}  # before this session
-        self.losses: list[float] = []
-        self.folder = RunFolder()
         self._told_of_gradients = False
         self.whole = True  # whether the state is that after a whole step, evaluated where that is due
         self.first: Mapping[str, float] | None = None  # what the validation set says before the first step
-        self.record: Record
 
     def open(self, configuration: Configuration, claim: Claim | None, resume: bool) -> None:
         """Begin the record, or resume the run that was left in the folder that was claimed."""
         out, self.folder = None if claim is None else claim.folder, RunFolder(claim)
-        path = out and out / "record.jsonl"
-        saved = checkpoint.saved(out / "checkpoints") if out else []
-        if out and resume and saved and path and path.exists():
-            record = Record.load(path)
-            self.load_state_dict(checkpoint.load(saved[-1], self.learner.x.device), configuration, saved[-1])
-            record.configuration = configuration
-            record.cut(self.learner.step)
-            self.folder.saved_at = self.learner.step
-            return self.begin(record)
-        check_free(out, resume)
-        if saved:
-            raise CheckpointError(
-                f"{saved[-1]} stands without the record {path}; put it back, or name another folder"
-            )
-        self.first = self._validate()  # what fails on the validation set is told before anything is written
-        self.begin(Record(configuration, path))
+        record = self.resumed(out, configuration) if out and resume else None
+        if record is None:
+            check_free(out, resume)
+            self.first = self._validate()  # what fails on the validation set is told before anything is written
+            record = Record(configuration, out and out / "record.jsonl")
+        self.begin(record)
 
     def begin(self, record: Record) -> None:
         """Begin with a record, which is empty at the first step, and tell the hooks."""
@@ -94,13 +74,9 @@ class TrainingLoop:
             raise self.failed(error) from error.__cause__
 
     def _run(self, interrupted: Callable[[], bool]) -> Stopped | None:
-        learner, steps = self.learner, self.spec.steps
-        every, saving = self.spec.every, self.save_every
-        every_step = any(hook.every_step for hook in self._on_step)
         self.first_point()
-        while learner.step < steps:
-            until = min(every - learner.step % every, saving - learner.step % saving, steps - learner.step)
-            ended = self.taken(*self.advance(1 if every_step else until))
+        while self.learner.step < self.spec.steps:
+            ended = self.taken(*self.advance(self.until_due()))
             if interrupted():
                 return Stopped.CTRL_C
             if ended:
@@ -111,6 +87,13 @@ class TrainingLoop:
         """Record a point before the first step."""
         if not self.record.points:
             self.evaluate(self.first)
+
+    def until_due(self) -> int:
+        """Return how many steps may be taken until there is something to evaluate, to save or to tell."""
+        if any(hook.every_step for hook in self._on_step):
+            return 1
+        step, every, saving = self.learner.step, self.spec.every, self.save_every
+        return min(every - step % every, saving - step % saving, self.spec.steps - step)
 
     @property
     def due(self) -> bool:
@@ -155,14 +138,18 @@ class TrainingLoop:
         with blaming("the model, the loss or the optimizer"):
             losses = self.captured and self.captured.advance(most)
         if losses:
-            self.losses += losses
-            return losses[-1], {}
+            return self.took(losses)
         step = self._one_step()
         self.losses.append(float(step.own_loss))
         for name, reason in step.left_out.items():
             counts = self.left_out.setdefault(name, {})
             counts[reason] = counts.get(reason, 0) + 1
         return self.losses[-1], step.left_out
+
+    def took(self, losses: list[float]) -> tuple[float, Mapping[str, str]]:
+        """Note steps that were taken, with user 0's loss in each, and that nobody was left out of."""
+        self.losses += losses
+        return losses[-1], {}
 
     def _one_step(self) -> NextStep:
         """Take one step, and return it."""
@@ -273,48 +260,6 @@ class TrainingLoop:
             not_captured=(self.captured and self.captured.failed) or "",
         )
 
-    def save(self) -> Path | None:
-        """Write a checkpoint, where there is a folder for it and this step has none yet, and return its path."""
-
-        def content() -> dict[str, Any]:
-            self.record.before_checkpoint(self.learner.step)
-            return self.state_dict()
-
-        return self.folder.save(self.learner.step, content)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that later steps depend on."""
-        return {
-            "configuration": self.record.configuration.to_plain(),
-            "learner": self.learner.state_dict(),
-            "guard": self.guard and self.guard.state_dict(),
-            "left_out": self.left_out,
-            "traffic": _plain(total(self.travelled, self.learner.engine.traffic())),
-            "losses": self.losses,
-            "costs": _plain(self.learner.costs.by_user()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], configuration: Configuration, path: Path) -> None:
-        """Go on from a state; one of another run is a `CheckpointError`."""
-        before = Configuration.from_plain(state["configuration"])
-        for key, (then, now) in configuration.differences(before, MAY_DIFFER).items():
-            raise CheckpointError(
-                f"the checkpoint {path} is of another run: `{key}` was {then!r} and is now {now!r}; "
-                "resume with the same settings, or name another folder"
-            )
-        try:
-            self.learner.load_state_dict(state["learner"])
-            if self.guard is not None:
-                self.guard.load_state_dict(state["guard"])
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint {path} is of another model: {error}; resume with the same model, or name another "
-                "folder"
-            ) from error
-        self.left_out, self.losses = state["left_out"], state["losses"]
-        self.travelled = {name: Traffic(**each) for name, each in state["traffic"].items()}
-        self.learner.costs.load(state["costs"])
-
     def tau(self) -> dict[str, float]:
         """Return each peer's share of the peers' weight in the last step, where there is such a thing."""
         weights = self.learner.tau()
@@ -350,7 +295,3 @@ class TrainingLoop:
 def _next_step(learner: Learner) -> NextStep:
     with blaming("the model or the loss"):
         return learner.next_step()
-
-
-def _plain(by_user: Mapping[str, Cost | Traffic]) -> dict[str, dict[str, float]]:
-    return {name: asdict(each) for name, each in by_user.items()}

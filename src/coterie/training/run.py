@@ -108,15 +108,20 @@ class Step:
 class Run:
     """The result of `train`."""
 
-    model: nn.Module  # the personal model: the best by validation loss, or the last where nothing is held out
-    record: Record  # configuration and curves
-    state: State  # the rule's state after the last step
+    # the personal model: the best by validation loss, or the last where nothing is held out
+    model: nn.Module = field(repr=False)
+    record: Record
+    state: State = field(repr=False)  # the rule's state after the last step
     step: int  # how many steps were taken
     best_step: int  # the step that `model` is of
     test: Mapping[str, float]  # loss and metrics on the test set, evaluated once, when the run has ended
     stopped: Stopped | None = None  # what ended the run early
-    models: Mapping[str, nn.Module] = field(default_factory=dict)  # of every user, where a method makes them
-    alone: nn.Module | None = None  # the one trained alone beside it, with which the verdict compares
+    models: Mapping[str, nn.Module] = field(
+        default_factory=dict, repr=False
+    )  # of every user, where a method makes them
+    alone: nn.Module | None = field(
+        default=None, repr=False
+    )  # the one trained alone beside it, with which the verdict compares
     unwritten: str = ""  # what could not be written to `out`, and why; empty where all of the run is there
 
     @property

@@ -56,8 +56,8 @@ class Tracker(Hook):
     def add(self, numbers: Mapping[str, float], step: int) -> None:
         """Add the numbers of a step."""
 
-    def close(self, found: Mapping[str, Any], finished: bool) -> None:
-        """Add what was found in the end, numbers and texts, and end the run."""
+    def close(self, summary: Mapping[str, Any], finished: bool) -> None:
+        """Add the run's last numbers and texts, and end it."""
 
     def on_start(self, start: Start) -> None:
         """Open the run."""
@@ -71,10 +71,10 @@ class Tracker(Hook):
     def on_end(self, run: Run) -> None:
         """Add the result, and close the run."""
         end = run.record.end
-        found: dict[str, Any] = {f"test_{name}": value for name, value in end.test.items()}
-        found |= {f"tau/{name}": weight for name, weight in end.tau.items()}
-        found |= {"best_step": end.best_step, "seconds": end.seconds, "verdict": end.verdict}
-        self._attempt(lambda: self.close(found, run.stopped is None))
+        summary: dict[str, Any] = {f"test_{name}": value for name, value in end.test.items()}
+        summary |= {f"tau/{name}": weight for name, weight in end.tau.items()}
+        summary |= {"best_step": end.best_step, "seconds": end.seconds, "verdict": end.verdict}
+        self._attempt(lambda: self.close(summary, run.stopped is None))
 
     def _attempt(self, action: Callable[[], None]) -> None:
         if not self.works:
@@ -104,7 +104,7 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self, found: Mapping[str, Any], finished: bool) -> None:
+    def close(self, summary: Mapping[str, Any], finished: bool) -> None:
         """Close the file."""
         self._writer.close()
 
@@ -126,11 +126,11 @@ class MLflow(Tracker):
         """Add metrics."""
         self._mlflow.log_metrics({_plain_name(name): float(v) for name, v in numbers.items()}, step=step)
 
-    def close(self, found: Mapping[str, Any], finished: bool) -> None:
+    def close(self, summary: Mapping[str, Any], finished: bool) -> None:
         """Add metrics, the verdict as a tag and the record as an artifact; end the run."""
-        numbers = {name: value for name, value in found.items() if not isinstance(value, str)}
-        self.add(numbers, int(found["best_step"]))
-        self._mlflow.set_tags({name: value for name, value in found.items() if isinstance(value, str)})
+        numbers = {name: value for name, value in summary.items() if not isinstance(value, str)}
+        self.add(numbers, int(summary["best_step"]))
+        self._mlflow.set_tags({name: value for name, value in summary.items() if isinstance(value, str)})
         if (self.folder / "record.jsonl").exists():
             self._mlflow.log_artifact(str(self.folder / "record.jsonl"))
         self._mlflow.end_run("FINISHED" if finished else "KILLED")
@@ -168,9 +168,9 @@ class WandB(_LikeWandb):
         """Return where its files go, and that a run which is open already stays so."""
         return {"dir": str(self.folder), "reinit": "create_new"}
 
-    def close(self, found: Mapping[str, Any], finished: bool) -> None:
+    def close(self, summary: Mapping[str, Any], finished: bool) -> None:
         """Add the summary, and end the run."""
-        self._run.summary.update(dict(found))
+        self._run.summary.update(dict(summary))
         self._run.finish(exit_code=0 if finished else 1)
 
 
@@ -180,9 +180,9 @@ class Trackio(_LikeWandb):
 
     package, project = "trackio", "TRACKIO_PROJECT"
 
-    def close(self, found: Mapping[str, Any], finished: bool) -> None:
-        """Log what was found in the end, and end the run."""
-        self._run.log(dict(found))
+    def close(self, summary: Mapping[str, Any], finished: bool) -> None:
+        """Log the run's last numbers and texts, and end it."""
+        self._run.log(dict(summary))
         self._run.finish()
 
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from coterie.arguments import COUNT
 from coterie.choosing import Chooser, MakesLearner
+from coterie.choosing.sampled_gradients import OnParts
+from coterie.engines.cpu_threads import cpu_threads, threads_for
 from coterie.engines.engine import Engine, MakeEngine
-from coterie.engines.in_process.cpu_threads import cpu_threads, threads_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import KnobError
@@ -28,9 +29,11 @@ from coterie.recording.configuration import Configuration
 from coterie.recording.interruption import interruptible
 from coterie.rules import Rule
 from coterie.training import setup
-from coterie.training.choose import choose, with_earlier_choice, with_estimates
+from coterie.training.checking import check, with_rule, with_usable_peers
+from coterie.training.choose import choose, with_estimates
 from coterie.training.hooks import HookLike, ProgressHook
 from coterie.training.loop import TrainingLoop
+from coterie.training.resuming import with_earlier_choice
 from coterie.training.run import Run, RunOptions
 from coterie.training.trackers import trackers_of
 from coterie.users.user import Loss, User
@@ -193,18 +196,21 @@ def set_up(
     options: RunOptions,
     held: ExitStack,
     stack: ExitStack,
+    *,
     learner_of: Callable[..., Learner] = setup.learner_of,
+    known: dict[str, OnParts] | None = None,
 ) -> SetUpRun:
     """Set a run up: check, open the engine, claim the folder, choose, measure, make the learner and its guard.
 
-    `held` keeps the folder and the number of threads, `stack` the engine and the progress bar.
+    `held` keeps the folder and the number of threads, `stack` the engine and the progress bar. Runs that start at
+    one point share `known`; see `before_training`.
     """
     forward, folder = options.forward_options, None if options.out is None else Path(options.out)
     save_every = max(1, spec.steps // 10) if options.checkpoint_every is None else options.checkpoint_every
-    setup.check(spec)
-    spec = setup.with_usable_peers(spec)
+    check(spec)
+    spec = with_usable_peers(spec)
     trackers = [] if folder is None else trackers_of(folder, options.trackers)
-    spec = setup.with_rule(spec, options.guard).prepared()
+    spec = with_rule(spec, options.guard).prepared()
     guarded, guard = setup.guard_mode(options.guard, spec)
     engine = setup.opened(spec, options, stack)
     held.enter_context(cpu_threads(threads_for(options.threads, engine)))
@@ -216,7 +222,8 @@ def set_up(
 
     rule, configuration = choose(spec, engine, configuration, progress=options.progress)
     if options.measure is not False:
-        configuration = with_estimates(configuration, spec, engine, rule, anywhere=options.measure is True)
+        everywhere = options.measure is True
+        configuration = with_estimates(configuration, spec, engine, rule, anywhere=everywhere, known=known)
 
     costs = setup.costs_of(spec, engine.names, configuration.peers)
     by_itself = guarded and not isinstance(rule, MakesLearner)  # whose learner guards itself

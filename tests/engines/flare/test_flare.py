@@ -13,27 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from tests.support.small_peers import LOSS, model, peer_of
 
 import coterie
+from coterie.choosing.adaptive.whom import added_noise
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalReplies, LocalSites
-from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
 from coterie.errors import CoterieError, PeerLost
 
-LOSS = nn.functional.cross_entropy
 TAU = {"peer 1": 0.5, "peer 2": 0.3, "peer 3": 0.2}
 Users = Callable[..., list[coterie.User]]
-
-
-def model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Linear(3, 3, dtype=torch.float64)
-
-
-def peer_of(user: coterie.User, *caps_and_log: Any) -> Peer:
-    return Peer(user, Passes(model(), LOSS), *caps_and_log)
 
 
 class Sites(LocalSites):
@@ -125,6 +114,15 @@ def test_the_site_cannot_claim_more_time_than_it_was_given(make_users: Users) ->
         made.gradients(torch.zeros(12, dtype=torch.float64), 0, TAU)
         assert made.traffic()["peer 1"].seconds_computing == 0
         assert 0 < made.traffic()["peer 2"].seconds_computing < made.timeout
+
+
+@pytest.mark.parametrize("told", [1e200, math.inf, math.nan, -1.0, "much"])
+def test_no_noise_that_a_site_tells_ends_a_run(told: Any, make_users: Users) -> None:
+    users = make_users()
+    made = engine(users, Sites(users[1:], spoiled(noise=told)))
+    made.gradients(torch.zeros(12, dtype=torch.float64), 0, TAU)
+    assert made.capabilities.noise["peer 1"] == 0
+    assert not added_noise(made, 12).any()
 
 
 def test_traffic_is_what_was_sent(make_users: Users) -> None:
@@ -284,10 +282,10 @@ def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(make_users: User
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"timeout": 0.0}, "`timeout` must be positive"),
-        ({"misses": 0}, "`misses` must be at least 1"),
-        ({"minimum": 0}, "`minimum` must be at least 1"),
-        ({"probe_every": 0}, "`probe_every` must be at least 1"),
+        ({"timeout": 0.0}, "`timeout` must be a finite number above 0"),
+        ({"misses": 0}, "`misses` must be a whole number, at least 1"),
+        ({"minimum": 0}, "`minimum` must be a whole number, at least 1"),
+        ({"probe_every": 0}, "`probe_every` must be a whole number, at least 1"),
         ({"names": ["me"]}, "must have different names"),
         ({"names": ["a", "a"]}, "must have different names"),
         ({"peers": [coterie.User("a", [[1.0], [2.0]], [0, 1])]}, "the peers' examples are at their sites"),

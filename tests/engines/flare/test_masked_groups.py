@@ -13,12 +13,11 @@ from tests.support import fuzz
 from torch import Tensor, nn
 
 import coterie
-from coterie.engines.caps import Caps
 from coterie.engines.engine import Question
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.worker import _Worker
 from coterie.errors import KnobError

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.accountants import added_up
+from tests.support.accountants import by_prv
 from torch import nn
 
 import coterie
 from coterie.engines import PrivatePeers
-from coterie.engines.private_gradients import PrivateGradients
+from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.errors import KnobError
 from coterie.methods import AFL, FedAvg
 from coterie.privacy import Privacy
@@ -62,17 +62,21 @@ def test_the_record_has_what_was_promised_and_spent_by_every_accountant(tmp_path
         theirs.compose(dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(event.noise)), count)
         assert told["spent"] == epsilon_of({event: count}, DELTA)
         assert told["spent"] == pytest.approx(theirs.get_epsilon(DELTA), rel=2e-3)  # which is finer
-        assert told["spent"] == pytest.approx(added_up(0.5, event.noise, count, DELTA), rel=1e-2)
+        assert told["spent"] == pytest.approx(by_prv(0.5, event.noise, count, DELTA), rel=1e-2)
         assert (told["epsilon"], told["delta"], told["clip"]) == (4.0, DELTA, 1.0)
         assert told["noise"] == pytest.approx(event.noise / (N // 2)), "on each number of a gradient"
 
 
-def test_who_has_spent_all_is_left_out() -> None:
+def test_who_has_spent_all_is_left_out_and_has_promised_all_the_same() -> None:
     once = engine(Privacy(0.5, DELTA, 1.0), gradients=2)
     x, weights = torch.zeros(WIDTH + 1), {"a": 0.5, "b": 0.5}
-    answered = [once.gradients(x, step, weights) for step in range(3)]
-    assert [g.answered for g in answered] == [1.0, 1.0, 0.0]
+    answered = [once.gradients(x, step, weights) for step in range(6)]
+    assert [g.answered for g in answered] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert "2" in answered[2].left_out["a"]
+    assert once.dropped == ("a", "b")
+    assert {name: told["spent"] for name, told in once.promises().items()} == {
+        name: peer.epsilon for name, peer in once.peers.items()
+    }
 
 
 def test_peers_without_a_promise_answer_as_in_process() -> None:
@@ -152,5 +156,5 @@ def test_whatever_touches_examples_is_counted(rule: Any, gradients: int, monkeyp
 def test_methods_that_look_at_losses_are_refused() -> None:
     me, *peers = users()
     private = functools.partial(PrivatePeers, privacy=Privacy(9.0, DELTA, 1.0, 8.0))
-    with pytest.raises(KnobError, match="at a point of its own"):
+    with pytest.raises(KnobError, match="needs all users in one process"):
         coterie.train(nn.Linear(WIDTH, 1), LOSS, me, peers, AFL(), steps=2, engine=private)

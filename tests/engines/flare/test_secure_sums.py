@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 from tests.support import fuzz, masked
-from tests.support.masked import LOSS, SLOW, model, tau_of, uneven, users
+from tests.support.masked import SLOW, tau_of, uneven, users
+from tests.support.small_peers import LOSS, model
 from torch import Tensor
 
 import coterie
-from coterie.engines.caps import Caps
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.responder import Responder
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
 from coterie.errors import CoterieError, KnobError, MaskError
 from coterie.privacy.keys import Identity
 from coterie.privacy.masked_sums import MASKED
@@ -157,7 +157,7 @@ def test_what_cannot_be_added_costs_steps_and_is_never_in_a_sum(bad: float) -> N
     spoiled = lambda request, added=None: (torch.full((1, 12), bad, dtype=torch.float64), 4)  # noqa: E731
     said = []
     for step, is_bad in enumerate([False, True, False, True, True, False]):
-        sites.responders["peer 1"].peer._gradients = spoiled if is_bad else good  # type: ignore[method-assign]
+        sites.responders["peer 1"].peer._gradients = spoiled if is_bad else good  # type: ignore[assignment]
         g = made.gradients(X, step, tau_of(4))
         assert g.peers is not None
         own, rows = plain_rows(people, X, step)

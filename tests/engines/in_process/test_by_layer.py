@@ -154,8 +154,8 @@ def test_half_precision_inside_the_model() -> None:
     engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=4)
     x = engine.passes.parameters.vector()
     assert engine.describe()["rows"] == "by layer"
-    found, wanted = asked(engine, x), plain(model, x, users[1:], 4)
-    assert float((found - wanted).norm() / wanted.norm()) < 0.02
+    rows, wanted = asked(engine, x), plain(model, x, users[1:], 4)
+    assert float((rows - wanted).norm() / wanted.norm()) < 0.02
 
 
 def test_a_user_that_is_not_finite_spoils_nobody_else() -> None:

@@ -66,9 +66,9 @@ class Spy(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the output."""
         last = inputs.is_contiguous(memory_format=torch.channels_last)
-        found = self.layer(inputs)
-        self.seen.add((torch.is_grad_enabled(), found.dtype == torch.bfloat16, last))
-        out: Tensor = found.flatten(1)
+        hidden = self.layer(inputs)
+        self.seen.add((torch.is_grad_enabled(), hidden.dtype == torch.bfloat16, last))
+        out: Tensor = hidden.flatten(1)
         return out
 
 

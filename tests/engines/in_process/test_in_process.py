@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.support.model_cases import (
     BATCH,
     CASES,
@@ -12,6 +13,7 @@ from tests.support.model_cases import (
     make_users,
     some_point,
 )
+from torch import Tensor, nn
 
 import coterie
 from coterie.gradients.parameters import Parameters
@@ -45,3 +47,40 @@ def test_the_average_takes_two_passes(name: str, n_peers: int) -> None:
         passes.clear()
         engine.gradients(point, 0, {})
         assert len(passes) == 1
+
+
+class Block(nn.Module):
+    """A layer that is passed twice, under one name, or under two."""
+
+    def __init__(self, *, names: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        if names == 2:
+            self.again = self.layer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.last(self.layer(torch.tanh(self.layer(inputs))))
+        return result
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [coterie.WeightedAveraging(0.5), coterie.AdaptiveAveraging(), coterie.rules.similarity.CosineSimilarity(0.5)],
+)
+def test_a_layer_that_has_two_names_is_trained_as_if_it_had_one(rule: coterie.Rule) -> None:
+    """`functional_call` would put the values of a pass in the place of the parameters of such a layer."""
+    generator = torch.Generator().manual_seed(0)
+    users = [
+        coterie.User(name, torch.randn(9, 4, generator=generator), torch.randn(9, 1, generator=generator))
+        for name in ("me", "a", "b")
+    ]
+    one, two = (
+        coterie.train(Block(names=n), nn.functional.mse_loss, users[0], users[1:], rule, lr=0.03, steps=6)
+        for n in (1, 2)
+    )
+    assert torch.equal(Parameters(one.model).vector(), Parameters(two.model).vector())
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    tied[2].weight = tied[0].weight
+    assert Parameters(tied).tied == {"2.weight": "0.weight"}
+    assert Parameters(Block(names=2)).tied == {}

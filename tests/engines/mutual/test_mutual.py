@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.caps import Caps
 from coterie.engines.mutual.engine import Mutual
 from coterie.engines.mutual.processes import LAST_THREAD
+from coterie.engines.peer import Caps
 from coterie.engines.torch_distributed.seal import VARIABLE
 from coterie.errors import ModelError, PeerLost
 from coterie.privacy.sums import SumsOnly
@@ -273,6 +273,30 @@ def test_what_does_not_fit_is_said_in_every_process() -> None:
             trained(rank, RULES["averaging"], model=model)
 
     assert ranks(work, 2).end() == [0, 0]
+
+
+def test_who_tells_of_no_examples_tells_nothing() -> None:
+    """A number of 0, as of who has fewer than one block, is no weight."""
+
+    def work(rank: int) -> None:
+        me, other = everyone()[rank], everyone()[1 - rank].name
+        caps = Caps(examples=len(me) + 1) if rank else None
+        engine = Mutual(linear(), cross_entropy, me, patience=processes.PATIENCE, caps=caps)
+        assert (engine.capabilities.examples[other] is None) == (rank == 0)
+        engine.close()
+
+    assert ranks(work, 2).end() == [0, 0]
+
+
+def test_no_thread_is_left_in_gloo_when_all_are_done() -> None:
+    """One that comes back from there while Python ends would abort the process."""
+
+    def work(rank: int) -> None:
+        before = set(threading.enumerate())
+        trained(rank, RULES["averaging"], steps=2)
+        assert set(threading.enumerate()) == before
+
+    assert ranks(work).end() == [0] * 4
 
 
 def test_who_has_another_secret_is_not_met(tmp_path: Path) -> None:

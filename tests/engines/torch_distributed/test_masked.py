@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 from tests.support import processes
-from tests.support.masked import SLOW, D, Ring, drawn, model, tau_of, uneven, users
+from tests.support.masked import SLOW, Ring, drawn, tau_of, uneven, users
+from tests.support.small_peers import D, model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.engines.caps import Caps
+from coterie.engines.peer import Caps
 from coterie.engines.torch_distributed.engine import TorchDistributed, serve
 from coterie.errors import KnobError, ModelError
 from coterie.privacy.masked_sums import MASKED
@@ -165,7 +166,7 @@ def test_what_cannot_be_added_costs_its_step(bad: float) -> None:
     good, spoiled = peer._gradients, lambda request, added=None: (torch.full((1, D), bad, dtype=torch.float64), 4)
     answered = []
     for step, is_bad in enumerate([False, True, False, True, True, False]):
-        peer._gradients = spoiled if is_bad else good  # type: ignore[method-assign]
+        peer._gradients = spoiled if is_bad else good  # type: ignore[assignment]
         answered.append(ring.step(X, step, tau).answered)
     assert answered == [1, 0, 1, 0, 0, 0.75]  # lost after two in a row
 

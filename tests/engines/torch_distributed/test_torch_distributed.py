@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.caps import Caps
+from coterie.engines.peer import Caps
 from coterie.engines.torch_distributed.engine import TorchDistributed, join, serve
 from coterie.errors import DataError, KnobError, ModelError, PeerLost
 from coterie.rules.streams import StreamAveraging

@@ -11,7 +11,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes every option of its groups by itself, as typer wants them.
 
-    The panel of a group is the first line of its docstring. A list is empty where its option is left out.
+    The panel of a group is the first line of its docstring, unless an option names another. A list is empty where
+    its option is left out.
 
     Example:
         >>> from dataclasses import dataclass
@@ -46,18 +47,19 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 def _parameters(group: Any) -> list[inspect.Parameter]:
     panel = (inspect.getdoc(group) or "").partition("\n")[0].rstrip(".")
     hints = get_type_hints(group, include_extras=True)
-    found = []
+    parameters = []
     for field in fields(group):
         kind, option = get_args(hints[field.name])
         option = copy.copy(option)
-        option.rich_help_panel = panel
+        option.rich_help_panel = option.rich_help_panel or panel
         annotation = Annotated[kind, option]  # type: ignore[valid-type]  # made as the program runs
-        made: Any = {"default": _default(field), "annotation": annotation}
-        found.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **made))
-    return found
+        made: Any = {"default": default_of(field), "annotation": annotation}
+        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **made))
+    return parameters
 
 
-def _default(field: Field[Any]) -> Any:
+def default_of(field: Field[Any]) -> Any:
+    """Return what an option is where it is left out, `inspect.Parameter.empty` where it may not be."""
     if field.default_factory is not MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is MISSING else field.default

@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from coterie.aggregators import AGGREGATORS, Aggregator
 from coterie.errors import KnobError
 from coterie.evaluation import METRICS
+from coterie.methods import METHODS
 from coterie.registry import Entry, FromRun, Registry
 from coterie.rules import RULES
 from coterie.training.trackers import TRACKERS
@@ -18,12 +19,25 @@ from coterie.training.trackers import TRACKERS
 CONTAINERS: dict[Any, Any] = {tuple: Sequence, list: Sequence, Sequence: Sequence, Mapping: Mapping, dict: Mapping}
 """What a knob's type is called, and what is written for it."""
 
-REGISTRIES: dict[str, Registry[Any]] = {"{rules}": RULES, "{metrics}": METRICS, "{trackers}": TRACKERS}
+REGISTRIES: dict[str, Registry[Any]] = {"{rules}": RULES, "{methods}": METHODS}
+REGISTRIES |= {"{metrics}": METRICS, "{trackers}": TRACKERS}
 """What stands for the names of a registry in the help of an option."""
+
+
+def bare_flags(options: list[Any]) -> list[Any]:
+    """Return options of which those that take no value do not look in the help as if they took one."""
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
 
 
 class Command(TyperCommand):
     """A command whose help lists the names that are registered when it is shown, the user's own among them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, `--help` among them."""
+        return bare_flags(super().get_params(ctx))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
@@ -42,13 +56,21 @@ def knobs_of(entry: Entry[Any], pairs: Sequence[str], **options: str | None) -> 
 
     The pairs are NAME=VALUE, of `--knob`; the options are knobs with an option of their own, None where left out.
     """
-    texts = {f"--{name}": (name, text) for name, text in options.items() if text is not None}
+    texts = [(f"--{name}", name, text) for name, text in options.items() if text is not None]
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
             raise KnobError(f"`--knob` must be NAME=VALUE, got {pair!r}")
-        texts[f"--knob {name}"] = name, text
-    return {name: _knob(entry, option, name, text) for option, (name, text) in texts.items()}
+        texts.append((f"--knob {name}", name, text))
+    once([name for _, name, _ in texts])
+    return {name: _knob(entry, option, name, text) for option, name, text in texts}
+
+
+def once(names: Sequence[str]) -> None:
+    """Refuse a name that is given two values, of which one would have no effect."""
+    for name in names:
+        if names.count(name) > 1:
+            raise KnobError(f"{name!r} is given {names.count(name)} times; give it once")
 
 
 def _knob(entry: Entry[Any], option: str, name: str, text: str) -> Any:

@@ -7,15 +7,20 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from coterie.cli.options.registered import knobs_of
+from coterie.cli.options.registered import knobs_of, once
 from coterie.engines.mutual.engine import Mutual
 from coterie.engines.mutual.meeting import Meeting
 from coterie.engines.torch_distributed.engine import TorchDistributed
 from coterie.engines.torch_distributed.group import Group
 from coterie.errors import KnobError
+from coterie.methods import build, entry_of
 from coterie.privacy.sums import SumsOnly
 from coterie.registry import RunFacts
 from coterie.rules import RULES
+
+STEPS = "Steps to take; of a method, rounds."
+LR = "Adam's step size, 0.01 if left out; of a method, whose steps are plain, 0.1 if left out."
+"""What the two mean by what is followed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class RuleOptions:
             metavar="NAME",
             help="adaptive: weights found from the data; pooled: everybody's rows alike; wga: averaging with "
             "--alpha; bc: bias correction with --alpha and --beta. All rules, described by `coterie list rules`: "
-            "{rules}.",
+            "{rules}. Or a method, to compare with, described by `coterie list methods`: {methods}.",
         ),
     ] = "adaptive"
     alpha: Annotated[
@@ -104,7 +109,11 @@ class RuleOptions:
         ),
     ] = None
     knob: Annotated[
-        list[str], Option(metavar="NAME=VALUE", help="Any knob of the rule, e.g. aggregator=median; repeat it.")
+        list[str],
+        Option(
+            metavar="NAME=VALUE",
+            help="Any knob of the rule or method, e.g. aggregator=median, or local_steps=5; repeat it.",
+        ),
     ] = field(default_factory=list)
     tau: Annotated[list[str], Option(metavar="NAME=WEIGHT", help="A peer's weight among the peers; repeat it.")] = (
         field(default_factory=list)
@@ -116,12 +125,18 @@ class RuleOptions:
     @functools.cached_property
     def knobs(self) -> dict[str, Any]:
         """The knobs that are given."""
-        knobs = knobs_of(RULES.entry(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
+        knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
+        once([*knobs, *(["tau"] if self.tau else [])])
         return knobs | ({"tau": _weights(self.tau)} if self.tau else {})
 
+    @property
+    def is_method(self) -> bool:
+        """Whether a method is named, not a rule."""
+        return self.rule not in RULES
+
     def build(self, facts: RunFacts) -> Any:
-        """Return the rule for a run."""
-        return RULES.entry(self.rule).build(self.knobs, facts)
+        """Return the rule or method for a run."""
+        return build(self.rule, self.knobs, facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +170,8 @@ class FitOptions:
             "allows for the overlap: for small tables, where one split says little. 10 take ten times as long.",
         ),
     ] = 1
-    steps: Annotated[int, Option(help="Steps to take.")] = 1000
-    lr: Annotated[float, Option(help="Adam's step size.")] = 0.01
+    steps: Annotated[int, Option(help=STEPS)] = 1000
+    lr: Annotated[float | None, Option(help=LR, show_default=False)] = None
     batch_size: Annotated[int, Option(help="Rows each user draws for a gradient.")] = 32
     exchange_every: Annotated[
         int,
@@ -225,6 +240,7 @@ class EngineOptions:
 
 def _weights(pairs: list[str]) -> dict[str, float]:
     weights = {}
+    once([pair.rpartition("=")[0] for pair in pairs])
     for pair in pairs:
         try:
             name, weight = pair.rsplit("=", 1)

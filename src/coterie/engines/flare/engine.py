@@ -1,24 +1,27 @@
 """Between organisations: peers are sites that NVFLARE reaches, each with its own data, over mutual TLS."""
 
+import collections
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from coterie.arguments import COUNT, POSITIVE, one_of
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.flare.masked_groups import MaskedGroups
-from coterie.engines.flare.messages import pack_request, read_reply, request_bytes
+from coterie.engines.flare.messages import pack_request, read_reply
+from coterie.engines.flare.post import Post
 from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import Replies, Sites
-from coterie.engines.flare.standing import Standing, seconds_told, whole_number
+from coterie.engines.flare.standing import Standings, seconds_told
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.requests import Request, noise_told, promise_told
+from coterie.engines.requests import Request, noise_told, promise_told, whole_number
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, is_finite
@@ -30,6 +33,13 @@ from coterie.users.user import Loss, User, check_names
 logger = logging.getLogger(__name__)
 
 MASKED_NVFLARE = "NVFLARE, masked sums"
+
+COMPRESS = one_of(*HALVES, None)
+"""What numbers may be rounded to on the way."""
+
+
+Given: TypeAlias = dict[tuple[int, int], Tensor]
+"""Gradients by place: of the point, and of the site among all."""
 
 
 class Flare:
@@ -75,13 +85,9 @@ class Flare:
         secure_sums: bool | Mapping[str, Sequence[str]] = False,
         largest: float = 16.0,
     ) -> None:
-        for knob, value in {"misses": misses, "probe_every": probe_every, "minimum": minimum}.items():
-            if value < 1:
-                raise KnobError(f"`{knob}` must be at least 1, got {value}")
-        if not timeout > 0:
-            raise KnobError(f"`timeout` must be positive, got {timeout}")
-        if compress not in (None, *HALVES):
-            raise KnobError(f'`compress` must be "bf16", "fp16" or None, got {compress!r}')
+        self.timeout, self.compress = POSITIVE("timeout", timeout), COMPRESS("compress", compress)
+        self.misses, self.probe_every = COUNT("misses", misses), COUNT("probe_every", probe_every)
+        self.minimum = COUNT("minimum", minimum)
         if compress and secure_sums:
             raise KnobError("`compress` must be None with `secure_sums`: a masked sum is exact")
         if peers:
@@ -89,22 +95,16 @@ class Flare:
         check_names([me.name, *names])
         self.groups = {} if isinstance(secure_sums, bool) else dict(secure_sums)
         if self.groups:
-            how: dict[str, Any] = {
-                "timeout": timeout,
-                "misses": misses,
-                "largest": largest,
-                "batch_size": batch_size,
-            }
+            how: dict[str, Any] = {"timeout": timeout, "misses": misses}
+            how |= {"largest": largest, "batch_size": batch_size}
             sites, names = MaskedGroups(sites, self.groups, names, **how), tuple(self.groups)
             check_names([me.name, *names])
         self.names = tuple(names)
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
-        self.sites, self.batch_size, self.seed = sites, batch_size, seed
-        self.timeout, self.misses, self.probe_every, self.minimum = timeout, misses, probe_every, minimum
-        self._traffic = {name: Traffic() for name in (me.name, *self.names)}
-        self._mine = self._traffic[me.name]
-        self._standing = {name: Standing(probe_every) for name in self.names}
-        self._alone, self.compress = False, compress
+        self.batch_size, self.seed, self._alone = batch_size, seed, False
+        self._post = Post(sites, timeout, me.name, self.names)
+        self._mine = self._post.mine
+        self._standings = Standings(self._post, self.names, misses=misses, probe_every=probe_every)
         self._rounding = None if compress is None else Rounding(HALVES[compress])
         self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
         self._noise: dict[str, float] = {}
@@ -112,9 +112,7 @@ class Flare:
         self._sums: SecureSums | None = None
         if secure_sums and not self.groups:
             sums = MaskedSums(misses=misses, minimum=minimum, largest=largest)
-            self._sums = SecureSums(
-                sums, sites, timeout, batch_size=batch_size, send=self._post, received=self._received
-            )
+            self._sums = SecureSums(sums, self._post, batch_size)
         else:
             self._ask_sizes()
 
@@ -136,39 +134,42 @@ class Flare:
     @property
     def dropped(self) -> tuple[str, ...]:
         """The sites that are not waited for."""
-        return tuple(name for name, site in self._standing.items() if site.missed >= self.misses)
+        return self._standings.dropped
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         if self._sums is not None:
             return self._with_sum(self._sums, x, step, weights, rows=rows)
         given = torch.tensor([[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64)
-        answers = self.ask(Question(x[None], step, given, rows=True)) if weights else None
+        answers = self._asked(Question(x[None], step, given)) if weights else None
         began = time.perf_counter()
         mine = self.own.gradients(x, step, {})
         self._mine.seconds_computing += time.perf_counter() - began
         if answers is None:
             return mine
-        found = answers()
-        matrix = mine.own.new_empty(0) if found.rows is None else found.rows[0]
-        there = matrix.isfinite().all(1).tolist()
-        kept = {name: row for name, row, yes in zip(self.names, matrix, there, strict=True) if yes}
+        given_by, left_out = answers()
+        kept = {self.names[peer]: row for (_, peer), row in given_by.items()}
         names = tuple(name for name in weights if name in kept)
-        matrix = torch.stack([kept[name] for name in names]) if names else matrix[:0]
-        return mine.with_peers(matrix, names, weights, found.left_out, rows=rows)
+        matrix = torch.stack([kept[name] for name in names]) if names else x.new_empty(0, len(x))
+        return mine.with_peers(matrix, names, weights, left_out, rows=rows)
 
     def ask(self, question: Question) -> Callable[[], Answers]:
         """Ask each site at those points where it has a weight, in one exchange; see `AsksAtPoints.ask`."""
         if self._sums is not None:
             raise KnobError("masked sums are of gradients at one point, and have no rows; ask by `gradients`")
+        waiting = self._asked(question)
+
+        def answers() -> Answers:
+            given_by, left_out = waiting()
+            return Answers.over(question, given_by, len(self.names), left_out)
+
+        return answers
+
+    def _asked(self, question: Question) -> Callable[[], tuple[Given, dict[str, str]]]:
+        """Ask each site, and return what waits for those gradients that can be used, and for who is left out."""
         step, wanted_by = question.step, (~question.weights.isnan()).T.cpu()
         asked = {name: wanted for name, wanted in zip(self.names, wanted_by, strict=True) if wanted.any()}
-        self._take_back(step, asked)
-        dropped = self.dropped
-        # One that missed this step at another point is not waited for at this one.
-        silent = [name for name in asked if self._standing[name].silent_at == step and name not in dropped]
-        left_out = dict.fromkeys(silent, "no answer")
-        left_out |= {name: "not waited for" for name in asked if name in dropped}
+        left_out = self._standings.not_asked(asked, step)
         alike: dict[tuple[bool, ...], list[str]] = {}
         for name, wanted in asked.items():
             if name not in left_out:
@@ -196,14 +197,14 @@ class Flare:
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return what has travelled so far, by user; a site's waiting is not known here."""
-        return self._traffic
+        return self._post.traffic
 
     def promises(self) -> Mapping[str, Mapping[str, float]]:
         """Ask the sites that told of noise what they promise and have spent, and return it with that noise."""
-        asked = [name for name, noise in self._noise.items() if noise and name not in self.dropped]
+        asked = [name for name, noise in self._noise.items() if noise]  # who has spent all, and refuses, too
         if not asked:
             return {}
-        replies = self.sites.ask(asked, "ready", self.timeout).wait()
+        replies = self._post.ask(asked, "ready").wait()
         terms = {name: reply.get("promise") for name, reply in replies.items() if isinstance(reply, dict)}
         told = {name: promise for name in terms if (promise := promise_told(terms[name])) is not None}
         return {name: {**promise, "noise": self._noise[name]} for name, promise in told.items()}
@@ -231,14 +232,15 @@ class Flare:
 
     def _ask_sizes(self) -> None:
         """Ask how many examples sites have: a rule may weigh them by it in its first step."""
-        for name, terms in self.sites.ask(self.names, "ready", self.timeout).wait().items():
+        for name, terms in self._post.ask(self.names, "ready").wait().items():
             if name in self.names and isinstance(terms, Mapping):
                 self._examples[name] = whole_number(terms.get("size"))
 
     def _send(self, names: Sequence[str], question: Question, wanted: list[bool], sent: Tensor | None) -> Replies:
         """Send a question to sites that are asked at the same points; `sent` are these where they are rounded."""
         work = None if question.work is None else question.work.at([k for k, yes in enumerate(wanted) if yes])
-        request = self._request(question.points.detach()[wanted], question.step, work=work)
+        points = question.points.detach()
+        request = self._request(points if all(wanted) else points[wanted], question.step, work=work)
         moved = {name: rows[wanted] for name, rows in question.buffers.items()}
         request = replace(
             request,
@@ -247,22 +249,7 @@ class Flare:
         )
         rounded = None if sent is None else sent[wanted]
         message = pack_request(request, rounded)  # a copy: a late site may still be sent to when points have moved
-        return self._post(names, "gradients", message)
-
-    def _post(self, names: Sequence[str], method: str, message: dict[str, Any]) -> Replies:
-        """Send a request to sites, and count it."""
-        size = request_bytes(message)
-        self._mine.bytes_sent += size * len(names)
-        self._mine.messages += len(names)
-        for name in names:
-            self._traffic[name].bytes_received += size
-        return self.sites.ask(names, method, self.timeout, request=message)
-
-    def _received(self, name: str, size: int) -> None:
-        """Count a message of a site."""
-        self._mine.bytes_received += size
-        self._traffic[name].bytes_sent += size
-        self._traffic[name].messages += 1
+        return self._post.send(names, "gradients", message)
 
     def _answers(
         self,
@@ -270,76 +257,51 @@ class Flare:
         asked: Mapping[str, Tensor],
         waiting: Sequence[tuple[Sequence[str], Replies]],
         left_out: dict[str, str],
-    ) -> Answers:
-        """Wait for the sites, and return what can be used of their answers."""
+    ) -> tuple[Given, dict[str, str]]:
+        """Wait for the sites, and return what can be used of their answers, and who is left out."""
         points, began = question.points, time.perf_counter()
-        rows = points.new_full((len(points), len(self.names), points.shape[1]), math.nan)
+        usable: Given = {}
         for names, sent in waiting:
             replies = sent.wait()
             for name in names:
-                wanted = asked[name].to(points.device)
-                answer = self._read(name, replies.get(name), question.step, points[wanted])
+                places = asked[name].nonzero().flatten().tolist()
+                answer = self._read(name, replies.get(name), question.step, points[:1].expand(len(places), -1))
                 if isinstance(answer, str):
                     left_out[name] = answer
                     continue
-                rows[wanted, self.names.index(name)] = answer
-                if not is_finite(answer):
+                finite = {place: row for place, row in zip(places, answer, strict=True) if is_finite(row)}
+                usable |= {(place, self.names.index(name)): row for place, row in finite.items()}
+                if len(finite) < len(places):
                     left_out[name] = "not finite"
         self._mine.seconds_waiting += time.perf_counter() - began
-        usable = rows.isfinite().all(2)
-        self._check_minimum(question, usable, asked, left_out)
-        weights = question.weights.to(points).masked_fill(~usable, 0.0)
-        if question.rows:
-            return Answers(None, weights.sum(1), left_out, rows.masked_fill(~usable[:, :, None], math.nan))
-        rows = rows.masked_fill(~usable[:, :, None], 0.0)
-        return Answers(torch.bmm(weights[:, None], rows).squeeze(1), weights.sum(1), left_out)
+        return self._where_enough(question, usable, asked, left_out), left_out
 
-    def _check_minimum(
-        self, question: Question, usable: Tensor, asked: Mapping[str, Tensor], left_out: dict[str, str]
-    ) -> None:
+    def _where_enough(
+        self, question: Question, usable: Given, asked: Mapping[str, Tensor], left_out: dict[str, str]
+    ) -> Given:
         """Use nobody's gradient at a point where fewer than `minimum` answered, and tell when a step is alone."""
-        few = (usable.sum(1) < self.minimum).cpu()
+        numbers = collections.Counter(place for place, _ in usable)
+        few = [place for place in range(len(question.points)) if numbers[place] < self.minimum]
         for name, wanted in asked.items():
-            if name not in left_out and bool((few & wanted).any()):
+            if name not in left_out and bool(wanted[few].any()):
                 left_out[name] = f"fewer than {self.minimum} peers answered"
-        usable[few.to(usable.device)] = False
-        if self._alone == bool(usable.any()):
+        usable = {(place, peer): row for (place, peer), row in usable.items() if place not in few}
+        if self._alone == bool(usable):
             self._alone = not self._alone
             said = "going on alone" if self._alone else "no longer alone"
             logger.warning("step %d: %s", question.step, said)
+        return usable
 
     def _read(self, name: str, reply: Any, step: int, points: Tensor) -> Tensor | str:
         """Return a site's gradients, or why there are none."""
         answer = read_reply(name, reply, step, points)
         if answer is None or (isinstance(answer, str) and answer.startswith("refused")):
-            self._miss(name, step)
+            self._standings.miss(name, step)
         else:
-            self._standing[name] = Standing(self.probe_every)
+            self._standings.answered(name)
         if isinstance(answer, Tensor):
-            self._received(name, reply["gradients"].nbytes)
+            self._post.received(name, reply["gradients"].nbytes)
             self._examples[name] = whole_number(reply.get("examples"))
             self._noise[name] = noise_told(reply.get("noise"))
-            self._traffic[name].seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
+            self._post.traffic[name].seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
         return "no answer" if answer is None else answer
-
-    def _miss(self, name: str, step: int) -> None:
-        site = self._standing[name]
-        site.missed, site.silent_at = site.missed + 1, step
-        if site.missed >= self.misses:
-            site.since = step
-            logger.warning("step %d: %s gave nothing %d times, not waited for", step, name, self.misses)
-
-    def _take_back(self, step: int, weights: Iterable[str]) -> None:
-        """Take back the sites that have answered a question in the background, and put it to the others."""
-        dropped = self.dropped
-        for name in [name for name in weights if name in dropped]:
-            site = self._standing[name]
-            if site.probe is not None and site.probe.done():
-                answer = site.probe.wait().get(name)
-                site.probe, site.since = None, step
-                # One more miss and it is dropped again, for twice as long.
-                if isinstance(answer, dict) and answer.get("willing") is True:
-                    site.missed, site.pause = self.misses - 1, 2 * site.pause
-                    logger.warning("step %d: %s is back", step, name)
-            elif site.probe is None and step - site.since >= site.pause:
-                site.probe = self.sites.ask([name], "ready", self.timeout)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from coterie.engines.flare.post import Post
 from coterie.engines.flare.secure_sums import SecureSums
 from coterie.engines.flare.sites import LocalReplies, Replies, Sites
-from coterie.engines.flare.standing import whole_number
-from coterie.engines.requests import noise_told
+from coterie.engines.requests import noise_told, whole_number
 from coterie.errors import KnobError
 from coterie.privacy.masked_sums import MaskedSums
 
@@ -50,14 +50,9 @@ class MaskedGroups:
         self._sites = sites
         self._tau = {name: dict.fromkeys(group, 1 / max(1, len(group))) for name, group in groups.items()}
 
-        def send(to: Sequence[str], method: str, message: dict[str, Any]) -> Replies:
-            return sites.ask(to, method, timeout, request=message)
-
-        def sums() -> SecureSums:
-            made = MaskedSums(misses=misses, largest=largest)
-            return SecureSums(made, sites, timeout, batch_size=batch_size, send=send, received=lambda *_: None)
-
-        self._sums = {name: sums() for name in groups}
+        post = Post(sites, timeout, "", names)  # `Flare` counts what groups send and get, as one site each
+        sums = {name: MaskedSums(misses=misses, largest=largest) for name in groups}
+        self._sums = {name: SecureSums(each, post, batch_size) for name, each in sums.items()}
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
         """Ask the sites of these groups; see `Sites.ask`. Seconds are those of `Flare`."""
@@ -80,8 +75,8 @@ class MaskedGroups:
         self, name: str, request: Mapping[str, Any], waiting: Callable[[], tuple[Tensor | None, dict[str, str]]]
     ) -> dict[str, Any]:
         """Return the reply of a group: the mean over the sites that are left of it, or why there is none."""
-        found, left_out = waiting()
-        if found is None:
+        summed, left_out = waiting()
+        if summed is None:
             reasons = left_out or self._sums[name].sums.lost
             return {"refused": "; ".join(f"{site}: {why}" for site, why in reasons.items()) or "too few sites"}
         points, told, tau = request["points"], self._sums[name].told, self._tau[name]
@@ -89,7 +84,7 @@ class MaskedGroups:
         counts = [whole_number(reply.get("examples")) for reply in told.values()]
         noise = math.hypot(*(tau[site] * noise_told(reply.get("noise")) for site, reply in told.items()))
         about = {"examples": None if None in counts else sum(n or 0 for n in counts), "noise": noise / share}
-        mean = (found / share).numpy().reshape(points.shape).astype(points.dtype)
+        mean = (summed / share).numpy().reshape(points.shape).astype(points.dtype)
         return {"gradients": mean, "site": name, "step": request["step"], "seconds": 0.0, **about}
 
 

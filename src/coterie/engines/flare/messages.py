@@ -13,6 +13,7 @@ from coterie.engines.engine import LocalWork
 from coterie.engines.peer import Peer
 from coterie.engines.requests import Request, to_array
 from coterie.errors import printable
+from coterie.gradients.gradients import is_finite
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.masks import N_CHECKS, NoiseShare, Words
 
@@ -51,8 +52,9 @@ def answer_message(peer: Peer, caller: str, request: Any, share: NoiseShare | No
         return {"refused": f"it failed with {type(error).__name__}"}
     if reply.gradients is None:
         return {"refused": reply.refused}
-    asked_as = _decoded(request["points"])
-    gradients = reply.gradients if asked_as is None else peer.rounded(reply.gradients, asked_as.dtype, caller)
+    gradients, asked_as = reply.gradients, _decoded(request["points"])
+    if asked_as is not None and share is None:  # in half precision a share of noise could be rounded away
+        gradients = peer.rounded(gradients, asked_as.dtype, caller)
     about = {"site": peer.user.name, "step": step, "seconds": reply.seconds, "examples": reply.examples}
     about |= {} if reply.noise is None else {"noise": reply.noise}
     return {"gradients": _encoded(gradients), **about}
@@ -110,7 +112,7 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     if not isinstance(message, dict):
         return "a request must have fields"
     points, parameters = _decoded(message.get("points")), peer.passes.parameters
-    if points is None or not bool(points.isfinite().all()):
+    if points is None or not is_finite(points):
         return f"a point must be {parameters.size} finite floating-point numbers"
     work = _read_work(message.get("work"), parameters)
     if isinstance(work, str):
@@ -154,9 +156,12 @@ def _encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _decoded(array: Any) -> Tensor | None:
-    """Return the numbers of an array; None where it is not one of floating-point numbers."""
-    if not isinstance(array, np.ndarray):
+    """Return the numbers of an array; None where it is not one of floating-point numbers.
+
+    They are where they came, and not to be changed, unless torch cannot read them there.
+    """
+    if not isinstance(array, np.ndarray) or array.dtype not in (*FLOATS, np.int16):
         return None
-    if array.dtype == np.int16:
-        return torch.from_numpy(np.array(array)).view(torch.bfloat16)
-    return torch.from_numpy(np.array(array)) if array.dtype in FLOATS else None
+    plain = array if array.flags.c_contiguous and array.flags.behaved else np.array(array)
+    numbers = torch.from_numpy(plain)
+    return numbers.view(torch.bfloat16) if array.dtype == np.int16 else numbers

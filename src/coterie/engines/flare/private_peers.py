@@ -5,12 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from coterie.engines.caps import Caps
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.ledger import Ledger
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer.ledger import Ledger
 from coterie.errors import KnobError
 from coterie.privacy.privacy import Privacy
 from coterie.recording.traffic import Traffic

@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from coterie.engines.flare.messages import read_part
-from coterie.engines.flare.sites import Replies, Sites
+from coterie.engines.flare.post import Post
+from coterie.engines.flare.sites import Replies
 from coterie.privacy.masked_sums import MaskedSums
 
 
@@ -17,24 +18,12 @@ class SecureSums:
 
     Args:
         sums: who takes part.
-        sites: what carries the messages by which sites agree on keys.
-        timeout: seconds to wait for a site.
+        post: what carries the messages, and counts them.
         batch_size: how many examples a gradient is of, which says how much noise it needs.
-        send: sends a request to sites, and counts it.
-        received: counts the bytes that a site has sent.
     """
 
-    def __init__(
-        self,
-        sums: MaskedSums,
-        sites: Sites,
-        timeout: float,
-        *,
-        batch_size: int,
-        send: Callable[[Sequence[str], str, dict[str, Any]], Replies],
-        received: Callable[[str, int], None],
-    ) -> None:
-        self.sums, self._sites, self._timeout, self._send, self._received = sums, sites, timeout, send, received
+    def __init__(self, sums: MaskedSums, post: Post, batch_size: int) -> None:
+        self.sums, self._post = sums, post
         self._offer = {"batch_size": batch_size}
         self.told: dict[str, Mapping[str, Any]] = {}  # the last answers of those who gave a part
         self._round = 0  # it goes on over agreements, so that a late request is of none but its own
@@ -48,12 +37,12 @@ class SecureSums:
             return lambda: (None, {})
         self._round += 1
         names = list(agreed.weights)
-        sent = self._send(names, "part", request | {"round": self._round})
+        sent = self._post.send(names, "part", request | {"round": self._round})
         return partial(self._added, sent, names, request, self._round)
 
     def _asked(self, names: Sequence[str], method: str, **arguments: Any) -> Mapping[str, Any]:
         arguments |= self._offer if method == "offer" else {}
-        return self._sites.ask(names, method, self._timeout, **arguments).wait()
+        return self._post.ask(names, method, **arguments).wait()
 
     def _added(
         self, sent: Replies, names: Sequence[str], request: dict[str, Any], round_: int
@@ -62,7 +51,7 @@ class SecureSums:
         read = {name: read_part(name, replies.get(name), step, round_, size) for name in names}
         parts = {name: part for name, part in read.items() if not isinstance(part, str)}
         for name, part in parts.items():
-            self._received(name, part.nbytes)
+            self._post.received(name, part.nbytes)
         missing = {name: part for name, part in read.items() if isinstance(part, str)}
         self.told = {name: replies[name] for name in parts}
         words = None if missing else reduce(np.add, parts.values())

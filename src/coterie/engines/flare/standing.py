@@ -1,9 +1,14 @@
-"""How a site stands with user 0, and what can be true of what it tells."""
+"""How sites stand with user 0: who is waited for; and what can be true of what a site tells."""
 
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coterie.engines.flare.post import Post
 from coterie.engines.flare.sites import Replies
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -17,9 +22,56 @@ class Standing:
     probe: Replies | None = None  # the question whether it is back, where one is on its way
 
 
-def whole_number(reported: Any) -> int | None:
-    """Return the number of examples that a site says it has, where it can be one."""
-    return reported if type(reported) is int and 0 < reported < 2**53 else None
+class Standings:
+    """Who is waited for: who gives nothing `misses` times in a row is dropped, and taken back when it says so.
+
+    Every `probe_every` steps a question in the background finds out. One that comes back and again gives nothing is
+    dropped at once, for twice as long each time.
+    """
+
+    def __init__(self, post: Post, names: Sequence[str], *, misses: int, probe_every: int) -> None:
+        self._post, self._misses, self._probe_every = post, misses, probe_every
+        self._sites = {name: Standing(probe_every) for name in names}
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The sites that are not waited for."""
+        return tuple(name for name, site in self._sites.items() if site.missed >= self._misses)
+
+    def not_asked(self, names: Collection[str], step: int) -> dict[str, str]:
+        """Return which of these sites are not asked in a step, and why; one that is back is asked again."""
+        self._take_back(step, names)
+        dropped = self.dropped
+        # One that missed this step at another point is not waited for at this one.
+        silent = [name for name in names if self._sites[name].silent_at == step and name not in dropped]
+        return dict.fromkeys(silent, "no answer") | {n: "not waited for" for n in names if n in dropped}
+
+    def answered(self, name: str) -> None:
+        """Take note that a site has answered."""
+        self._sites[name] = Standing(self._probe_every)
+
+    def miss(self, name: str, step: int) -> None:
+        """Take note that a site has given nothing in a step."""
+        site = self._sites[name]
+        site.missed, site.silent_at = site.missed + 1, step
+        if site.missed >= self._misses:
+            site.since = step
+            logger.warning("step %d: %s gave nothing %d times, not waited for", step, name, self._misses)
+
+    def _take_back(self, step: int, names: Collection[str]) -> None:
+        """Take back the sites that have answered a question in the background, and put it to the others."""
+        dropped = self.dropped
+        for name in [name for name in names if name in dropped]:
+            site = self._sites[name]
+            if site.probe is not None and site.probe.done():
+                answer = site.probe.wait().get(name)
+                site.probe, site.since = None, step
+                # One more miss and it is dropped again, for twice as long.
+                if isinstance(answer, dict) and answer.get("willing") is True:
+                    site.missed, site.pause = self._misses - 1, 2 * site.pause
+                    logger.warning("step %d: %s is back", step, name)
+            elif site.probe is None and step - site.since >= site.pause:
+                site.probe = self._post.ask([name], "ready")
 
 
 def seconds_told(reported: Any, most: float) -> float:

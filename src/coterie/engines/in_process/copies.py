@@ -1,5 +1,6 @@
 """A model in many copies at once: the losses and gradients of all, on batches that groups of them share."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 
@@ -35,22 +36,28 @@ class Copies:
     def __init__(self, passes: Passes) -> None:
         self.passes, self.parameters = passes, passes.parameters
         self._layers = _layers(passes.model, set(self.parameters.named))
-        # On a CPU large models are faster one after the other than mapped.
+        # On a CPU copies of large models are faster one after the other than mapped.
         large = passes.parameters.size > MAX_MAPPED_SIZE and passes.parameters.device.type == "cpu"
-        self._one_by_one = large and self._layers is None
+        self.one_by_one = large and self._layers is None
         self._width: int | None = None
         if passes.per_example is None:
             raise AssertionError("`not_stacked` keeps losses that are no means over examples away")
         self._loss, self._classes = passes.per_example, is_over_classes(passes.loss)
 
-    def gradients(self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradient of each copy's weighted sum of the examples' losses, and that sum.
 
         `shares`, of shape (G, M, R), is what each example weighs for each copy; where examples count differently,
-        over what those of its user count in all, see `counts`.
+        over what those of its user count in all, see `counts`. The gradients are written to `into`, where given.
         """
-        if self._one_by_one and x.shape[:2].numel() > 1:
-            return self._each_gradient(x, shares, inputs, targets)
+        into = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
+        write = self._write_each if self.one_by_one else self._write_all
+        return into, write(x, shares, inputs, targets, into)
+
+    def _write_all(self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree, into: Tensor) -> Tensor:
+        """Write the gradients of all copies, and return their sums."""
         leaves = self._pieces(x)
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -58,18 +65,29 @@ class Copies:
         with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
         whole = zeros_for_none(gradients, leaves.values())
-        return torch.cat([g.flatten(2) for g in whole], dim=2), sums.detach()
+        torch.cat([g.flatten(2) for g in whole], dim=2, out=into)
+        return sums.detach()
 
-    def _each_gradient(self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor]:
-        """Return the gradients of one copy after the other."""
-        gradients, sums = torch.empty_like(x), x.new_empty(x.shape[:2])
-        for group in range(len(x)):
-            only = slice(group, group + 1)
-            batch = [mapped(itemgetter(only), tree) for tree in (inputs, targets)]
-            for copy in range(x.shape[1]):
-                one = only, slice(copy, copy + 1)
-                gradients[one], sums[one] = self.gradients(x[one], shares[one], *batch)
-        return gradients, sums
+    def _write_each(self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree, into: Tensor) -> Tensor:
+        """Write the gradients of one copy after the other, from the examples that weigh anything for it.
+
+        Copies that begin together are at one point; then the gradient is that of the copy before.
+        """
+        sums = x.new_zeros(x.shape[:2])
+        for group, copy in itertools.product(*map(range, x.shape[:2])):
+            one, before = ((slice(group, group + 1), slice(at, at + 1)) for at in (copy, copy - 1))
+            if copy and all(torch.equal(each[one], each[before]) for each in (shares, x)):
+                into[one], sums[one] = into[before], sums[before]
+                continue
+            some = shares[group, copy].nonzero().flatten()
+            if not len(some):
+                into[one] = 0.0
+                continue
+            every = len(some) == shares.shape[2]
+            pick = itemgetter(one[0] if every else (one[0], some))
+            theirs = shares[one] if every else shares[one][..., some]
+            sums[one] = self._write_all(x[one], theirs, mapped(pick, inputs), mapped(pick, targets), into[one])
+        return sums
 
     @property
     def in_layers(self) -> bool:
@@ -163,7 +181,8 @@ class Copies:
         return self._mapped(self._output, values, inputs)
 
     def _output(self, values: dict[str, Tensor], inputs: Tree) -> Tree:
-        return functional_call(self.passes.model, values, *as_arguments(inputs))
+        values = self.parameters.with_tied(values)
+        return functional_call(self.passes.model, values, *as_arguments(inputs), tie_weights=False)
 
     def _each_loss(self, values: dict[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:
         return self._loss.parts(self._output(values, inputs), targets)[0]
@@ -178,7 +197,7 @@ class Copies:
             for group in range(groups):
                 alone = {name: value[group] for name, value in values.items()}
                 only = [mapped(itemgetter(group), tree) for tree in batch]
-                if self._one_by_one and len(next(iter(alone.values()))) == 1:
+                if self.one_by_one and len(next(iter(alone.values()))) == 1:
                     output = function({name: value.squeeze(0) for name, value in alone.items()}, *only)
                     made.append(mapped(lambda leaf: leaf.unsqueeze(0), output))
                 else:

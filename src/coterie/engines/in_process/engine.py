@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -12,21 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from coterie.arguments import COUNT, SEED
-from coterie.engines.caps import Caps
+from coterie.engines.cpu_threads import operations
 from coterie.engines.engine import NOT_IN_MEMORY, Answers, Capabilities, LocalWork, Question
 from coterie.engines.in_process.copies import Copies
-from coterie.engines.in_process.cpu_threads import operations
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.model_support import check_classes, probe
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn, with_own
 from coterie.engines.in_process.side_stream import side_stream
+from coterie.engines.in_process.user_by_user import UserByUser
 from coterie.engines.in_process.weights import Weights
-from coterie.engines.peer import Peer
-from coterie.engines.requests import Request
-from coterie.errors import KnobError
+from coterie.engines.peer import Caps, Peer
 from coterie.evaluation.evaluate import evaluate
-from coterie.gradients.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite
+from coterie.gradients.gradients import FiniteLater, Gradients, add_up, keep_finite
 from coterie.privacy.privacy import Privacy
 from coterie.recording.traffic import Traffic
 from coterie.users.examples import Examples
@@ -93,7 +90,7 @@ class InProcess:
         else:
             self._output, self.support = like._output, like.support
             self.passes.take_over(like.passes)
-        self._peers: dict[str, Peer] = {}
+        self._user_by_user = UserByUser(self.passes, self.sampler, self.support)
         self._tau: tuple[Any, Weights] | None = None
         check_classes(loss, self._output, [me, *peers])
         self.passes.set_forward_options(forward_options)
@@ -114,17 +111,18 @@ class InProcess:
         averaged = names and together and not rows
         peers = self.passes.average(x, batches, self._weights(x, weights, batches)) if averaged else None
         finite = None if peers is None else FiniteLater(peers)
-        own, loss, buffers = self._single(x, step, self.me, own_batch)
+        own, loss, buffers = self._user_by_user.gradient(self.me, x, step, own_batch)
         if finite is not None and finite.read():
             return Gradients(own, peers, x=x, own_loss=loss)
         g = Gradients(own, x=x, own_loss=loss)
         if names and not rows and not together:
-            peers, answered, left_out = add_up(own, ((name, self._ask(name, x, step)) for name in names), weights)
+            asked = ((name, self._user_by_user.answer(name, x, step)) for name in names)
+            peers, answered, left_out = add_up(own, asked, weights)
             g = replace(g, peers=peers, answered=answered, left_out=left_out)
         elif names:  # rows are wanted, or a peer's gradient was not finite and has to be located
             matrix, kept, left_out = keep_finite(self._rows(x, step, names, batches), names)
             g = g.with_peers(matrix, kept, weights, left_out, rows=rows)
-        self._keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
+        self._user_by_user.keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
         return g
 
     @property
@@ -168,7 +166,7 @@ class InProcess:
         """
         own_batch, others = self.at(tuple(weights), indices)
         with side_stream(x.device) as join:
-            own, loss, _ = self._single(x, 0, self.me, own_batch)
+            own, loss, _ = self._user_by_user.gradient(self.me, x, 0, own_batch)
         matrix = self.passes.rows(x, others) if weights and rows else None
         averaged = weights and not rows
         peers = self.passes.average(x, others, self._weights(x, weights, others)) if averaged else None
@@ -181,6 +179,7 @@ class InProcess:
             return self
         other = copy.copy(self)
         other.sampler, other._tau = self.sampler.with_batch_size(size), None
+        other._user_by_user = self._user_by_user.with_sampler(other.sampler)
         return other
 
     def peer(
@@ -206,17 +205,17 @@ class InProcess:
         if names and self._layered is not None:
             rows, losses = self._layered.rows(points, with_own(own_batch, batches))
             return rows, losses[0]
-        own, loss, buffers = self._single(points[0], step, self.me, own_batch)
+        own, loss, buffers = self._user_by_user.gradient(self.me, points[0], step, own_batch)
         rows = self._rows(points[1:], step, names, batches) if names else points[1:]
-        self._keep_buffers(own, buffers)
+        self._user_by_user.keep_buffers(own, buffers)
         return torch.cat([own.unsqueeze(0), rows]), loss
 
     def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return one user's gradient and loss at x on its examples at these indices; the step seeds randomness."""
         batch = self.sampler.users[name].take(indices, seed=self.seed, step=step)
-        gradient, loss, buffers = self._single(x, step, name, batch)
+        gradient, loss, buffers = self._user_by_user.gradient(name, x, step, batch)
         if name == self.me:
-            self._keep_buffers(gradient, buffers)
+            self._user_by_user.keep_buffers(gradient, buffers)
         return gradient, loss
 
     def on_each(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -241,8 +240,8 @@ class InProcess:
         work = question.work or LocalWork(1, 1.0)
         points = question.points[rows]
         if self.support.loop:
-            asked = zip(names, range(len(names)), strict=True)
-            given = [self._ask(name, points[k], question.step, work.at(rows[k])) for name, k in asked]
+            each = zip(names, points, rows, strict=True)
+            given = [self._user_by_user.answer(name, x, question.step, work.at(row)) for name, x, row in each]
         else:
             given = [*self._worked(names, points, question.step, work.at(rows))]
         answers = Answers.of(question, dict(zip(places, given, strict=True)), self.names)
@@ -250,24 +249,17 @@ class InProcess:
 
     def _worked(self, names: tuple[str, ...], points: Tensor, step: int, work: LocalWork) -> Tensor:
         """Return what each peer's steps followed from its point, added up; all peers take a step together."""
-        total = torch.zeros_like(points)
-        for k in range(work.count):
-            batches = self.sampler.draw(names, step + k)[1]
-            layered = self._layered
-            gradients = self.passes.rows(points, batches) if layered is None else layered.rows(points, batches)[0]
-            direction = work.direction(gradients, points, slice(None))
-            points, total = points - work.lr * direction, total + direction
-        return total
+
+        def gradients(at: Tensor, k: int) -> Tensor:
+            batches, layered = self.sampler.draw(names, step + k)[1], self._layered
+            return self.passes.rows(at, batches) if layered is None else layered.rows(at, batches)[0]
+
+        return work.followed(points, gradients, slice(None))
 
     def losses(self, points: Tensor, step: int) -> Tensor:
         """Return every user's loss at its row of `points`, or those of the first; buffers stay as they are."""
-        losses = []
-        for name, point in zip((self.me, *self.names), points, strict=False):
-            inputs, targets = self.sampler.one(name, step)
-            buffers = self.passes.buffers() if self.support.moves_buffers else None
-            with torch.no_grad(), self._seeded(name, step, point.device):
-                losses.append(self.passes.loss(self.passes.output(point, inputs, buffers), targets))
-        return torch.stack(losses)
+        each = zip((self.me, *self.names), points, strict=False)
+        return torch.stack([self._user_by_user.loss(name, point, step) for name, point in each])
 
     def losses_over(self, examples: Examples, points: Tensor) -> Tensor:
         """Return the mean loss over some examples at each of these points."""
@@ -307,15 +299,6 @@ class InProcess:
             self._tau = asked, Weights.of(list(tau.values()), batches, x)
         return self._tau[1]
 
-    def _single(
-        self, x: Tensor, step: int, name: str, batch: tuple[Tree, Tree]
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return one user's gradient and loss, and the buffers as its batch leaves them."""
-        buffers = self.passes.buffers() if self.support.moves_buffers else {}
-        with self._seeded(name, step, x.device):
-            gradient, loss = self.passes.single(x, *batch, buffers)
-        return gradient, loss, buffers
-
     def _tell_of_nothing(self, names: Sequence[str], own: tuple[Tree, Tree], batches: Sequence[Batches]) -> None:
         """Warn of batches in which the loss ignores everything, where there may be such."""
         if self.passes.per_example is None or self.passes.per_example.weights is None:
@@ -325,29 +308,9 @@ class InProcess:
             for position, (_, targets) in zip(batch.positions, batch.each(), strict=True):
                 self.passes.tell_of_nothing(names[position], targets)
 
-    def _seeded(self, name: str, step: int, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context in which a random model draws what belongs to (seed, user, step)."""
-        return seeded(self.seed, name, step, device) if self.support.random else nullcontext()
-
-    def _keep_buffers(self, own: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Let the model's buffers be what user 0's batch left, unless its gradient is of no use."""
-        if self.support.moves_buffers and is_finite(own):
-            for name, buffer in self.passes.model.named_buffers():
-                buffer.copy_(buffers[name])
-
     def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
         """Return the peers' gradients at x, one point for all or a row for each."""
         if not self.support.loop or (self.passes.by_layer is not None and x.ndim == 1):
             return self.passes.rows(x, batches)
-        points = x.expand(len(names), -1)
-        return torch.stack([self._ask(name, point, step) for name, point in zip(names, points, strict=True)])
-
-    def _ask(self, name: str, x: Tensor, step: int, work: LocalWork | None = None) -> Tensor:
-        """Return one peer's gradient at x, as it would answer in a process of its own."""
-        if name not in self._peers:
-            self._peers[name] = self.peer(name)
-        request = Request(x[None], step, self.seed, self.sampler.batch_size, work=work)
-        reply = self._peers[name].answer(request)
-        if reply.gradients is None:
-            raise KnobError(f"{name!r} gives no gradient: {reply.refused}")
-        return reply.gradients[0]
+        each = zip(names, x.expand(len(names), -1), strict=True)
+        return torch.stack([self._user_by_user.answer(name, point, step) for name, point in each])

@@ -137,7 +137,8 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: 
             output = passes.output(x, inputs, buffers)
     except Exception as error:
         raise ModelError(
-            f"the model does not take user 0's inputs of shape {described(inputs)}: {error}"
+            f"the model does not take user 0's inputs of shape {described(inputs)}: {error}; change the inputs or "
+            "the model"
         ) from error
     given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     about = f"the model's output ({given}) does not fit the loss with targets {described(targets)}"
@@ -160,6 +161,8 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: 
     try:
         passes.single(x, inputs, targets, passes.buffers())
     except Exception as error:
+        if not torch.is_grad_enabled():
+            raise ModelError("gradients are off: call it outside of `torch.no_grad` and the like") from error
         raise ModelError(f"the loss of the model's output has no gradient: {error}") from error
     return output
 

@@ -101,13 +101,16 @@ class Passes:
         return self._gradient(loss, leaves), loss.detach()
 
     def each_example(self, x: Tensor, inputs: Tree, targets: Tree, buffers: Buffers = None) -> Tensor:
-        """Return the gradient of each example as a batch of its own, one a row; by `vmap`, so that none can mix."""
+        """Return the gradient of each example as a batch of its own, one a row; by `vmap`, so that none can mix.
+
+        All examples have the same random numbers, so that none draws what another would have drawn.
+        """
 
         def loss(values: dict[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:
             one = (mapped(lambda leaf: leaf.unsqueeze(0), tree) for tree in (inputs, targets))
             return self.loss(self._called({**values, **(buffers or {})}, next(one)), next(one))
 
-        gradients = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
+        gradients = vmap(grad(loss), in_dims=(None, 0, 0), randomness="same")
         with self.mappable():
             by_name = gradients(self.parameters.unflatten(x.detach()), inputs, targets)
         return torch.cat([by_name[name].flatten(1) for name in self.parameters.named], 1)
@@ -263,7 +266,12 @@ class Passes:
 
     def _called(self, values: dict[str, Tensor], inputs: Tree) -> Any:
         """Return the model's output with these parameters and buffers in the place of its own."""
-        return self.forward_options.through(lambda i: functional_call(self.model, values, *as_arguments(i)), inputs)
+        values = self.parameters.with_tied(values)
+
+        def forward(i: Tree) -> Any:
+            return functional_call(self.model, values, *as_arguments(i), tie_weights=False)
+
+        return self.forward_options.through(forward, inputs)
 
     def _gradient(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
         # On a GPU autograd hands the backward pass to another thread, which costs more than a small pass takes.

@@ -10,18 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from coterie.engines.caps import Caps
 from coterie.engines.flare.engine import MASKED_NVFLARE, Flare
 from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.mutual.meeting import HELLO, Meeting
 from coterie.engines.mutual.processes import Mate, Processes
-from coterie.engines.peer import Peer
-from coterie.engines.requests import MAX_POINTS
+from coterie.engines.peer import Caps, Peer
+from coterie.engines.requests import MAX_POINTS, whole_number
 from coterie.engines.rounding import Compress
 from coterie.errors import DataError, ModelError, printable
 from coterie.gradients.parameters import Parameters
-from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
 from coterie.users.user import Loss, User
 
@@ -46,7 +44,8 @@ class Mutual(Flare):
         peers: none, as their examples are elsewhere.
         timeout: seconds to wait for another process in one step. One that is lost is not waited for.
         misses, probe_every, minimum, compress, secure_sums, largest: as for `Flare`.
-        caps, log, privacy: what this process gives the others; as for `serve`.
+        caps, log: what this process gives the others; as for `serve`. There is no `privacy`: the points of its own
+            run, which the others see, tell of its examples without noise.
         sums: give masked sums only, such as these; the others then need `secure_sums`.
         patience: seconds to wait for the others at the start, and at the end for one that asks nothing any more.
         meeting: where the processes have met before; with `patience` of its own.
@@ -70,13 +69,12 @@ class Mutual(Flare):
         largest: float = 16.0,
         caps: Caps | None = None,
         log: Path | None = None,
-        privacy: Privacy | None = None,
         sums: SumsOnly | None = None,
         patience: float = 120.0,
         meeting: Meeting | None = None,
     ) -> None:
         mine = InProcess(copy.deepcopy(model), loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
-        peer = mine.peer(me.name, caps, log, privacy)
+        peer = mine.peer(me.name, caps, log)
         meeting = meeting or Meeting(patience)
         hello = _hello(peer)
         hellos = meeting.exchange(HELLO, hello | {"token": meeting.token}, **_ENTRIES)
@@ -89,8 +87,7 @@ class Mutual(Flare):
         self._others = Processes(meeting, mates, _longest(model))
         super().__init__(model, loss, me, peers, sites=self._others, **how)
         self._told = {hello["name"]: hello["examples"] for hello in hellos.values()}
-        self._examples |= {name: None if isinstance(n, str) else n for name, n in self._told.items()}
-        self._promises: Mapping[str, Mapping[str, float]] = {}
+        self._examples |= {name: whole_number(n) for name, n in self._told.items()}
         self._others.connect()
 
     def describe(self) -> dict[str, Any]:
@@ -99,13 +96,8 @@ class Mutual(Flare):
         masked = ", masked sums" if described["engine"] == MASKED_NVFLARE else ""
         return described | {"engine": f"torch.distributed, everybody trains{masked}", "peers": self._told}
 
-    def promises(self) -> Mapping[str, Mapping[str, float]]:
-        """Return what private processes promised and had spent when this one asked no more."""
-        return self._promises
-
     def close(self) -> None:
         """Ask no more; the others are answered until they are done, in the background."""
-        self._promises = self._promises or super().promises()
         self._others.finish()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ from torch import Tensor
 ARRAY = "array"
 """In the text, the one entry of what stands for an array: its type, its shape, and where it begins."""
 _HEAD = 8
+_ALIGNED = 64
 _KINDS = "fiub"
 
 
 def packed(content: Any) -> Tensor:
-    """Return a letter, of bytes: the length of its text, the text, and the arrays one after the other.
+    """Return a letter, of bytes: the length of its text, the text, and the arrays, each where it can be read.
 
     Example:
         >>> letter = packed({"step": 3, "points": np.eye(2, dtype=np.float32)})
@@ -24,8 +26,16 @@ def packed(content: Any) -> Tensor:
     """
     arrays: list[np.ndarray[Any, Any]] = []
     text = json.dumps(_written(content, arrays)).encode()
-    parts = [len(text).to_bytes(_HEAD, "little"), text, *(array.tobytes() for array in arrays)]
-    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+    text += b" " * (-(_HEAD + len(text)) % _ALIGNED)
+    end = _HEAD + len(text)
+    letter = torch.empty(end + _length(arrays), dtype=torch.uint8)
+    data = letter.numpy()
+    data[:end] = np.frombuffer(len(text).to_bytes(_HEAD, "little") + text, dtype=np.uint8)
+    for array in arrays:
+        np.ndarray(array.shape, array.dtype, data, end)[...] = array
+        data[end + array.nbytes : end + _length([array])] = 0
+        end += _length([array])
+    return letter
 
 
 def unpacked(letter: Tensor) -> Any:
@@ -40,10 +50,15 @@ def unpacked(letter: Tensor) -> Any:
         raise ValueError(f"not a letter: {type(error).__name__}") from error
 
 
+def _length(arrays: Sequence[np.ndarray[Any, Any]]) -> int:
+    """Return how many bytes arrays take, filled up so that the next begins where it can be read."""
+    return sum(array.nbytes + -array.nbytes % _ALIGNED for array in arrays)
+
+
 def _written(content: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
     """Return the content with each array, which is put aside, replaced by its description."""
     if isinstance(content, np.ndarray):
-        begin = sum(array.nbytes for array in arrays)
+        begin = _length(arrays)
         arrays.append(content)
         return {ARRAY: [content.dtype.str, list(content.shape), begin]}
     if isinstance(content, dict):

@@ -61,7 +61,7 @@ class Link:
             size = int.from_bytes(bytes(head[:_SIZE].tolist()), "little")
             if size > self._longest:
                 raise PeerLost(f"a letter of {size} bytes came, where {self._longest} can be")
-            letter = torch.zeros(size, dtype=torch.uint8)
+            letter = torch.empty(size, dtype=torch.uint8)
             if size:
                 self._received(letter, _BODIES)
             if self._seals is not None and not self._seals[1].fits(letter, head[_SIZE:]):

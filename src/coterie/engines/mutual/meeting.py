@@ -60,15 +60,15 @@ class Meeting:
             entries: of which type each entry of a note is.
         """
         self.said[subject] = dict(mine)
-        notes, found, end = Notes(self), dict[int, dict[str, Any]](), time.monotonic() + self.patience
-        while missing := [rank for rank in self.place.others if rank not in found]:
+        notes, heard, end = Notes(self), dict[int, dict[str, Any]](), time.monotonic() + self.patience
+        while missing := [rank for rank in self.place.others if rank not in heard]:
             said = {rank: notes.read(f"{subject}/{rank}", f"rank {rank}", **entries) for rank in missing}
-            found |= {rank: note for rank, note in said.items() if note is not None}
-            if len(found) < self.place.size - 1:
+            heard |= {rank: note for rank, note in said.items() if note is not None}
+            if len(heard) < self.place.size - 1:
                 if time.monotonic() > end:
-                    raise self._not_come([rank for rank in missing if rank not in found])
+                    raise self._not_come([rank for rank in missing if rank not in heard])
                 time.sleep(POLL)
-        return dict(sorted(found.items()))
+        return dict(sorted(heard.items()))
 
     def _not_come(self, missing: Sequence[int]) -> PeerLost:
         names = [f"rank {rank}" for rank in missing]

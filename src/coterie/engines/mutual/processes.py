@@ -28,6 +28,8 @@ DONE = "done"
 LAST_THREAD = "coterie answers the others"
 """The thread that ends when all are done."""
 _WAITING_IS_TOLD_AFTER = 5.0
+_ENDING = 2.0
+"""Seconds that threads have to end once links are cut: one that comes back from gloo while Python ends aborts."""
 
 
 class Mate:
@@ -118,6 +120,7 @@ class Processes:
         self._numbers = itertools.count()
         self._questions: queue.SimpleQueue[tuple[Mate, int, str, dict[str, Any]] | None] = queue.SimpleQueue()
         self._ending, self._over = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
 
     @property
     def _all(self) -> list[Mate]:
@@ -125,9 +128,11 @@ class Processes:
 
     def connect(self) -> None:
         """Begin to answer, and wait until all are linked; `PeerLost` where one is not in time."""
-        threading.Thread(target=self._answer_all, daemon=True).start()
+        self._threads = [threading.Thread(target=self._answer_all, daemon=True)]
         for mate in self._all:
-            threading.Thread(target=self._stay_linked, args=(mate,), daemon=True).start()
+            self._threads.append(threading.Thread(target=self._stay_linked, args=(mate,), daemon=True))
+        for thread in self._threads:
+            thread.start()
         end = time.monotonic() + self.meeting.patience
         missing = [mate for mate in self._all if not mate.linked.wait(max(0.0, end - time.monotonic()))]
         if missing:
@@ -162,15 +167,18 @@ class Processes:
             self._last.join()
         except KeyboardInterrupt:
             self.leave()
-            self._last.join(1.0)
+            self._last.join(_ENDING)
 
     def leave(self) -> None:
-        """Cut all links."""
+        """Cut all links, and wait a moment for the threads that read from them."""
         self._ending.set()
         self._over.set()
         for mate in self._all:
             mate.take(None)
         self._questions.put(None)
+        end = time.monotonic() + _ENDING
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _until_all_are_done(self) -> None:
         began, told = time.monotonic(), False
@@ -202,10 +210,10 @@ class Processes:
             return not self._over.is_set() and not (self._ending.is_set() and mate.is_done)
 
         while goes_on():
-            found = notes.link_to(mate.rank, goes_on)
-            if found is None:
+            linked = notes.link_to(mate.rank, goes_on)
+            if linked is None:
                 return
-            pair, seals = found
+            pair, seals = linked
             link = Link(pair, int(mate.rank > self.meeting.place.rank), seals, self._longest)
             mate.take(link)
             try:

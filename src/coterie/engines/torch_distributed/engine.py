@@ -7,7 +7,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,16 +17,17 @@ from torch import Tensor, nn
 
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.requests import noise_told, promise_told
+from coterie.engines.requests import whole_number
 from coterie.engines.rounding import Compress, relative_error
 from coterie.engines.sketch import sketch_size
+from coterie.engines.torch_distributed.exchange import Exchange
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
-from coterie.engines.torch_distributed.hellos import HELLO, PROMISE, check_hellos, strictest
-from coterie.engines.torch_distributed.reading import Exchange, Reading
+from coterie.engines.torch_distributed.hellos import HELLO, PROMISE, check_hellos, promises_in, strictest
+from coterie.engines.torch_distributed.reading import Reading
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
 from coterie.engines.torch_distributed.secure_sums import SecureSums
-from coterie.engines.torch_distributed.wire import ADDED, Notes, Wire
+from coterie.engines.torch_distributed.wire import Notes, Wire
 from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, KnobError, PeerLost
 from coterie.gradients.gradients import Gradients
@@ -80,9 +81,7 @@ class TorchDistributed:
     ) -> None:
         if secure_sums and (gather or compress):
             name = "gather" if gather else "compress"
-            raise KnobError(
-                f"`{name}` must be left out with `secure_sums`: masked parts are added up on the way, exactly"
-            )
+            raise KnobError(f"`{name}` must be left out with `secure_sums`: masked parts are added up, exactly")
         sums = MaskedSums(misses=misses, largest=largest) if secure_sums else None
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
         self.group = group or join(timeout)
@@ -92,17 +91,11 @@ class TorchDistributed:
         self.me, self.gather, self.compress, self.secure_sums = me.name, gather, compress, secure_sums
         device = self.own.passes.parameters.device
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        moves = self.own.support.moves_buffers
-        nonce = secrets.token_hex(16)
-        seal = None if self.group.secret is None else Seal(self.group.secret, nonce)
-        self.wire = Wire(model, self.group.size - 1, compress, moves, self.backend, seal=seal)
-        run = {"batch_size": batch_size, "seed": seed, "compress": compress, "nonce": nonce}
-        run |= {"secure_sums": secure_sums}
-        self.group.leave_note("run", run | {"moves_buffers": moves, "backend": self.backend})
+        self.wire = self._announced(model, batch_size=batch_size, seed=seed)
         self.hellos = self._meet([peer.name for peer in peers])
         self.names = tuple(hello["name"] for hello in self.hellos)
         self.sums_only = strictest(self.hellos)
-        self._promises = self._told(self.hellos)
+        self._promises = promises_in(self.hellos)
         self.capabilities = self._capabilities()
         self._reading = Reading(self.wire, self.names, compress)
         self._sums = None if sums is None else SecureSums(sums, self.group, self.wire, self.names)
@@ -110,12 +103,19 @@ class TorchDistributed:
         self._life = contextlib.ExitStack()
         self._told_to_end = self._life.enter_context(noting_sigterm())
         self._whole = True  # no message was left half done
-        try:
+        with self._telling_who_is_lost():
             self.group.connect(self.backend)
             self.wire.share_constants(mine=True)
-        except (RuntimeError, PeerLost) as error:
-            raise self._lost(str(error)) from error
         self._last = time.monotonic()
+
+    def _announced(self, model: nn.Module, **run: Any) -> Wire:
+        """Tell the peers of the run, and return what its messages are made in."""
+        moves, nonce = self.own.support.moves_buffers, secrets.token_hex(16)
+        seal = None if self.group.secret is None else Seal(self.group.secret, nonce)
+        wire = Wire(model, self.group.size - 1, self.compress, moves, self.backend, seal=seal)
+        run |= {"compress": self.compress, "nonce": nonce, "secure_sums": self.secure_sums}
+        self.group.leave_note("run", run | {"moves_buffers": moves, "backend": self.backend})
+        return wire
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
@@ -146,9 +146,8 @@ class TorchDistributed:
         """Ask the peers at several points in one exchange; see `AsksAtPoints.ask`."""
         if self._sums is not None:
             raise KnobError("masked sums are of gradients at one point, and have no rows; ask by `gradients`")
-        if (
-            self.sums_only is not None
-        ):  # who asks at many points finds the weights itself, and takes what can be had
+        if self.sums_only is not None:
+            # Who asks at many points finds the weights itself, and takes what can be had.
             question = replace(question, weights=self.sums_only.nearest(question.weights))
         exchange = self._begin(Ask.ROWS if question.rows or self.gather else Ask.SUM, question)
         return partial(self._answers, exchange)
@@ -164,33 +163,15 @@ class TorchDistributed:
         if self._sums is None:
             return True
         self._check_told_to_end()
-        try:
+        with self._telling_who_is_lost():
             return self._sums.agree(weights, step)
-        except (RuntimeError, PeerLost) as error:
-            raise self._lost(str(error)) from error
 
     def _begin(self, ask: Ask, question: Question) -> Exchange:
         """Begin to send a question and to collect the answers."""
         self._check_told_to_end()
-        wire, self._whole = self.wire, False
-        try:
-            added = question.work is not None and question.work.add is not None
-            if (len(question.points), added) != (wire.n_points, wire.added):
-                wire.request.ask(Ask.POINTS, len(question.points), int(added))
-                wire.send_request().wait()
-                wire.take_points(len(question.points), added=added)
-            sketched = question.sketched
-            wire.request.fill(ask, wire.rounded(question))
-            works = [wire.send_request()]
-            collecting, answers = wire.collect(ask)
-            works.append(collecting)
-            sketches = None
-            if sketched and self.capabilities.sketch:
-                collecting, sketches = wire.collect_sketches(sketched, self.capabilities.sketch)
-                works.append(collecting)
-        except RuntimeError as error:
-            raise self._lost(str(error)) from error
-        return Exchange(ask, question, works, answers, sketches)
+        self._whole = False
+        with self._telling_who_is_lost():
+            return Exchange.begun(self.wire, ask, question, self.capabilities.sketch)
 
     def _end(
         self, exchange: Exchange, seconds: tuple[float, float]
@@ -199,19 +180,13 @@ class TorchDistributed:
 
         `seconds`: how long user 0 has computed meanwhile, and when it began to wait.
         """
-        try:
-            while exchange.works:
-                exchange.works[0].wait()
-                exchange.works.pop(0)
-        except RuntimeError as error:
-            exchange.works.clear()  # they would keep the connections open
-            raise self._lost(str(error)) from error
+        with self._telling_who_is_lost():
+            exchange.wait()
         self._whole, self._last = True, time.monotonic()
         device = exchange.question.points.device
         answers = exchange.answers.to(device)
         sketches = None if exchange.sketches is None else exchange.sketches.to(device)
-        notes = self._count(exchange, answers, (seconds[0], time.perf_counter() - seconds[1]))
-        return answers, sketches, notes
+        return answers, sketches, self._count(exchange, (seconds[0], time.perf_counter() - seconds[1]))
 
     def _answers(self, exchange: Exchange) -> Answers:
         """Wait for the peers, and return what they answered at several points."""
@@ -246,7 +221,7 @@ class TorchDistributed:
                 self.wire.request.ask(Ask.END)
                 with contextlib.suppress(RuntimeError, PeerLost):  # whoever is gone need not be told
                     self.wire.send_request().wait()
-                    self._promises |= self._told(self._last_words())
+                    self._promises |= promises_in(self._last_words())
             self.group.disconnect()
 
     def promises(self) -> Mapping[str, Mapping[str, float]]:
@@ -258,16 +233,6 @@ class TorchDistributed:
         ranks = {rank: name for rank, name in enumerate(self.names, 1) if name in self._promises}
         said = {name: self.group.read_note(f"{PROMISE}/{rank}", repr(name)) for rank, name in ranks.items()}
         return [{"name": name, "promise": promise} for name, promise in said.items()]
-
-    @staticmethod
-    def _told(said: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        """Return what peers promise, where it can be true, with the noise on each number."""
-        found = {}
-        for one in said:
-            promise: Any = one.get("promise")
-            if (told := promise_told(promise)) is not None:
-                found[one["name"]] = told | {"noise": noise_told(promise.get("noise"))}
-        return found
 
     def _meet(self, expected: Sequence[str]) -> list[dict[str, Any]]:
         """Return what each peer says of itself, once all are there and fit together."""
@@ -284,12 +249,12 @@ class TorchDistributed:
 
     def _capabilities(self) -> Capabilities:
         own = self.own.capabilities
-        counts = {hello["name"]: None if isinstance(n := hello["examples"], str) else n for hello in self.hellos}
+        counts = {hello["name"]: whole_number(hello["examples"]) for hello in self.hellos}
         return Capabilities(
             rows=self.sums_only is None and not self.secure_sums,
             same_bits=self.gather and self.compress is None,
             examples={**own.examples, **counts},
-            noise={name: noise_told(promise.get("noise")) for name, promise in self._promises.items()},
+            noise={name: promise["noise"] for name, promise in self._promises.items()},
             batch_size=own.batch_size,
             batch_dependent=own.batch_dependent,
             many_points=not self.secure_sums,
@@ -302,19 +267,13 @@ class TorchDistributed:
         if self._whole and time.monotonic() - self._last > self.group.timeout / 3:
             self.wire.request.ask(Ask.NOTHING)
             self._last = time.monotonic()
-            try:
+            with self._telling_who_is_lost():
                 self.wire.send_request().wait()
-            except RuntimeError as error:
-                raise self._lost(str(error)) from error
 
-    def _count(self, exchange: Exchange, answers: Tensor, seconds: tuple[float, float]) -> dict[str, Notes]:
+    def _count(self, exchange: Exchange, seconds: tuple[float, float]) -> dict[str, Notes]:
         """Add up what travelled, and return the peers' notes."""
-        down, up = self.wire.request.bytes.numel(), answers.element_size() * answers.shape[-1]
-        notes = dict(zip(self.names, self.wire.notes(exchange.ask, answers), strict=True))
-        received = up if exchange.ask in ADDED else up * len(notes)
-        if exchange.sketches is not None:
-            shown = exchange.sketches[0].nbytes
-            up, received = up + shown, received + shown * len(notes)
+        notes = dict(zip(self.names, self.wire.notes(exchange.ask, exchange.answers), strict=True))
+        down, up, received = exchange.sizes(self.wire)
         rounding = relative_error(exchange.question.points, self.wire.request.points)
         self._traffic[self.me] += Traffic(down, received, seconds[1], seconds[0], rounding, 1)
         for name, note in notes.items():
@@ -324,6 +283,13 @@ class TorchDistributed:
     def _check_told_to_end(self) -> None:
         if self._told_to_end.is_set():
             raise self._lost("this process was told to end")
+
+    @contextlib.contextmanager
+    def _telling_who_is_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, PeerLost) as error:
+            raise self._lost(str(error)) from error
 
     def _lost(self, cause: str) -> PeerLost:
         """Cut the connections, find out who is missing, and return the error that says so."""

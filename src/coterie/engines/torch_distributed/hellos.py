@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coterie.engines.requests import noise_told, promise_told
 from coterie.engines.torch_distributed.wire import Wire
 from coterie.errors import DataError, KnobError, ModelError, printable
 from coterie.privacy.sums import SumsOnly
@@ -51,3 +52,13 @@ def check_hellos(
         raise DataError(f"expected the peers {', '.join(expected)}, but {', '.join(names)} came")
     if gather and strictest(hellos) is not None:
         raise KnobError("`gather` collects every peer's gradient, but a peer gives sums only; leave it out")
+
+
+def promises_in(said: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return what peers promise, where it can be true, with the noise on each number."""
+    promises = {}
+    for one in said:
+        promise: Any = one.get("promise")
+        if (told := promise_told(promise)) is not None:
+            promises[one["name"]] = told | {"noise": noise_told(promise.get("noise"))}
+    return promises

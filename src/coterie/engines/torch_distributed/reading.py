@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from coterie.engines.engine import Answers, Question
@@ -13,17 +12,6 @@ from coterie.engines.rounding import Compress
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Notes, Outcome, Wire
 from coterie.gradients.gradients import Gradients, add_up, complete, is_finite, receive
-
-
-@dataclass(eq=False)
-class Exchange:
-    """A question on its way."""
-
-    ask: Ask
-    question: Question
-    works: list[dist.Work]  # what has to be waited for, in order
-    answers: Tensor
-    sketches: Tensor | None
 
 
 class Reading:
@@ -85,8 +73,8 @@ class Reading:
         """Return the peers that were asked at a point and gave nothing there, each with the first reason."""
         lost = ~question.weights.isnan().cpu() & (outcomes != Outcome.GRADIENT)
         first = {name: int(lost[:, k].int().argmax()) for k, name in enumerate(self.names) if lost[:, k].any()}
-        found = {name: int(outcomes[at, self.names.index(name)]) for name, at in first.items()}
-        return {name: self._reason(Outcome(outcome)) for name, outcome in found.items()}
+        codes = {name: int(outcomes[at, self.names.index(name)]) for name, at in first.items()}
+        return {name: self._reason(Outcome(code)) for name, code in codes.items()}
 
     def _reason(self, outcome: Outcome) -> str:
         if outcome is Outcome.REFUSED:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.ledger import read_secret
+from coterie.engines.peer.ledger import read_secret
 
 VARIABLE = "COTERIE_SECRET_FILE"
 """The environment variable that names the file with the secret, the same in every process."""

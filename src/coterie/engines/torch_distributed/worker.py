@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from coterie.engines.caps import Caps
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.peer import Peer
+from coterie.engines.peer import Caps, Peer
 from coterie.engines.requests import MAX_POINTS, Reply, Request
 from coterie.engines.rounding import HALVES
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key
@@ -85,7 +84,10 @@ def serve(
                 f"{user.name!r} (rank {group.rank}) lost user 0 or another peer, and ends ({error})"
             ) from error
         except Exception as error:
-            group.answer_roll_call(str(error) if isinstance(error, CoterieError) else f"{error!r}")
+            said = str(error) if isinstance(error, CoterieError) else f"{error!r}"
+            if privacy is not None and not isinstance(error, PeerLost):  # the text may tell of an example
+                said = type(error).__name__
+            group.answer_roll_call(said)
             raise
         return worker.answered
 
@@ -228,7 +230,10 @@ class _Worker:
     def _introduced(self, model: nn.Module, loss: Loss, user: User) -> Peer:
         """Introduce this user, and return its peer once the model fits and user 0 has agreed."""
         run, key, parameters = self.run, f"hello/{self.group.rank}", Parameters(model)
-        examples = "a stream" if user.is_stream else len(user)
+        caps = self.given[0] or Caps()
+        examples = (
+            "a stream" if user.is_stream else len(user) // caps.examples * caps.examples
+        )  # as `Peer.size` tells
         hello: dict[str, Any] = {"name": user.name, "examples": examples}
         hello["data"] = user.fingerprint() if self.given[2] is None else PRIVATE  # who guesses could compare
         hello |= {"size": parameters.size, "dtype": str(parameters.dtype)}

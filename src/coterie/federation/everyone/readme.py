@@ -32,10 +32,8 @@ gradient can still give away what is in the rows, and many gradients give away m
 `requests.jsonl`: when, from whom, which step, how many rows, the norm. A site that you take out of `sites` is
 neither asked nor answered.
 
-Who has every x of your run, and that is every other site, can work out much of your own gradients too.
-
-With a section `[privacy]` you can state what all you give tells about any one row: an ε and a δ, which your machine
-keeps to by noise and by a count of what was spent, over all who ask. `{file}` shows how.
+Who has every x of your run, and that is every other site, can work out much of your own gradients too. So
+nothing can be promised about a row here, as a site can where one leads.
 
 `preparation.json` holds the medians, means, spreads and categories of {lead}'s rows, with which everybody's rows
 are made into numbers. `client.key` is your key: whoever has it is you. Keep it.

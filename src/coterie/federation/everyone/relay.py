@@ -119,8 +119,8 @@ def unfinished(out: Path) -> list[str]:
 
 def _problems(replies: Mapping[str, Any]) -> list[str]:
     """Return why somebody would not be answered to the end; each reason once."""
-    found: list[Any] = []
+    problems: list[Any] = []
     for reply in replies.values():
         said = reply.get("problems") if isinstance(reply, Mapping) else None
-        found += said if isinstance(said, Sequence) and not isinstance(said, str) else []
-    return list(dict.fromkeys(printable(each, 200) for each in found if isinstance(each, str)))
+        problems += said if isinstance(said, Sequence) and not isinstance(said, str) else []
+    return list(dict.fromkeys(printable(each, 200) for each in problems if isinstance(each, str)))

@@ -74,4 +74,5 @@ class PerFedAvg(LocalSteps):
             points = points - lr * outer
         users.exchange(down=x.numel(), up=x.numel())
         x = users.mean(points)
-        return {"step": step + 1, "x": x, "models": local_steps(users, x.expand_as(points), step, 1, lr=a)}
+        models = local_steps(users, x.expand(users.personal, -1), step, 1, lr=a)
+        return {"step": step + 1, "x": x, "models": models}

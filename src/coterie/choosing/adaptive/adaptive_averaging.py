@@ -1,0 +1,218 @@
+"""Adaptive averaging: whom to listen to, and until when, found from user 0's own examples while it trains."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from coterie.arguments import optional, real
+from coterie.choosing.adaptive.looks import Looks, split
+from coterie.choosing.adaptive.repeated_steps import RepeatedSteps
+from coterie.choosing.adaptive.schedule import LOOKS
+from coterie.choosing.adaptive.trunk_and_branch import TrunkAndBranch
+from coterie.choosing.chooser import Choice
+from coterie.engines.capabilities import AsksAtPoints, Stackable, require
+from coterie.engines.engine import Engine
+from coterie.engines.in_process.forward_options import ForwardOptions
+from coterie.errors import ModelError
+from coterie.gradients.parameters import Parameters
+from coterie.learners.blocks import Block, StackBlock
+from coterie.learners.capturable import why_not_capturable
+from coterie.learners.learner import Learner
+from coterie.learners.points import Points
+from coterie.learners.points_exchanged import PointsExchanged
+from coterie.learners.points_together import PointsTogether
+from coterie.learners.spec import RunSpec
+from coterie.recording.costs import Costs
+from coterie.rules import Alone
+from coterie.rules.knobs import weights_over
+from coterie.rules.streams import StreamAveraging
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How thorough a run is."""
+
+    folds: int  # F, into how many parts user 0's examples are split
+    nested: bool  # one trunk for each fold, judged without it; else one for all
+
+    @property
+    def cost(self) -> float:
+        """What it takes of the peers, in runs: trunks and pooled, branch and pooled, each for half of the steps."""
+        return ((self.folds if self.nested else 1) + 1) / 2 + (self.folds + 2) / 2
+
+
+PLANS = (Plan(3, nested=True), Plan(3, nested=False), Plan(2, nested=False))
+"""From thorough to cheap: 4.5, 3.5 and 3 runs."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a run is expected to cost, from two steps that change nothing."""
+
+    runs: float  # how many gradients of each peer, in those of a run by `WeightedAveraging`
+    own_runs: float  # the same of user 0
+    seconds: float  # about, in this process
+    averaging_seconds: float  # of the same steps by `WeightedAveraging`
+
+    def __str__(self) -> str:
+        ratio = self.seconds / max(self.averaging_seconds, 1e-9)
+        return (
+            f"about {self.seconds:.3g} s, {ratio:.2g} times the {self.averaging_seconds:.3g} s of averaging "
+            f"({self.runs:g} runs of the peers' gradients and {self.own_runs:g} of the own)"
+        )
+
+
+@dataclass(frozen=True)
+class AdaptiveAveraging:
+    """Find out while training whom to listen to and until when: no knob has to be set.
+
+    In the first half of the steps models follow the peers only. User 0's examples judge them there: the weights are
+    those whose combination of the peers' gradients comes nearest to user 0's own. In the second half copies step by
+
+        d_t = (1 − α_t) g_0 + α_t Σ τ_k g_k,   α_t falling from .9 to .01
+
+    and copies that are blind to a fold of the own examples tell by their losses on it when following the peers was
+    best; so it is found out for training alone, which is served where it is not worse. See docs/adaptive.md.
+    Where user 0 has a stream of fresh samples (`User.stream`), `StreamAveraging` serves: nothing is held out.
+
+    Args:
+        budget: what the run may cost of the peers' gradients, in runs; at least 3, and 4.5 when None. With less
+            than that there is one trunk, and no loss by cross-validation is claimed.
+
+    Example:
+        >>> import torch, coterie
+        >>> _ = torch.manual_seed(0)
+        >>> inputs = torch.randn(90, 3)
+        >>> targets = inputs.sum(1, keepdim=True)
+        >>> me = coterie.User("me", inputs[:6], targets[:6])
+        >>> peers = [
+        ...     coterie.User("alike", inputs[6:50], targets[6:50]),
+        ...     coterie.User("contrary", inputs[50:], -targets[50:]),
+        ... ]
+        >>> run = coterie.train(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, me, peers, steps=60, lr=0.1)
+        >>> run.record.end.account["tau"]["alike"] > 0.9
+        True
+    """
+
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        least = PLANS[-1].cost
+        optional(real(f"be at least {least:g} runs", lambda runs: runs >= least))("budget", self.budget)
+
+    @property
+    def plan(self) -> Plan:
+        """The most thorough plan that the budget allows."""
+        return next(plan for plan in PLANS if self.budget is None or plan.cost <= self.budget)
+
+    def cost_in_words(self) -> str:
+        """Return in a line what this asks of the peers, and how to lower it."""
+        cheaper = [plan.cost for plan in PLANS if plan.cost < self.plan.cost]
+        lower = f"; `AdaptiveAveraging(budget={min(cheaper):g})` asks for {min(cheaper):g}" if cheaper else ""
+        return f"adaptive averaging asks the peers for {self.plan.cost:g} times the gradients of one run{lower}"
+
+    def expected_cost(self, spec: RunSpec) -> Expected:
+        """Return what a run by this rule will cost, without running it: passes of two steps are timed.
+
+        Example:
+            >>> import torch, coterie
+            >>> users = [coterie.User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
+            >>> loss = torch.nn.functional.mse_loss
+            >>> spec = coterie.RunSpec(torch.nn.Linear(2, 1), loss, users[0], users[1:], steps=100)
+            >>> expected = AdaptiveAveraging(budget=3).expected_cost(spec)
+            >>> expected.runs, expected.own_runs, expected.seconds > expected.averaging_seconds > 0
+            (3.0, 4.5, True)
+        """
+        ready = spec.prepared()
+        engine, x = ready.in_process(), Parameters(ready.model).vector()
+        weights = weights_over(None, engine.names)
+        own, whole = (_seconds(engine, x, asked) for asked in ({}, weights))
+        averaging = spec.steps * whole
+        if (
+            self.instead(spec) is not None
+        ):  # one gradient a step: by `StreamAveraging` everybody's, by `Alone` the own
+            runs = float(spec.me.is_stream)
+            return Expected(runs, 1.0, averaging if runs else spec.steps * own, averaging)
+        plan = replace(self.plan, folds=self._n_folds(spec))
+        folds, runs = plan.folds, plan.cost
+        own_runs = 1.5 * (folds + 1)  # Alone's copies in all steps, the branch's in half of them
+        judging = len(spec.me) + (0 if spec.me.validation is None else len(spec.me.validation))
+        looks = LOOKS * (1.5 * folds + 2) * judging / min(spec.batch_size, len(spec.me)) / 3  # forward passes only
+        seconds = spec.steps * (own_runs * own + runs * max(whole - own, 0.0)) + looks * own
+        return Expected(runs, own_runs, seconds, averaging)
+
+    def check(self, engine: Engine) -> None:
+        """Refuse an engine that has no peers, or cannot give what this needs."""
+        weights_over(None, engine.names)
+        if engine.capabilities.sketch is None:  # it is by sketches that peers are weighed elsewhere
+            require(engine, "rows", "`AdaptiveAveraging`")
+
+    def instead(self, spec: RunSpec) -> Choice | None:
+        """Return another rule where user 0's examples cannot be split into folds, else None."""
+        if spec.me.is_stream:
+            account = {
+                "regime": "stream: weights from the bias Gram matrix, anew as the run goes",
+                "sentence": "peers are weighed as the run goes, by the bias that fresh samples show",
+            }
+            return Choice(StreamAveraging(spec.steps), account)
+        if len(spec.me) < 2:
+            why = "peers weigh nothing: there is one own example, nothing to judge by"
+            return Choice(Alone(), {"tau": {}, "sentence": why})
+        return None
+
+    def learner(
+        self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
+    ) -> TrunkAndBranch:
+        """Return the learner of a run that is prepared."""
+        folds, parts = self.parts(spec)
+        try:
+            points = self._points(spec, engine, parts, forward_options)
+        except ModelError as error:  # with all examples it was tried before
+            raise ModelError(
+                f"{error}. Adaptive averaging trains on parts of the {len(spec.me)} own examples too, the least of "
+                f"{int(parts.sum(1).min())}; give more own examples, or a rule such as `Alone()`"
+            ) from error
+        looks = Looks(spec, points, folds, nested=self.plan.nested)
+        return TrunkAndBranch(spec, engine, costs, looks, guarded=guarded)
+
+    @staticmethod
+    def _points(spec: RunSpec, engine: Engine, parts: Tensor, forward_options: ForwardOptions) -> Points:
+        """Return what asks for gradients at several points, in as few passes or exchanges as the engine can."""
+        if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
+            return PointsTogether(spec, engine, parts)
+        if isinstance(engine, AsksAtPoints) and engine.capabilities.many_points:
+            return PointsExchanged(spec, engine, parts, forward_options)
+        return Points(spec, engine, parts, forward_options)
+
+    def parts(self, spec: RunSpec) -> tuple[Tensor, Tensor]:
+        """Return the fold of each own example, (n,), and which examples copies see, (P, n): all, all but each."""
+        folds = split(spec.me, self._n_folds(spec), spec.seed)
+        blind = folds != torch.arange(int(folds.max()) + 1)[:, None]
+        return folds, torch.cat([torch.ones(1, len(folds), dtype=torch.bool), blind])
+
+    def _n_folds(self, spec: RunSpec) -> int:
+        """Return into how many folds user 0's examples are split, each of two or more where there are enough."""
+        return max(2, min(self.plan.folds, len(spec.me) // 2))
+
+    def block(self, learner: Learner) -> Block | str:
+        """Return the steps of such a learner as a block, or why they cannot be taken so."""
+        if not isinstance(learner, TrunkAndBranch):
+            raise TypeError(f"a learner of `AdaptiveAveraging` is needed, got {type(learner).__name__}")
+        if learner.exchange_every > 1:
+            return "not all steps are alike with `exchange_every`"
+        if not isinstance(learner.points, PointsTogether):
+            return "gradients at several points are computed one after the other"
+        return why_not_capturable(learner.optimizer) or StackBlock(RepeatedSteps(learner, learner.points))
+
+
+def _seconds(engine: Engine, x: Tensor, weights: Mapping[str, float]) -> float:
+    """Return how long a step takes, the faster of two; the first may set things up."""
+    times = []
+    for step in range(2):
+        began = time.perf_counter()
+        float(engine.gradients(x, step, weights).own.sum())  # waits for a GPU
+        times.append(time.perf_counter() - began)
+    return min(times)

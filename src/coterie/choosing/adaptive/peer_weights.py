@@ -1,0 +1,96 @@
+"""The peers' weights at all copies of a run: fitted in the trunks, by numbers of examples in pooled."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.choosing.adaptive.schedule import Schedule
+from coterie.choosing.adaptive.trunk import Near
+from coterie.choosing.adaptive.whom import Array, FittedWeights, added_noise, shares, sizes
+from coterie.engines.engine import Engine
+
+
+class PeerWeights:
+    """Whom each copy follows: every trunk its fitted weights, pooled the peers' shares of all examples.
+
+    The branch follows what its trunk found, the mean over the last third, or goes on as pooled; see `fork`.
+
+    Args:
+        engine: which tells numbers of examples, and the noise that private peers add.
+        schedule: of the run.
+        d: how many numbers a gradient has.
+        n_folds: into how many parts user 0's examples are split.
+        nested: whether there is a trunk for each fold; else one.
+    """
+
+    def __init__(self, engine: Engine, schedule: Schedule, d: int, n_folds: int, *, nested: bool) -> None:
+        self.engine, self.steps, self.d, self.n_folds, self.nested = engine, schedule.steps, d, n_folds, nested
+        self.fitted = [FittedWeights(len(engine.names), schedule.half) for _ in range(n_folds if nested else 1)]
+        self.sizes = sizes(engine)
+        self.by_size = shares(self.sizes)
+        self.trunk = "fitted"  # or "pooled": from which the branch began; "none" where there was nobody to follow
+
+    def fit(self, near: Near) -> None:
+        """Fit the weights of the next steps."""
+        added = added_noise(self.engine, self.d)
+        for fitted, theirs, ours in zip(self.fitted, near.judged.theirs, near.judged.ours, strict=True):
+            fitted.add(theirs, ours, added)
+        told = sizes(self.engine)  # sites tell theirs when they answer
+        self.sizes = np.where(np.isnan(told), self.sizes, told)
+        noise = added / (self.steps * max(near.usual * near.usual, 1e-30))
+        self.by_size = shares(self.sizes, noise, without=near.far)
+
+    def fork(self, trunk: str) -> bool:
+        """Begin the branch from a trunk, without peers that never answered; say whether any peer is left."""
+        judged = self.bounds() > 0
+        self.trunk = trunk if judged.any() else "none"
+        if not self.by_size[judged].any():  # all who answered were far too long at the last Gram matrix
+            self.by_size = shares(self.sizes)
+        if judged.any():
+            self.by_size = self.by_size * judged / self.by_size[judged].sum()
+        return bool(judged.any())
+
+    def of_trunks(self) -> list[Array]:
+        """Return the weights in each trunk, then in pooled."""
+        return [*(fitted.weights for fitted in self.fitted), self.by_size]
+
+    def of_branch(self) -> list[Array]:
+        """Return the weights in each of the branch's copies, then in pooled."""
+        if self.trunk == "pooled":
+            return [self.by_size] * (self.n_folds + 2)
+        taus = [fitted.tau() for fitted in self.fitted]
+        tau = np.mean(taus, axis=0)
+        return [tau, *(taus if self.nested else [tau] * self.n_folds), self.by_size]
+
+    def served(self, path: str) -> Mapping[str, float]:
+        """Return the weights in the copy that a path serves; nothing for Alone."""
+        if path == "alone":
+            return {}
+        weights = self.of_branch()[0 if path == "branch" else -1]
+        return dict(zip(self.engine.names, weights.tolist(), strict=True))
+
+    def bounds(self) -> Array:
+        """Return how long each peer's gradients were while it was judged; 0 for one that never answered."""
+        return np.asarray(np.mean([fitted.bounds() for fitted in self.fitted], axis=0))
+
+    def kappa(self) -> Array:
+        """Return κ of every Gram matrix, nobody's first, the mean over trunks."""
+        return np.asarray(np.mean([np.array(fitted.kappa) for fitted in self.fitted], axis=0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later weights depend on."""
+        return {
+            "trunk": self.trunk,
+            "sizes": torch.from_numpy(self.sizes),
+            "by_size": torch.from_numpy(self.by_size),
+            "fitted": [fitted.state_dict() for fitted in self.fitted],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state."""
+        self.trunk = state["trunk"]
+        self.sizes, self.by_size = (state[name].cpu().numpy() for name in ("sizes", "by_size"))
+        for fitted, saved in zip(self.fitted, state["fitted"], strict=True):
+            fitted.load_state_dict(saved)

@@ -1,0 +1,331 @@
+"""Trunk and branch: the learner behind `AdaptiveAveraging`. See docs/adaptive.md.
+
+    trunk    first half: F models follow the peers only; user 0's examples, which they do not see, say whom to
+             follow. Trunk q is judged without fold q. A gradient far longer than the others' is not heard
+    pooled   all steps: one more follows the peers by numbers of examples
+    branch   second half, from the better of the two: F + 1 copies step by (1 − α) own + α peers, α falling; F of
+             them are blind to one fold each, and their losses there say when to stop. A sum of the peers that is
+             longer than they sent while they were judged is not heard
+    alone    all steps: F + 1 copies ask no peer
+
+With `exchange_every=K` the peers are asked at every K-th step, and where they are judged; in the steps between,
+what they last said is followed.
+
+What is served is the mean of one path's points at its looks, by how often each look is the best under resampling.
+
+This file takes the steps of all copies, in order. `schedule` says at which step what is done, `whom` and
+`peer_weights` whom each copy follows, `trunk` and `branch` the direction of a step, `looks` and `when` what is
+served, `account` what is told of it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from coterie.choosing.adaptive.account import account_of
+from coterie.choosing.adaptive.branch import SecondHalf, mixed
+from coterie.choosing.adaptive.looks import Looks
+from coterie.choosing.adaptive.peer_weights import PeerWeights
+from coterie.choosing.adaptive.schedule import Schedule
+from coterie.choosing.adaptive.trunk import Near, followed
+from coterie.choosing.adaptive.when import Path
+from coterie.choosing.adaptive.whom import Array
+from coterie.engines.engine import Engine
+from coterie.gradients.trained_part import copied, load_trained_state, trained_state
+from coterie.learners.learner import Learner, NextStep
+from coterie.learners.points import Own, Sums
+from coterie.learners.spec import RunSpec
+from coterie.learners.stack import Stack
+from coterie.recording.costs import Costs
+from coterie.recording.result import GuardDecision
+from coterie.recording.traffic import Traffic
+from coterie.rules import Alone
+
+
+class TrunkAndBranch(Learner):
+    """Follow the peers first and the own examples more and more, and serve what the own examples found best.
+
+    The model is, at every look, what would be served then.
+    """
+
+    def __init__(self, spec: RunSpec, engine: Engine, costs: Costs, looks: Looks, *, guarded: bool) -> None:
+        super().__init__(spec, Alone(), engine, costs)
+        self.spec, self.looks, self.guarded = spec, looks, guarded
+        self.points, self.nested = looks.points, looks.nested
+        self.n_folds = int(looks.folds.max()) + 1  # the parts of `points`: all own examples, then all but each fold
+        self.n_trunks = self.n_folds if self.nested else 1  # one for each fold, judged without it; or one for all
+        self.schedule = Schedule.of(spec.steps)
+        self.peer_weights = PeerWeights(engine, self.schedule, self.points.d, self.n_folds, nested=self.nested)
+        start, d = self.points.start(), self.points.d
+        self.alone = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
+        self.peers = Stack.of(spec, start[:d].expand(self.n_trunks + 1, -1))
+        stacks = {"alone": self.alone, "peers": self.peers}
+        self.buffers = {name: start[d:].expand(len(stack.x), -1).clone() for name, stack in stacks.items()}
+        self.trunk_weights = self._tensor(self.peer_weights.of_trunks())
+        self.sketch = engine.capabilities.sketch
+        self.grams = self.gradients_asked = 0
+        self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
+        self.longest = self.x.new_zeros(len(self.peers.x))  # how long what peers send to the trunks may be
+        self._second_half: SecondHalf | None = None
+        self._asks = True  # in the last step; else it used what the peers said before
+        self._pooled = self.peer_weights.by_size  # by which pooled was asked for in the last step that judged
+
+    @property
+    def followed(self) -> Any:
+        """The rule that was asked for."""
+        return self.spec.rule
+
+    @property
+    def half(self) -> int:
+        """The branch's first step."""
+        return self.schedule.half
+
+    def next_step(self) -> NextStep:
+        """Ask everybody at all points, and return the step of all copies."""
+        if self.looks.chosen is None:
+            self._look()
+        if self.schedule.judges(self.step):
+            return self._judging_step()
+        return self._trunk_step() if self.step < self.half else self._branch_step()
+
+    def _trunk_step(self) -> NextStep:
+        asking = self._sums(self._points("peers"), self.trunk_weights)
+        own = self.points.own(self._points("alone"), self.step, range(self.n_folds + 1))
+        asked = asking()
+        return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_trunk, own, asked))
+
+    def _judging_step(self) -> NextStep:
+        """Return a step of the trunk that judges every peer by itself."""
+        self._asks, self._pooled = True, self.peer_weights.by_size
+        judging = self.points.judge(self._points("peers"), self.step, self.trunk_weights, self._judging())
+        own = self.points.own(self._points("alone"), self.step, range(self.n_folds + 1))
+        bounded, names = self.spec.norm_bound is not None, self.engine.names
+        near = Near.of(judging(), self.longest[:-1], bounded=bounded, names=names)
+        return NextStep(own.gradients[0], own.loss, near.judged.left_out, partial(self._take_judging, own, near))
+
+    def _sums(self, points: Tensor, weights: Tensor) -> Callable[[], Sums]:
+        """Ask for the peers' sums; between exchanges return the last."""
+        self._asks = self.heard is None or not self._holds()
+        if self.heard is None or self._asks:
+            return self.points.ask(points, self.step, weights)
+        return partial(Sums, self.heard["sums"], self.heard["answered"])
+
+    def _take_judging(self, own: Own, near: Near) -> None:
+        """Step by the weights that were asked for, and fit those of the next steps."""
+        self.longest.copy_(torch.cat([near.longest, near.longest.max()[None]]).nan_to_num(0.0))
+        sums = near.judged.sums(self.trunk_weights)
+        self.peer_weights.fit(near)
+        self._weigh()
+        self.grams += 1
+        self.costs.compute([self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_trunks)
+        if self.sketch:
+            self.costs.exchange(self.engine.names, down=0, up=self.n_trunks * self.sketch)
+        self._take_trunk(own, sums)
+
+    def _weigh(self) -> None:
+        """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
+        self.trunk_weights.copy_(self._tensor(self.peer_weights.of_trunks()))
+
+    def _take_trunk(self, own: Own, asked: Sums) -> None:
+        """Let the trunks follow the peers, and Alone's copies their own gradients."""
+        self._keep(asked)
+        self.follow(own, asked)
+        if self.buffers["peers"].shape[1]:  # a trunk's running statistics are those of the examples that judge it
+            self.buffers["peers"] = self.points.own(self._points("peers"), self.step, [*self._judging(), 0]).buffers
+        self._finish(own)
+
+    def follow(self, own: Own, asked: Sums) -> None:
+        """Write the directions of a step of the trunk; none where a sum is far longer than the peers' gradients."""
+        followed(asked, self.longest, out=self.peers.direction)
+        self.alone.direction.copy_(own.gradients)
+
+    def second_half(self) -> SecondHalf:
+        """Return the peers' weights in the second half, and how long their sums may be; fixed at the fork."""
+        if self._second_half is None:
+            arrays = self.peer_weights.of_branch()
+            longest = np.array(arrays) @ self.peer_weights.bounds()
+            self._second_half = SecondHalf(self._tensor(arrays), arrays, self._tensor(longest))
+        return self._second_half
+
+    def _branch_step(self) -> NextStep:
+        step, copies = self.step, self.n_folds + 1
+        points = self._points("peers")
+        own_points, parts = points[:copies], [*range(copies), *range(copies)]
+        if self.buffers["peers"].shape[1]:  # pooled needs no own gradient, but running statistics
+            own_points, parts = points, [*parts, 0]
+        asking = self._sums(points, self.second_half().weights)
+        own = self.points.own(torch.cat([self._points("alone"), own_points]), step, parts)
+        asked = asking()
+        return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_branch, own, asked))
+
+    def _take_branch(self, own: Own, asked: Sums) -> None:
+        """Let the branch's copies follow the own gradients more and more, and pooled the peers."""
+        self._keep(asked)
+        self.mix(own, asked, self.schedule.alpha(self.step))
+        if self.buffers["peers"].shape[1]:
+            self.buffers["peers"] = own.buffers[self.n_folds + 1 :]
+        self._finish(own)
+
+    def mix(self, own: Own, asked: Sums, alpha: float | Tensor) -> None:
+        """Write the directions of a step of the branch."""
+        copies, longest = self.n_folds + 1, self.second_half().longest
+        ours = own.gradients[copies : 2 * copies]
+        self.unheard += ~mixed(ours, asked, longest, alpha, out=self.peers.direction)[:1]
+        self.alone.direction.copy_(own.gradients[:copies])
+
+    def _keep(self, asked: Sums) -> None:
+        """Keep what the peers said for the steps up to the next exchange, where there are any."""
+        if self.exchange_every > 1 and self._asks:
+            self.heard = {"sums": asked.sums.clone(), "answered": asked.answered.clone()}
+
+    def _finish(self, own: Own) -> None:
+        """Take the step of all copies."""
+        self.buffers["alone"] = own.buffers[: self.n_folds + 1]
+        self.alone.step()
+        self.peers.step()
+        self.advanced(1)
+
+    def advanced(self, n: int) -> None:
+        """Count steps of one kind that were taken; fork the trunk at its end, and look where it is time."""
+        branch = self.step >= self.half
+        self._count(n)
+        self.step += n
+        self.state = {"step": self.step, "weight": self.schedule.alpha(self.step - 1) if branch else 1.0}
+        if self.step == self.half:
+            self._fork()
+        if self.schedule.looks(self.step):
+            self._look()
+
+    def until_other_work(self) -> int:
+        """Return how many of the next steps are alike: to the next Gram matrix, look or fork."""
+        return 0 if not self.step or self.looks.chosen is None else self.schedule.alike(self.step)
+
+    def _fork(self) -> None:
+        """Begin the branch from the trunk of the lower loss on examples that did not steer it; pooled goes on."""
+        trunks, copies = self.n_trunks, self.n_folds + 1
+        ends = self.points.losses(self._points("peers"), self.spec.me.examples)
+        fitted = self.looks.crossed(ends[:trunks]) if self.nested else ends[0]
+        ours, theirs = (losses.mean().nan_to_num(math.inf, math.inf) for losses in (fitted, ends[trunks]))
+        better = "fitted" if bool(ours <= theirs) else "pooled"  # no loss is worse than one that is no number
+        origins = [[trunks]] * copies
+        if better == "fitted":
+            origins = [list(range(trunks)), *([q] for q in range(trunks))] if self.nested else [[0]] * copies
+        origins = [*origins, [trunks]]
+        if self.peer_weights.fork(better):  # else nobody was followed, and Alone is served
+            self.looks.paths |= {"branch": Path(), "pooled": Path()}
+        self.peers, self.heard = self.peers.forked(origins), None
+        self.buffers["peers"] = torch.stack([self.buffers["peers"][rows].mean(0) for rows in origins])
+
+    def _look(self) -> None:
+        """Look at all paths that have begun."""
+        copies = {"alone": self._points("alone")}
+        if "branch" in self.looks.paths:
+            branch, pooled = torch.split(self._points("peers"), [self.n_folds + 1, 1])
+            copies |= {"branch": branch, "pooled": pooled}
+        self.looks.add(self.step, copies)
+
+    def consider(self, validation_loss: float) -> None:
+        """Tell a scheduler that wants to know; what is best is chosen at the looks."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(validation_loss)
+            for stack in (self.alone, self.peers):
+                stack.set_rates(self.optimizer)
+
+    def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
+        """Return the model to serve; under a guard the one trained alone where its validation loss is lower."""
+        return self.looks.guarded() if self.guarded else (copied(self.model), {}, None)
+
+    def trained_alone(self) -> nn.Module | None:
+        """Return the model trained alone beside this one."""
+        return self.looks.alone()
+
+    def tau(self) -> Mapping[str, float]:
+        """Return the peers' weights in the path that would be served now; nothing where that is Alone."""
+        return {} if self.looks.chosen is None else self.peer_weights.served(self.looks.chosen.path)
+
+    def account(self, travelled: Mapping[str, Traffic]) -> dict[str, Any]:
+        """Return who was listened to, when it stopped, what that cost, and what may be said of it."""
+        mine = travelled.get(self.costs.me, Traffic())
+        cost = {
+            "runs": self.gradients_asked / max(1, self.step),
+            "sketches" if self.sketch else "rows": self.grams * self.n_trunks,
+            "messages": sum(each.messages for each in travelled.values()),
+            "bytes": mine.bytes_sent + mine.bytes_received,
+        }
+        judged = self.schedule.judged(self.step)
+        overruled = self.guarded and self.looks.overruled()
+        return account_of(self.looks, self.peer_weights, judged, int(self.unheard), cost, overruled=overruled)
+
+    def _judging(self) -> list[int]:
+        """Return the part of the own examples that judges each trunk."""
+        return list(range(1, self.n_trunks + 1)) if self.nested else [0]
+
+    def _tensor(self, values: list[Array] | Array) -> Tensor:
+        return torch.from_numpy(np.array(values)).to(self.x)
+
+    def _points(self, of: Literal["alone", "peers"]) -> Tensor:
+        """Return where the copies are, with the model's buffers where passes move them."""
+        x, buffers = (self.alone if of == "alone" else self.peers).x, self.buffers[of]
+        return torch.cat([x, buffers], dim=1) if buffers.shape[1] else x
+
+    def _count(self, n: int) -> None:
+        """Count n steps: own gradients, and at every point a gradient of each peer that has weight there."""
+        if self.step < self.half:
+            own, weights = self.n_folds + 1, self.peer_weights.of_trunks()
+            if self.schedule.judges(self.step):  # everybody is asked at every trunk
+                weights = [*[np.ones(len(self.engine.names))] * self.n_trunks, self._pooled]
+        else:
+            own, weights = 2 * (self.n_folds + 1), self.second_half().arrays
+        self.costs.compute([self.costs.me], times=own * n)
+        if not self._asks:
+            return
+        self.gradients_asked += len(weights) * n
+        for row in weights:
+            asked = [name for name, weight in zip(self.engine.names, row, strict=True) if weight]
+            self.costs.compute(asked, times=n)
+            self.costs.exchange(asked, down=self.points.d, up=self.points.d, times=n)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later steps depend on."""
+        return {
+            **{name: getattr(self, name) for name in ("step", "half", "state", "unheard", "longest")},
+            "buffers": list(self.buffers.values()),
+            **self.peer_weights.state_dict(),
+            "model": trained_state(self.model),
+            "alone": self.alone.state_dict(),
+            "peers": self.peers.state_dict(),
+            "paths": {name: dict(vars(path)) for name, path in self.looks.paths.items()},
+            "scheduler": self.scheduler and self.scheduler.state_dict(),
+            "rates": [group["lr"] for group in self.optimizer.param_groups],
+            "asked": [self.grams, self.gradients_asked],
+            "heard": self.heard,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state."""
+        self.step, self.state = state["step"], state["state"]
+        self.schedule = replace(self.schedule, half=state["half"])
+        load_trained_state(self.model, state["model"])
+        self._second_half = None
+        self.peers = Stack.of(self.spec, state["peers"]["x"].to(self.x))
+        self.alone.load_state_dict(state["alone"])
+        self.peers.load_state_dict(state["peers"])
+        self.buffers = dict(zip(self.buffers, state["buffers"], strict=True))
+        self.peer_weights.load_state_dict(state)
+        self._weigh()
+        self.looks.load(state["paths"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
+            group["lr"] = rate
+        self.grams, self.gradients_asked = state["asked"]
+        self.heard = state.get("heard")
+        self.unheard.copy_(state["unheard"])
+        self.longest.copy_(state["longest"])

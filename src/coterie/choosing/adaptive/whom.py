@@ -1,0 +1,153 @@
+"""Whom to listen to: the peers' weights, fitted to user 0's gradient at points that do not know its examples."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.engines.engine import Engine
+from coterie.gradients.simplex import simplex_minimum
+
+Array: TypeAlias = NDArray[np.float64]
+
+GRAM_MEMORY = 50
+"""How many Gram matrices the running mean goes back over; before that it is the mean of all."""
+SHRINKAGE = 0.1
+"""How far the Gram matrix is drawn towards its diagonal. The noise of o is in all its entries; left on the diagonal
+alone, a part of it makes peers that differ by less than the own examples can show share the weight."""
+MIN_SHARE = 0.25
+"""Peers with less than this share of an equal weight get none. A network that can fit everything fits wrong labels
+too, however small their weight: only zero keeps them out."""
+
+COLUMNS = {"cpu": 2**15}
+"""For a Gram matrix so many columns of the gradients are multiplied at a time, which stay in a near cache; the
+products are added up in double precision."""
+
+
+class FittedWeights:
+    """The peers' weights from a running mean of Gram matrices.
+
+        L = (0, g_1, …, g_N) − 1oᵀ,   H = running mean of LLᵀ,   κ = argmin over the simplex of κᵀHκ
+
+    o is user 0's gradient on examples that the point was not fitted to. Row 0 is nobody: it takes weight where no
+    peer points the right way. The weights are w = κ_{1..N}/Σκ_{1..N}. A peer that is missing keeps its entries.
+
+    A private peer adds noise of a known variance v_k = E‖ξ_k‖², new at every step. H has it on its diagonal, as if
+    it were the same in every step; over T steps only v_k/T of it stays. So v_k is taken off, and put back is
+
+        v_k min(1, 1/T + 2 √(N/(mG)))
+
+    whose second part is about what the noise of G matrices of rows of m numbers leaves in H.
+
+    Args:
+        n_peers: N.
+        steps: T, how many steps follow the weights.
+    """
+
+    def __init__(self, n_peers: int, steps: int = 1) -> None:
+        self.gram, self.counts = np.zeros((1 + n_peers,) * 2), np.zeros((1 + n_peers,) * 2)
+        self.added, self.steps = np.zeros(1 + n_peers), steps  # running means of v_k
+        self.kappa: list[Array] = []
+        self.norms: list[Array] = []
+        self.weights = np.full(n_peers, 1 / n_peers)
+
+    def add(self, rows: Tensor, own: Tensor, added: Array | None = None) -> None:
+        """Take rows (N, m), not numbers where a peer is missing, and o (m,) into the mean, and fit again.
+
+        `added`, (N,), is the variance of the noise that each peer has added to its row; none when None.
+        """
+        fresh = _gram(rows, own)
+        there = np.isfinite(fresh)
+        self.counts += there
+        rate = np.where(there, np.maximum(1 / np.maximum(self.counts, 1), 1 / GRAM_MEMORY), 0.0)
+        self.norms.append(rows.norm(dim=1).double().cpu().numpy())
+        if added is not None:  # no more is believed than there can be
+            noise = np.append(0.0, np.fmin(added, self.norms[-1] ** 2))
+            self.added += (noise - self.added) * np.diag(rate)
+            fresh = fresh - np.diag(noise)
+        self.gram += np.where(there, fresh - self.gram, 0.0) * rate
+        answered = np.append(True, np.diag(self.counts)[1:] > 0)  # ever: the others get nothing
+        kappa, gram = np.zeros(len(self.gram)), (self.gram + self._noise_left(rows))[np.ix_(answered, answered)]
+        kappa[answered] = simplex_minimum((1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram)))
+        self.kappa.append(kappa)
+        if kappa[1:].sum() > 1e-9:
+            self.weights = kappa[1:] / kappa[1:].sum()
+
+    def _noise_left(self, rows: Tensor) -> Array:
+        """Return what of the noise that peers add counts against them, on a diagonal."""
+        n, m = rows.shape
+        unknown = 2 * np.sqrt(n / (m * np.maximum(np.diag(self.counts), 1)))
+        return np.diag(self.added * np.minimum(1.0, 1 / self.steps + unknown))
+
+    def tau(self) -> Array:
+        """Return the weights averaged over the last third, small ones set to zero; equal where nobody counted."""
+        late = np.array(self.kappa[self._late()])[:, 1:]
+        late = late[late.sum(1) > 1e-9]
+        n = len(self.weights)
+        if not len(late):
+            return np.full(n, 1 / n)
+        tau = (late / late.sum(1, keepdims=True)).mean(0)
+        tau[tau < MIN_SHARE / n] = 0.0
+        return np.asarray(tau / tau.sum())
+
+    def bounds(self) -> Array:
+        """Return the median norm of each peer's gradients over the last third, or over all where it missed that.
+
+        0 for a peer that never answered.
+        """
+        each = np.array(self.norms).T  # (N, Gram matrices)
+        late = (one[self._late()] if np.isfinite(one[self._late()]).any() else one for one in each)
+        return np.array([np.median(one[np.isfinite(one)]) if np.isfinite(one).any() else 0.0 for one in late])
+
+    def _late(self) -> slice:
+        return slice(-max(1, len(self.kappa) // 3), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later weights depend on."""
+        return {name: torch.from_numpy(np.array(value)) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up a state."""
+        arrays = {name: value.cpu().numpy().copy() for name, value in state.items()}
+        self.gram, self.counts, self.weights = arrays["gram"], arrays["counts"], arrays["weights"]
+        self.kappa, self.norms, self.added = list(arrays["kappa"]), list(arrays["norms"]), arrays["added"]
+
+
+def _gram(rows: Tensor, own: Tensor) -> Array:
+    """Return LLᵀ for L = (0, rows) − own, some columns at a time."""
+    most, parts = COLUMNS.get(own.device.type, own.numel()), []
+    for some, ours in zip(torch.split(rows, most, 1), torch.split(own, most), strict=True):
+        lacking = torch.cat([torch.zeros_like(ours)[None], some]) - ours
+        parts.append((lacking @ lacking.T).double())
+    return np.asarray(torch.stack(parts).sum(0).cpu().numpy())
+
+
+def sizes(engine: Engine) -> Array:
+    """Return the peers' numbers of examples, as far as they are known now; else NaN."""
+    known = engine.capabilities.examples
+    return np.array([float(known.get(name) or np.nan) for name in engine.names])
+
+
+def added_noise(engine: Engine, d: int) -> Array:
+    """Return the variance of the noise that each peer adds to a gradient of d numbers; 0 where none is told."""
+    told = engine.capabilities.noise
+    return np.array([d * told.get(name, 0.0) ** 2 for name in engine.names])
+
+
+def shares(sizes: Array, noise: Array | float = 0.0, without: NDArray[np.bool_] | None = None) -> Array:
+    """Return the peers' shares of all examples; one whose number is not known counts as the mean of the others.
+
+    One that adds noise counts less: `noise` is the variance of that over a run, in squares of a usual gradient.
+    Some can be left `without` a share, but not all.
+
+    Example:
+        >>> shares(np.array([30.0, 30.0, np.nan]), np.array([0.0, 2.0, 0.0])).round(3).tolist()
+        [0.429, 0.143, 0.429]
+    """
+    mean = 1.0 if np.isnan(sizes).all() else np.nanmean(sizes)
+    counts = np.where(np.isnan(sizes), mean, sizes) / (1 + np.nan_to_num(noise))
+    kept = counts if without is None or without.all() else np.where(without, 0.0, counts)
+    return np.asarray(kept / kept.sum())

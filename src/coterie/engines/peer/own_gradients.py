@@ -1,0 +1,121 @@
+"""What a peer computes for a request: gradients of its own examples, on batches that it draws itself."""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from coterie.engines.engine import LocalWork
+from coterie.engines.in_process.model_support import ModelSupport
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer.caps import Caps, clipped
+from coterie.engines.peer.own_draws import OwnDraws, secret_number
+from coterie.engines.peer.private_gradients import PrivateGradients
+from coterie.engines.requests import Request
+from coterie.users.examples import InMemory
+from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
+from coterie.users.trees import Tree
+from coterie.users.user import User
+
+GradientAt: TypeAlias = Callable[[Tensor, dict[str, Tensor]], Tensor]
+"""What gives a gradient at a point, with the model's buffers there."""
+
+
+class OwnGradients:
+    """Gradients at the points of a request, or sums of what steps from them follow.
+
+    Args:
+        user, passes, support: as for `Peer`.
+        caps: to whose norm the gradient of each step is clipped, and of how many examples a block is.
+        secret: what batches are drawn by, see `OwnDraws`; by (seed, user, step) when None, as user 0 would.
+        private: what gives private gradients, where those are promised.
+    """
+
+    def __init__(
+        self,
+        user: User,
+        passes: Passes,
+        support: ModelSupport,
+        caps: Caps,
+        *,
+        secret: bytes | None,
+        private: PrivateGradients | None,
+    ) -> None:
+        self.user, self.passes, self.support, self.caps = user, passes, support, caps
+        self._secret, self._private = secret, private
+        self._table: tuple[BatchStream, IndexTable] | None = None
+
+    def __call__(self, request: Request, added: float | None = None) -> tuple[Tensor, int]:
+        """Return what is asked for at each point, a row each, and over how many examples every gradient is.
+
+        `added`: the noise of private gradients, as in `PrivateGradients.gradient`.
+        """
+        if request.work is not None:
+            return self._worked(request, request.work)
+        gradient, examples = self._drawn(request, request.step, added)
+        points = enumerate(request.points)
+        return torch.stack([gradient(point, self._buffers(request, p)) for p, point in points]), examples
+
+    def _worked(self, request: Request, work: LocalWork) -> tuple[Tensor, int]:
+        """Take steps from each point, and return the sums of what they followed, and examples as above."""
+        rows, examples = [], 0
+        for place, point in enumerate(request.points):
+            buffers = self._buffers(request, place)
+
+            def gradient(x: Tensor, k: int, buffers: dict[str, Tensor] = buffers) -> Tensor:
+                nonlocal examples
+                gradient_at, examples = self._drawn(request, request.step + k)
+                given = gradient_at(x, buffers)
+                return given if self.caps.norm is None else clipped(given, self.caps.norm)[0]
+
+            rows.append(work.followed(point, gradient, place))
+        return torch.stack(rows), examples
+
+    def _buffers(self, request: Request, place: int) -> dict[str, Tensor]:
+        """Return the model's buffers at the point in this place; passes move them."""
+        buffers = self.passes.buffers() if self.support.moves_buffers or request.buffers else {}
+        for name, rows in request.buffers.items():
+            buffers[name].copy_(rows[place if len(rows) > 1 else 0])
+        return buffers
+
+    def _drawn(self, request: Request, step: int, added: float | None = None) -> tuple[GradientAt, int]:
+        """Return what gives gradients on a step's batch, and over how many examples; private ones draw anew."""
+        seed, name = self._seed(request), self.user.name
+        if self._private is not None:
+            event = self._private.event(request.batch_size)
+            size = round(event.rate * len(self.user))
+            how: dict[str, Any] = {"event": event, "added": added, "seed": seed, "step": step}
+            return functools.partial(self._private.gradient, **how), size
+        batch = self._batch(request, step)
+
+        def gradient(x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+            self.passes.tell_of_nothing(name, batch[1])
+            with seeded(seed, name, step, x.device) if self.support.random else nullcontext():
+                return self.passes.single(x, *batch, buffers)[0]
+
+        return gradient, len(batch[1])
+
+    def _seed(self, request: Request) -> int:
+        """Return what transforms, dropout and streams draw from: with caps it is not for user 0 to choose."""
+        return request.seed if self._secret is None else secret_number(self._secret, f"seed {request.seed}")
+
+    @functools.cached_property
+    def _draws(self) -> OwnDraws | None:
+        if self._secret is None or self.user.is_stream:
+            return None
+        return OwnDraws(self._secret, len(self.user), self.caps.examples)
+
+    def _batch(self, request: Request, step: int) -> tuple[Tree, Tree]:
+        """Return this peer's own draw, or where it has no caps what `User.batch` gives."""
+        seed, size = self._seed(request), min(request.batch_size, len(self.user))
+        if self._draws is not None:
+            return self.user.take(self._draws.indices(size, seed, step), seed=seed, step=step)
+        if not isinstance(self.user.examples, InMemory):
+            return self.user.batch(size, seed=seed, step=step)
+        stream = BatchStream(random_key(seed, self.user.name), len(self.user), size)
+        if self._table is None or self._table[0] != stream:  # indices are drawn for several steps at a time
+            self._table = stream, IndexTable([stream])
+        return self.user.take(self._table[1].row(step, request.points.device), seed=seed, step=step)

@@ -1,0 +1,153 @@
+"""What may be asked of a run: refused or completed before anything is opened."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.arguments import Check, optional
+from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner
+from coterie.engines.in_process.sampler import check_alike
+from coterie.errors import DataError, KnobError, ModelError, blaming
+from coterie.evaluation.evaluate import evaluation_mode
+from coterie.evaluation.losses import ignored_class, is_over_classes
+from coterie.evaluation.metrics import binary_accuracy, metrics_for
+from coterie.learners.spec import RunSpec
+from coterie.methods.averaging.fine_tuning import FineTuning
+from coterie.methods.averaging.sampled import Sampled
+from coterie.methods.rounds import LR, Method
+from coterie.rules import Rule
+from coterie.training.hooks import as_hook
+from coterie.users.examples import Examples, InMemory, plain_targets
+from coterie.users.user import Loss, User
+
+
+def _rule(value: Any) -> Any:
+    """Return what can be followed; a class has all methods of its instances, and is none."""
+    if isinstance(value, type) or not isinstance(value, Rule | Chooser | Method | MakesLearner):
+        raise TypeError
+    return value
+
+
+RULE = optional(
+    Check(
+        "be a rule such as `coterie.WeightedAveraging(0.5)`, or a method",
+        _rule,
+        remedies={type: "give it its knobs: `Rule(…)`", str: "names are for the command line"},
+    )
+)
+
+
+def with_rule(spec: RunSpec, guard: str) -> RunSpec:
+    """Return the run with the rule that None stands for; a method's run with plain SGD for its step size."""
+    RULE("rule", spec.rule)
+    _check_exchanges(spec)
+    if not isinstance(spec.rule, Method):
+        return replace(spec, rule=AdaptiveAveraging()) if spec.rule is None else spec
+    if spec.clip_norm is not None:
+        raise KnobError("a method takes plain gradient steps of its own: leave `clip_norm` out")
+    if spec.optimizer not in (None, torch.optim.SGD):
+        raise KnobError("a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`")
+    method = spec.rule.method if isinstance(spec.rule, Sampled) else spec.rule
+    if isinstance(method, FineTuning) and method.rounds >= spec.steps:
+        never = f"`FineTuning(rounds={method.rounds})` would never tune in {spec.steps} rounds"
+        raise KnobError(f"{never}; lower `rounds`, or raise `steps`")
+    if guard == "held-out":
+        raise KnobError('a guard watches over a rule, not over a method: leave `guard` out, or set it to "off"')
+    return replace(spec, optimizer=torch.optim.SGD, lr=LR if spec.lr is None else spec.lr)
+
+
+def _check_exchanges(spec: RunSpec) -> None:
+    """Refuse fewer exchanges where what is followed has a say in when users exchange what."""
+    if max(spec.exchange_every, spec.local_steps) == 1:
+        return
+    if isinstance(spec.rule, Method):
+        raise KnobError(
+            "a method has rounds of its own: leave `exchange_every` and `local_steps` out, and give its own knobs"
+        )
+    if spec.local_steps > 1 and (spec.rule is None or isinstance(spec.rule, MakesLearner)):
+        raise KnobError(
+            "adaptive averaging judges its peers by gradients, not by local steps: leave `local_steps` out for "
+            "`exchange_every`, or give a rule with its weights set, such as `WeightedAveraging`"
+        )
+
+
+def check(spec: RunSpec) -> None:
+    """Refuse hooks that are none, a loss that is a sum, and examples that nothing can be learned from."""
+    for hook in spec.hooks:
+        as_hook(hook)
+    if _reduction(spec.loss) == "sum":
+        raise ModelError(
+            'the loss adds up over the batch (`reduction="sum"`), so its size would depend on the batch size; use '
+            '`reduction="mean"`'
+        )
+    _check_classes(spec.me, spec)
+    for part, held_out in (("validation", spec.me.validation), ("test", spec.me.test)):
+        _check_numbers(spec, part, held_out)
+
+
+def with_usable_peers(spec: RunSpec) -> RunSpec:
+    """Return the run without the peers that cannot be used, each told in a warning; an error where none is left."""
+    kept, named = [], getattr(spec.rule, "tau", None) or {}
+    for peer in spec.peers:
+        try:
+            _check_classes(peer, spec)
+            check_alike(spec.me, peer.examples, f"peer {peer.name!r}")
+            kept.append(peer)
+        except DataError as error:
+            if peer.name in named or len(spec.peers) == 1:
+                raise
+            warnings.warn(f"the peer {peer.name!r} is left out: {error}", stacklevel=4)
+    if spec.peers and not kept:
+        raise DataError("no peer can be used: all are left out; give peers whose examples are like user 0's")
+    return replace(spec, peers=tuple(kept)) if len(kept) < len(spec.peers) else spec
+
+
+def _reduction(loss: Loss) -> object:
+    """Return how a loss of torch is reduced, also one that `functools.partial` sets."""
+    keywords = loss.keywords if isinstance(loss, partial) else {}
+    return keywords.get("reduction", getattr(loss, "reduction", "mean"))
+
+
+def _check_numbers(spec: RunSpec, part: str, examples: Examples | None) -> None:
+    """Refuse inputs that are not finite, unless the model makes a finite output of them."""
+    if not isinstance(examples, InMemory) or not isinstance(examples.inputs, Tensor):
+        return
+    if not examples.inputs.is_floating_point():
+        return
+    bad = (~examples.inputs.isfinite()).flatten(1).any(1).nonzero().flatten()[:1]
+    if not len(bad):
+        return
+    device = next(spec.model.parameters()).device
+    with torch.no_grad(), evaluation_mode(spec.model), blaming("the model"):
+        output = spec.model(examples.inputs[bad].to(device))
+    if isinstance(output, Tensor) and not bool(output.isfinite().all()):
+        raise DataError(
+            f"the inputs of {spec.me.name!r} are NaN or infinite in {part} example {int(bad)}, and so is the "
+            "model's output; fill them in, or drop the example"
+        )
+
+
+def _check_classes(user: User, spec: RunSpec) -> None:
+    """Refuse a user whose examples are all of one class, or have no target that the loss does not ignore."""
+    for examples in (user.examples, user.validation, user.test):
+        targets = plain_targets(examples)
+        if targets is not None and is_over_classes(spec.loss) and bool((targets == ignored_class(spec.loss)).all()):
+            raise DataError(
+                f"user {user.name!r} has a set whose targets are all {ignored_class(spec.loss)}, which the loss "
+                "ignores: nothing to learn from; leave it out, or give it targets"
+            )
+    targets = plain_targets(user.examples)
+    if targets is not None and is_over_classes(spec.loss):
+        targets = targets[targets != ignored_class(spec.loss)] if targets.ndim == 1 else targets
+    if targets is None or targets.numel() > len(targets) or len(torch.unique(targets)) > 1:
+        return
+    if targets.is_floating_point() and metrics_for(spec.loss).get("accuracy") is not binary_accuracy:
+        return  # numbers, not classes
+    raise DataError(
+        f"user {user.name!r} has examples of one class only ({targets.flatten()[0].item()}), which says "
+        "nothing about telling classes apart; give it examples of another, or leave it out"
+    )

@@ -1,0 +1,269 @@
+"""Adaptive averaging with peers elsewhere: one exchange a step, sketches, sums only, late attackers, lost peers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # what an optimizer's first step would import in every child
+from tests.support import processes
+from tests.support.engines import ENGINES
+from tests.support.linear_users import TRUTH, D, user
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import coterie
+from coterie import User
+from coterie.engines.flare.engine import Flare
+from coterie.engines.flare.sites import LocalReplies, LocalSites
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Caps, Peer
+from coterie.engines.requests import Reply, Request
+from coterie.engines.torch_distributed.engine import TorchDistributed, serve
+from coterie.gradients.parameters import Parameters
+from coterie.privacy.sums import SumsOnly
+
+STEPS = 60
+shy = functools.partial(serve, sums_only=True, timeout=processes.PATIENCE)
+
+
+def users(own: int = 12, *, late: int = 0) -> tuple[User, list[User]]:
+    peers = [user(f"alike {k}", 40, TRUTH) for k in range(3)]
+    peers += [user(f"late {k}", 40, TRUTH) for k in range(late)] or [user("contrary", 60, -TRUTH)]
+    return user("me", own, TRUTH), peers
+
+
+def train(me: User, peers: Sequence[User], **changed: Any) -> coterie.Run:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"lr": 0.1, "steps": STEPS, "batch_size": 10, "measure": False, "progress": False}
+    return coterie.train(nn.Linear(D, 1), mse_loss, me, peers, **(settings | changed))
+
+
+def distance(run: coterie.Run) -> float:
+    return float((Parameters(run.model).vector()[:D] - TRUTH).norm())
+
+
+def late_weights(run: coterie.Run) -> dict[str, float]:
+    """Return the peers' weights of the last third of the trunk, small ones set to zero, whatever is served."""
+    by_peer = run.record.end.account["weights"]
+    kappa = torch.tensor(list(by_peer.values()))
+    kappa = kappa[:, -max(1, kappa.shape[1] // 3) :]
+    tau = (kappa / kappa.sum(0)).mean(1)
+    tau[tau < 0.25 / len(tau)] = 0.0
+    return dict(zip(by_peer, (tau / tau.sum()).tolist(), strict=True))
+
+
+def variation(one: coterie.Run, other: coterie.Run) -> float:
+    """Return the total variation between the peers' weights."""
+    a, b = late_weights(one), late_weights(other)
+    return sum(abs(a[name] - b[name]) for name in a) / 2
+
+
+@pytest.mark.parametrize("where", ["torch.distributed", "NVFLARE's, over sites in this process"])
+def test_a_step_is_one_exchange_and_the_run_is_that_in_process(where: str) -> None:
+    me, peers = users()
+    with ENGINES[where]() as engine:
+        run = train(me, peers, engine=engine)
+    elsewhere, inside = run.record.end, train(me, peers).record.end
+    assert elsewhere.account["tau"] == pytest.approx(inside.account["tau"], abs=1e-4)
+    assert (elsewhere.account["path"], elsewhere.account["stop"]) == (
+        inside.account["path"],
+        inside.account["stop"],
+    )
+    assert all(elsewhere.traffic[name].messages == STEPS for name in elsewhere.account["tau"])
+    cost = elsewhere.account["cost"]
+    assert cost["rows"] == inside.account["cost"]["rows"] == 15 * 3
+    assert cost["messages"] == sum(each.messages for each in elsewhere.traffic.values())
+    assert cost["bytes"] == elsewhere.traffic["me"].bytes_sent + elsewhere.traffic["me"].bytes_received
+
+
+def test_peers_that_give_sums_only_are_weighed_by_sketches() -> None:
+    me, peers = users()
+    with processes.torch_distributed([shy] * 4) as engine:
+        run = train(me, peers, engine=engine)
+    account = run.record.end.account
+    assert account["path"] == "branch"
+    assert account["tau"].get("contrary", 0.0) < 0.05
+    assert account["cost"]["sketches"] == 15 * 3
+    assert distance(run) < distance(train(me, peers, rule=coterie.Alone()))
+    shown, cost = 15 * 3 * ((D + 1) // 2), run.record.end.costs["alike 0"]
+    assert cost.numbers_sent == cost.gradients * (D + 1) + shown
+
+
+def test_sketches_find_the_same_weights_on_digits() -> None:
+    task = coterie.data.digits_by_writer(me=3, own_examples=30)
+    peers = [*task.peers[:3], coterie.attacks.flip_labels(task.peers[4], 10)]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))  # 2,410 numbers
+    options: dict[str, Any] = {"lr": 0.01, "steps": 40, "measure": False, "progress": False}
+    with processes.torch_distributed() as engine:
+        run = coterie.train(model, cross_entropy, task.me, peers, engine=engine, **options)
+    assert run.record.end.account["cost"]["sketches"] == 20 * 3
+    inside = coterie.train(model, cross_entropy, task.me, peers, **options)
+    assert variation(run, inside) < 0.05
+    assert late_weights(run)[peers[3].name] < 0.05
+
+
+def turning(model: nn.Module, loss: Any, one: User) -> None:
+    """Serve, and from the second half on send −10 times the gradient."""
+    honest = Peer.answer
+
+    def answer(peer: Peer, request: Request, caller: str = "user 0") -> Reply:
+        reply = honest(peer, request, caller)
+        if reply.gradients is None or request.step < STEPS // 2:
+            return reply
+        return Reply(-10 * reply.gradients)
+
+    Peer.answer = answer  # type: ignore[assignment,method-assign]  # in a fork
+    shy(model, loss, one)
+
+
+def test_an_attacker_who_behaves_while_it_is_judged_is_survived_by_sums() -> None:
+    me, peers = users(8, late=2)
+    with processes.torch_distributed([shy, shy, shy, turning, turning]) as engine:
+        run = train(me, peers, engine=engine)
+        fixed = train(me, peers, engine=engine, rule=coterie.WeightedAveraging(0.9))
+    assert run.record.end.account["unheard"] > STEPS // 4
+    assert distance(run) < distance(train(me, peers, rule=coterie.Alone())) < distance(fixed)
+
+
+class Absent(LocalSites):
+    """Sites of which one is silent in some steps."""
+
+    def __init__(self, peers: Sequence[User], silent: Callable[[int], bool]) -> None:
+        super().__init__({peer.name: Peer(peer, Passes(nn.Linear(D, 1), mse_loss)) for peer in peers})
+        self.silent = silent
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        silent = method == "gradients" and self.silent(arguments["request"]["step"])
+        there = [name for name in names if name != "alike 1" or not silent]
+        return super().ask(there, method, timeout, **arguments)
+
+
+@pytest.mark.parametrize(
+    "silent", [lambda step: step % 3 == 0, lambda step: step >= 10], ids=["now and then", "gone"]
+)
+def test_a_site_that_is_late_or_lost_is_judged_by_what_it_answered(silent: Callable[[int], bool]) -> None:
+    me, peers = users(8)
+    names = [peer.name for peer in peers]
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=Absent(peers, silent), names=names, misses=STEPS, **options)
+
+    run = train(me, peers, engine=flare)
+    account = run.record.end.account
+    assert run.record.end.left_out["alike 1"]["no answer"] >= 20
+    assert account["tau"].get("contrary", 0.0) < 0.05
+    assert account["weights"]["alike 1"][-1] > 0
+    assert distance(run) < distance(train(me, peers, rule=coterie.Alone()))
+
+
+def test_a_killed_peer_ends_the_run_which_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    me, peers = users()
+    peers = peers[2:]
+
+    def once(out: Path, die_at: int | None) -> list[int]:
+        """Train in three processes, of which one kills itself at a step."""
+
+        def dying(one: User) -> None:
+            honest = Peer.answer
+
+            def answer(peer: Peer, request: Request, caller: str = "user 0") -> Reply:
+                if request.step == die_at and one is peers[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return honest(peer, request, caller)
+
+            Peer.answer = answer  # type: ignore[assignment,method-assign]  # in a fork
+            serve(nn.Linear(D, 1), mse_loss, one, sums_only=SumsOnly(2, 0.9), timeout=processes.PATIENCE)
+
+        def lead() -> None:
+            engine = functools.partial(TorchDistributed, timeout=processes.PATIENCE)
+            run = train(me, [], engine=engine, out=out, resume=True, checkpoint_every=10)
+            told = {key: value for key, value in run.record.end.account.items() if key != "cost"}
+            (out / "digest").write_text(f"{Parameters(run.model).vector().tolist()} {told}", encoding="utf-8")
+
+        return processes.Started([lead, *(functools.partial(dying, one) for one in peers)]).end()
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert once(whole, None) == [0] * 3
+    for step in (13, 44):  # in the trunk and in the branch
+        assert 0 not in once(cut, step)
+    assert once(cut, None) == [0] * 3
+    assert (cut / "digest").read_text(encoding="utf-8") == (whole / "digest").read_text(encoding="utf-8")
+
+
+def test_pooled_weighs_sites_by_what_they_say_they_have() -> None:
+    me, peers = (
+        user("me", 12, TRUTH),
+        [user("small", 35, TRUTH), user("large", 170, TRUTH), user("silent", 60, TRUTH)],
+    )
+    held = {one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss), Caps(examples=10)) for one in peers[:2]}
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=LocalSites(held), names=[one.name for one in peers], misses=1, **options)
+
+    made: list[Any] = []
+
+    class Watched(coterie.AdaptiveAveraging):
+        def learner(self, *given: Any, **options: Any) -> Any:
+            made.append(super().learner(*given, **options))
+            return made[-1]
+
+    train(me, [], engine=flare, rule=Watched(), hooks=[lambda step: step.step == 5])
+    assert made[-1].peer_weights.by_size.tolist() == pytest.approx(
+        [30 / 300, 170 / 300, 100 / 300]
+    )  # whole tens; else the mean
+    train(me, [], engine=flare, rule=Watched())
+    assert made[-1].peer_weights.by_size.tolist() == pytest.approx(
+        [30 / 200, 170 / 200, 0.0]
+    )  # who never answered is out
+
+
+def test_costs_are_the_gradients_that_peers_were_asked_for() -> None:
+    me, peers = users()
+    held = {one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss)) for one in peers}
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=LocalSites(held), names=list(held), **options)
+
+    costs = train(me, [], engine=flare).record.end.costs
+    assert all(peer.ledger.given == costs[name].gradients for name, peer in held.items())
+    assert costs["contrary"].gradients < costs["alike 0"].gradients <= STEPS * 4.5
+
+
+def test_a_loud_peer_is_not_counted_where_it_is_not_asked() -> None:
+    """Nobody follows it: it is judged at three trunks fifteen times, and pooled asks it once."""
+    me, peers = users()
+    inputs, targets = peers[1].examples.take(torch.arange(40))
+    peers[1] = User("loud", 1000 * inputs, targets)
+    held = {one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss)) for one in peers}
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=LocalSites(held), names=list(held), **options)
+
+    costs = train(me, [], engine=flare).record.end.costs
+    assert {name: costs[name].gradients for name in held} == {name: one.ledger.given for name, one in held.items()}
+    assert costs["loud"].gradients == 15 * 3 + 1
+
+
+def test_of_three_sites_the_wrong_one_is_not_listened_to() -> None:
+    task = coterie.data.digits_by_writer(me=3, own_examples=30)
+    peers = [*task.peers[:2], coterie.attacks.flip_labels(task.peers[4], 10)]
+    make = functools.partial(nn.Sequential, nn.Flatten(), nn.Linear(64, 10))
+    caps = Caps(gradients=1000, norm=10.0, examples=16)  # those that sites have at first
+    held = {one.name: Peer(one, Passes(make(), cross_entropy), caps) for one in peers}
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=LocalSites(held), names=list(held), **options)
+
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"lr": 0.01, "steps": 40, "measure": False, "progress": False}
+    run = coterie.train(make(), cross_entropy, task.me, [], engine=flare, **options)
+    weights = late_weights(run)
+    assert weights[peers[2].name] < 0.05 < min(weights[peer.name] for peer in peers[:2])

@@ -1,0 +1,396 @@
+"""Trunk and branch against a twin in plain NumPy, on every kind of engine, interrupted and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.linear_users import TRUTH, D, user
+from tests.support.trunk_and_branch_twin import trunk_and_branch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import coterie
+from coterie import AdaptiveAveraging, InProcess, User
+from coterie.choosing.adaptive.looks import split
+from coterie.choosing.adaptive.when import Resampled
+from coterie.engines.attacks import Attacked
+from coterie.engines.engine import Capabilities
+from coterie.errors import ModelError, UserCodeError
+from coterie.gradients.parameters import Parameters
+from coterie.learners.points import Own, Sums
+from coterie.users.sampling import random_key
+
+
+def double(one: User) -> User:
+    def whole(examples: Any) -> Any:
+        return tuple(each.double() for each in examples.take(torch.arange(len(examples))))
+
+    return User(
+        one.name, *whole(one.examples), validation=None if one.validation is None else whole(one.validation)
+    )
+
+
+def users(kind: str, held_out: int = 0, own: int = 15) -> tuple[User, list[User]]:
+    truth = {"alike": TRUTH, "wrong": TRUTH, "strangers": -2 * TRUTH}[kind]
+    validation = user("held out", held_out, TRUTH).examples.take(torch.arange(held_out)) if held_out else None
+    peers = [user(f"{kind} {k}", 20 + 10 * k, truth) for k in range(3)]
+    if kind == "wrong":
+        peers.append(user("contrary", 60, -TRUTH))
+    return double(user("me", own, TRUTH, validation=validation)), [double(peer) for peer in peers]
+
+
+def train(me: User, peers: list[User], **changed: Any) -> coterie.Run:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "optimizer": torch.optim.SGD,
+        "lr": 0.05,
+        "steps": 40,
+        "batch_size": 100,
+        "measure": False,
+    }
+    return coterie.train(
+        nn.Linear(D, 1).double(), mse_loss, me, peers, **(settings | {"progress": False} | changed)
+    )
+
+
+def vector(run: coterie.Run) -> torch.Tensor:
+    return Parameters(run.model).vector()
+
+
+def distance(run: coterie.Run) -> float:
+    return float((vector(run)[:D] - TRUTH).norm())
+
+
+@pytest.mark.parametrize("held_out", [0, 9])
+@pytest.mark.parametrize("kind", ["alike", "wrong", "strangers"])
+def test_it_is_the_twin_in_numpy(kind: str, held_out: int) -> None:
+    me, peers = users(kind, held_out)
+    run, folds = train(me, peers, guard="off"), split(me, 3, 0).numpy()
+    folds = np.concatenate([folds, np.arange(held_out) % 3])
+    counts = Resampled(folds, random_key(0, "me/resamples") % 2**63).counts.astype(float)
+    torch.manual_seed(0)
+    plain = [
+        tuple(t.squeeze(-1).numpy() if t.shape[-1] == 1 else t.numpy() for t in e.take(torch.arange(len(e))))
+        for e in (me.examples, *(peer.examples for peer in peers))
+    ]
+    validation = (np.zeros((0, D)), np.zeros(0))
+    if me.validation is not None:
+        x, y = me.validation.take(torch.arange(held_out))
+        validation = x.numpy(), y[:, 0].numpy()
+    start = Parameters(nn.Linear(D, 1).double()).vector().numpy()
+    twin = trunk_and_branch(plain[0], plain[1:], validation, start, folds, counts=counts, steps=40, lr=0.05)
+    account = run.record.end.account
+    assert account["path"] == twin["path"]
+    np.testing.assert_allclose(vector(run), twin["point"], atol=1e-6)
+    if twin["path"] == "branch":
+        tau = [account["tau"].get(peer.name, 0.0) for peer in peers]
+        np.testing.assert_allclose(tau, twin["tau"], atol=1e-6)
+    served, alone = (np.array(twin[key]) for key in ("served", "alone"))
+    if held_out:
+        assert account["difference"] == pytest.approx((served - alone)[15:].mean(), abs=1e-6)
+        assert ("against Alone" in account["sentence"]) is (account["path"] != "alone")
+    else:
+        assert account["crossed_loss"] == pytest.approx(served.mean(), abs=1e-6)
+        assert "difference" not in account
+
+
+class PointByPoint:
+    """An engine that cannot pass a model in copies."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self.engine = InProcess(*given, **options)
+        self.names = self.engine.names
+        self.capabilities = Capabilities(examples=self.engine.capabilities.examples)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("copies", "users", "draw"):
+            raise AttributeError(name)
+        return getattr(self.engine, name)
+
+
+def small_batches() -> dict[str, Any]:
+    return {"batch_size": 4, "optimizer": torch.optim.Adam, "lr": 0.03}
+
+
+def test_point_by_point_agrees_with_one_pass() -> None:
+    me, peers = users("wrong", 9)
+    together, apart = (train(me, peers, engine=engine, **small_batches()) for engine in (InProcess, PointByPoint))
+    torch.testing.assert_close(vector(together), vector(apart), rtol=1e-7, atol=1e-8)
+    one, other = (run.record.end.account for run in (together, apart))
+    assert one["tau"] == pytest.approx(other["tau"], abs=1e-7)
+    assert (one["looks"], one["path"], one["cost"]) == (other["looks"], other["path"], other["cost"])
+    costs = [run.record.end.costs for run in (together, apart)]
+    assert costs[0] == costs[1]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.03),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("stop", [7, 20, 31])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_resuming_gives_the_same_bits(tmp_path: Path, kind: str, stop: int) -> None:
+    me, peers = users("wrong", 9)
+    halving = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.5)  # noqa: E731
+    asked: dict[str, Any] = {"batch_size": 4, "optimizer": OPTIMIZERS[kind], "lr": None, "scheduler": halving}
+    whole = train(me, peers, **asked)
+    train(me, peers, out=tmp_path, checkpoint_every=5, hooks=[lambda step: step.step == stop], **asked)
+    resumed = train(me, peers, out=tmp_path, resume=True, **asked)
+    assert torch.equal(vector(whole), vector(resumed))
+    assert whole.record.end.account == resumed.record.end.account
+    assert whole.record.end.costs == resumed.record.end.costs
+
+
+def test_what_is_served_early_is_the_best_so_far() -> None:
+    me, peers = users("alike", 30)
+    early = train(me, peers, hooks=[lambda step: step.step == 33])
+    assert early.record.end.account["path"] in ("branch", "pooled")
+    in_the_trunk = train(me, peers, hooks=[lambda step: step.step == 9])
+    assert in_the_trunk.record.end.account["path"] == "alone"
+
+
+def test_models_with_buffers_and_random_parts_train() -> None:
+    me, peers = users("wrong", 20)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1)).double()
+    before = [buffer.clone() for buffer in model.buffers()]
+    settings: dict[str, Any] = {"steps": 40, "lr": 0.03, "batch_size": 8, "progress": False}
+    run, again = (coterie.train(model, mse_loss, me, peers, **settings) for _ in range(2))
+    assert run.record.end.account == again.record.end.account
+    served, same = run.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(served[name], same[name]) for name in served)
+    assert not torch.equal(served["1.running_mean"], before[0])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    assert run.record.points[-1].validation["loss"] < run.record.points[0].validation["loss"]
+
+
+def test_batch_norm_takes_any_number_of_own_examples_that_parts_can_have() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    settings: dict[str, Any] = {"steps": 2, "lr": 0.03, "progress": False, "measure": False}
+    many, peers = users("alike", own=1537)  # of which two thirds are 1,024 and one
+    run = coterie.train(model, mse_loss, many, peers, **settings)
+    assert run.record.end.account["cost"]["rows"] == 3
+    few, _ = users("alike", own=3)
+    with pytest.raises(
+        ModelError, match="trains on parts of the 3 own examples too, the least of 1; give more own"
+    ):
+        coterie.train(model, mse_loss, few, peers, **settings)
+
+
+class Turning:
+    """Behave until a step, then send a multiple of the good peers' mean."""
+
+    def __init__(self, first: int, factor: float) -> None:
+        self.first, self.factor = first, factor
+
+    def __call__(self, honest: torch.Tensor, n: int, step: int) -> torch.Tensor:
+        return honest.mean(0).expand(n, -1) * (self.factor if step >= self.first else 1)
+
+
+@pytest.mark.parametrize(("factor", "unheard"), [(-10, 0), (-1e4, 20), (1e30, 20)])
+def test_an_attacker_who_behaves_while_it_is_judged_is_survived(factor: float, unheard: int) -> None:
+    me, peers = users("alike", own=8)
+    peers = [*peers, *(double(user(f"late {k}", 40, TRUTH)) for k in range(2))]
+
+    def attacked(*given: Any, **options: Any) -> Attacked:
+        return Attacked(InProcess(*given, **options), ["late 0", "late 1"], Turning(20, factor))
+
+    alone = train(me, peers, rule=coterie.Alone())
+    fixed = train(me, peers, rule=coterie.WeightedAveraging(0.9), engine=attacked, norm_bound=None)
+    survived = train(me, peers, engine=attacked)
+    assert distance(survived) < distance(alone) < distance(fixed)
+    assert survived.record.end.account["unheard"] == unheard
+
+
+@pytest.mark.parametrize("factor", [100, -1e6, 1e30])
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_peer_that_sends_far_more_than_the_others_costs_no_gain(factor: float, first: int) -> None:
+    """Neither from the first step on nor between two Gram matrices: what is served is what the others give."""
+    me, peers = users("alike", own=8)
+    loud = double(user("loud", 40, TRUTH))
+
+    def attacked(*given: Any, **options: Any) -> Attacked:
+        return Attacked(InProcess(*given, **options), ["loud"], Turning(first, factor))
+
+    adam = {"optimizer": torch.optim.Adam}  # which does not forget a huge gradient for a thousand steps
+    survived, alone = (
+        train(me, [*peers, loud], engine=attacked, **adam),
+        train(me, peers, rule=coterie.Alone(), **adam),
+    )
+    assert distance(survived) < 0.6 * distance(alone)
+    assert survived.record.end.account["path"] != "alone"
+    assert survived.record.end.account["tau"].get("loud", 0.0) == 0.0
+    assert "more than 10 times as long as the median of all" in survived.record.end.left_out["loud"]
+
+
+def test_a_loud_peer_costs_no_gain_where_numbers_of_examples_are_not_known() -> None:
+    """Those of streams are not."""
+
+    def stream(name: str, scale: float) -> User:
+        def draw(size: int, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs = torch.randn(size, D, generator=torch.Generator().manual_seed((seed + step) % 2**63)).double()
+            return scale * inputs, inputs @ TRUTH.double()[:, None]
+
+        return User.stream(name, draw)
+
+    me, _ = users("alike", own=8)
+    run = train(me, [stream("a", 1.0), stream("b", 1.0), stream("loud", 1e3)], batch_size=20)
+    assert run.record.end.account["path"] != "alone"
+    assert sorted(run.record.end.account["tau"]) == ["a", "b"]
+
+
+def test_a_trunk_follows_no_sum_that_is_longer_than_peers_may_send() -> None:
+    made: list[Any] = []
+
+    class Watched(AdaptiveAveraging):
+        def learner(self, *given: Any, **options: Any) -> Any:
+            made.append(super().learner(*given, **options))
+            return made[-1]
+
+    train(*users("alike"), rule=Watched(budget=3), hooks=[lambda step: True])  # one step of one trunk and pooled
+    learner = made[-1]
+    learner.longest.fill_(2.0)
+    sums, own = torch.zeros_like(learner.peers.x), torch.ones_like(learner.alone.x)
+    sums[:, 0] = torch.tensor([0.9, 1.1])
+    learner.follow(Own(own, own[0, 0], own[:, :0]), Sums(sums, sums.new_tensor([0.5, 0.5])))  # half has answered
+    torch.testing.assert_close(learner.peers.direction[:, 0], sums.new_tensor([1.8, 0.0]))
+    assert not learner.peers.direction[:, 1:].any()
+    assert torch.equal(learner.alone.direction, own)
+
+
+def test_a_peer_that_is_missing_now_and_then_is_left_out_of_those_steps() -> None:
+    me, peers = users("wrong", own=8)
+
+    class Absent(PointByPoint):
+        def gradients(self, x: torch.Tensor, step: int, weights: dict[str, float], rows: bool = False) -> Any:
+            there = {name: weight for name, weight in weights.items() if name != "wrong 1" or step % 3}
+            g = self.engine.gradients(x, step, there, rows=True)
+            lost = {name: "no answer" for name in weights if name not in there}
+            assert g.rows is not None
+            given = [weights[name] for name in g.names]
+            peers, answered = coterie.gradients.gradients.weighted_sum(g.own, g.rows, given)
+            rest = {"peers": None if rows else peers, "rows": g.rows if rows else None}
+            return coterie.Gradients(
+                g.own, **rest, names=g.names, answered=answered, left_out=lost, own_loss=g.own_loss
+            )
+
+    run = train(me, peers, engine=Absent)
+    assert run.record.end.left_out == {"wrong 1": {"no answer": 14}}
+    assert run.record.end.account["tau"].get("contrary", 0.0) == 0.0
+    assert float((vector(run)[:D] - TRUTH).norm()) < float(
+        (vector(train(me, peers, rule=coterie.Alone()))[:D] - TRUTH).norm()
+    )
+
+
+class Meddled(PointByPoint):
+    """Peers that send what `sent` makes of their gradients at a step; nothing where that is None."""
+
+    sent: Callable[[str, torch.Tensor, int], torch.Tensor | None]
+
+    def gradients(self, x: torch.Tensor, step: int, weights: dict[str, float], rows: bool = False) -> Any:
+        g = self.engine.gradients(x, step, weights, rows=True)
+        if not weights:
+            return replace(g, rows=None)
+        assert g.rows is not None
+        made = {name: type(self).sent(name, row, step) for name, row in zip(g.names, g.rows, strict=True)}
+        there = {name: row for name, row in made.items() if row is not None}
+        lost = {name: "no answer" for name in weights if name not in there}
+        matrix = torch.stack(list(there.values())) if there else x.new_zeros(0, len(x))
+        return g.with_peers(matrix, tuple(there), weights, lost, rows=rows)
+
+
+def meddled(sent: Callable[[str, torch.Tensor, int], torch.Tensor | None]) -> type[Meddled]:
+    return type("Those", (Meddled,), {"sent": staticmethod(sent)})
+
+
+def test_peers_that_miss_the_end_of_the_trunk_are_heard_again_in_the_branch() -> None:
+    """They were judged before, by which it is known how long their gradients are."""
+    me, peers = users("alike", own=8)
+    away = meddled(lambda name, row, step: None if 12 <= step < 20 else row)
+    account = train(me, peers, engine=away).record.end.account
+    assert account["path"] != "alone"
+    assert account["unheard"] < 20
+    gone = meddled(lambda name, row, step: None if name == "alike 1" and step < 20 else row)
+    assert "alike 1" not in train(me, peers, engine=gone).record.end.account["tau"]
+
+
+def test_where_no_peer_can_be_followed_everything_says_so() -> None:
+    me, peers = users("alike", 9)
+    run = train(me, peers, engine=meddled(lambda name, row, step: None))
+    why = "no peer sent a gradient that could be followed while peers were judged"
+    assert run.record.end.account["sentence"] == f"the model trained alone is served: {why}"
+    assert run.verdict.sentence == f"The model trained alone is served to me: {why}."
+    early = train(me, peers, hooks=[lambda step: step.step == 9])
+    assert early.record.end.account["sentence"].endswith(
+        "the run ended before a model that follows peers was judged"
+    )
+
+
+def test_where_the_guard_serves_alone_everything_says_so(tmp_path: Path) -> None:
+    """One validation example that lies: the own examples choose the peers, the guard does not."""
+    me, peers = users("alike", own=8)
+    lies = User(
+        "me",
+        *me.examples.take(torch.arange(8)),
+        validation=(torch.ones(1, D).double(), -50 * torch.ones(1, 1).double()),
+    )
+    assert train(lies, peers, guard="off").record.end.account["path"] != "alone"
+    run = train(lies, peers)
+    end = run.record.end
+    assert end.guard is not None
+    assert (end.guard.served, end.account["path"], end.account["tau"]) == ("alone", "alone", {})
+    assert end.account["sentence"] == "the model trained alone is served: its loss is lower on 1 validation example"
+    assert not {"crossed_loss", "difference"} & set(end.account)
+    assert "not better on 1 validation example (loss +" in run.verdict.sentence
+    assert "inf" not in run.verdict.sentence
+    assert "followed nobody: what is served is" in run.summary()
+    page = run.report(tmp_path / "page.html").read_text()
+    assert "alone (served)" in page
+    assert "pooled (served)" not in page
+    assert "branch (served)" not in page
+
+
+def test_the_weight_of_a_copy_that_is_not_served_is_not_told() -> None:
+    me, peers = users("alike", own=8)
+    run = train(me, peers, steps=24, optimizer=torch.optim.Adam)
+    assert run.record.end.account["path"] == "pooled"
+    assert "weight on peers in the last step" not in run.summary()
+
+
+def test_an_optimizer_that_fails_is_named() -> None:
+    with pytest.raises(UserCodeError, match="the optimizer raised RuntimeError: SparseAdam does not support dense"):
+        train(*users("alike"), optimizer=torch.optim.SparseAdam)
+
+
+def test_the_branch_does_not_begin_where_the_loss_is_no_number() -> None:
+    made: list[Any] = []
+
+    class Watched(AdaptiveAveraging):
+        def learner(self, *given: Any, **options: Any) -> Any:
+            made.append(super().learner(*given, **options))
+            return made[-1]
+
+    def lose(step: coterie.Step) -> None:
+        if step.step == 19:  # the last but one of the trunk
+            made[-1].peers.x[-1] = torch.nan  # pooled
+
+    run = train(*users("alike"), rule=Watched(), hooks=[lose])
+    assert (run.record.end.account["trunk"], run.record.end.account["path"]) == ("fitted", "branch")
+
+
+def test_one_trunk_claims_no_loss() -> None:
+    me, peers = users("alike")
+    account = train(me, peers, rule=AdaptiveAveraging(budget=3)).record.end.account
+    assert (account["folds"], account["nested"], account["cost"]["runs"]) == (2, False, 3.0)
+    assert "crossed_loss" not in account
+    assert "loss" not in account["sentence"]
