@@ -335,14 +335,17 @@ def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path
 
 
 @needs_nvflare
-@needs_nvflare
 def test_user_0_exchanges_less_often_in_half_precision(folder: Path, tmp_path: Path) -> None:
-    """As `coterie.toml` says: 20 steps by 4 exchanges of 3 local steps each, counted before and after."""
+    """As `coterie.toml` says: 20 steps by 4 exchanges of 3 local steps each, counted before and after.
+
+    Sites draw batches by chance, and the guard may leave out an exchange for them; of all rows there is one batch.
+    """
     copied = tmp_path / "trial"
     shutil.copytree(folder, copied, ignore=shutil.ignore_patterns(RUN))
     settings = (copied / "coterie.toml").read_text(encoding="utf-8")
     fewer = 'exchange_every = 5\nlocal_steps = 3\ncompress = "bf16"'
     settings = re.sub("exchange_every = 1\nlocal_steps = 1", fewer, settings)
+    settings = re.sub("batch_size = 16", "batch_size = 40", settings)
     (copied / "coterie.toml").write_text(settings, encoding="utf-8")
     assert planned_gradients(lead_settings(copied)) == 12
     kits = [copied / "sites" / site for site in ("basel", "bern")]

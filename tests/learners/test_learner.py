@@ -74,6 +74,22 @@ def test_a_restart_listens_to_nobody_for_a_while(make_users: Users) -> None:
     assert learner.weight == 0.5
 
 
+def test_after_a_restart_peers_are_asked_at_the_same_steps_as_ever(make_users: Users) -> None:
+    """One exchange for four steps, at 0, 4, 8, …: a restart at step 5 that listens from 6 on waits for step 8."""
+    users = make_users()
+    learner = learner_of(users, BiasCorrection(0.5, 0.1), exchange_every=4)
+    shadow = learner_of(users, Alone())
+    asked = []
+    for step in range(12):
+        if step == 5:
+            learner.restart_from(shadow, listens_from=6)
+        before = learner.costs.by_user()["peer 1"].gradients if step else 0
+        learner.next_step().take()
+        shadow.next_step().take()
+        asked += [step] * (learner.costs.by_user()["peer 1"].gradients - before)
+    assert asked == [0, 4, 8]
+
+
 def test_a_spec_is_prepared_on_copies(make_users: Users) -> None:
     users, model = make_users(), network()
     spec = RunSpec(model, cross_entropy, users[0], users[1:], lr=0.1, steps=500)

@@ -207,9 +207,13 @@ class Learner:
         return {}
 
     def restart_from(self, other: "Learner", listens_from: int) -> None:
-        """Take over another learner's model and optimizer, and listen to nobody until a step."""
+        """Take over another learner's model and optimizer, and listen to nobody until a step.
+
+        Peers are heard again from the first exchange on that is due then: a restart asks nobody more often.
+        """
         fresh = self.rule.init(self.x) | {"step": self.step}
-        mine = {"rule": fresh, "best": self.best, "listens_from": listens_from, "heard": None}
+        due = math.ceil(listens_from / self.exchange_every) * self.exchange_every
+        mine = {"rule": fresh, "best": self.best, "listens_from": due, "heard": None}
         self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)  # else the optimizers would share tensors
 
     def state_dict(self) -> dict[str, Any]:
