@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.data import Preparation, from_table
+from coterie.engines.flare.responder import Responder
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
@@ -30,6 +31,7 @@ from coterie.federation.kits import accept, accepted
 from coterie.federation.lead import REFUSED, RUN, check_plan
 from coterie.federation.manifest import CERTIFICATES, KIT, KIT_FILES, MANIFEST, Kit, fingerprint, seal
 from coterie.federation.settings import SITE_CAPS, Data, LeadSettings, Model, Training, site_settings
+from coterie.privacy.sums import SumsOnly
 from coterie.recording import files
 
 WHAT: dict[str, Any] = {"consortium": "trial", "site": "basel", "lead": "me", "server": "localhost", "port": 8002}
@@ -310,6 +312,20 @@ def test_a_run_beyond_a_sites_caps_is_refused_before_it_begins(
         with pytest.raises(KnobError, match=said):
             check_plan(lead_of(**training), sites, tmp_path)
         assert "Take fewer steps" in (tmp_path / REFUSED).read_text()
+
+
+def test_a_masked_sum_in_which_too_few_sites_count_is_refused_before_it_begins(tmp_path: Path) -> None:
+    def peer(name: str) -> Peer:
+        user = coterie.User(name, torch.ones(20, 2), torch.ones(20, 1))
+        return Peer(user, Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss))
+
+    sites, masked = LocalSites({"a": peer("a"), "b": peer("b")}), lead_of(rule="wga", alpha=0.5, secure_sums=True)
+    sites.responders["a"] = Responder(peer("a"), SumsOnly(peers=2))
+    said = "a gives sums of 2 sites or more that give nothing but masked sums, and is in one of 1"
+    with pytest.raises(KnobError, match=said):
+        check_plan(masked, sites, tmp_path)
+    sites.responders["b"] = Responder(peer("b"), SumsOnly(peers=2))
+    check_plan(masked, sites, tmp_path)
 
 
 needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed")

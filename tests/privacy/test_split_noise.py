@@ -179,7 +179,7 @@ def test_split_noise_needs_masked_sums_of_known_sites(tmp_path: Path) -> None:
         with pytest.raises(KnobError, match=match):
             Responder(peer, sums)
     with pytest.raises(KnobError, match="user 0 could be all of them"):
-        MaskedPart(peer, SumsOnly(), Group(HashStore(), 1, 4, 1.0), {"batch_size": 4}, {})
+        MaskedPart(peer, SumsOnly(), Group(HashStore(), 1, 4, 1.0), {"batch_size": 4}, {}, masked_only=True)
     with pytest.raises(KnobError, match="with too little noise"):
         PrivatePeers(model(), LOSS, user("me"), [user("a")], privacy=promise("a"), gradients=5)
     said = peer.answer(Request(torch.zeros(1, D), 0, 0, BATCH)).refused

@@ -109,7 +109,7 @@ class Ring:
         groups = [Group(store, rank, n + 1, 1.0) for rank in range(n + 1)]
         peers = [peer_of(user, **settings) for user in self.people[1:]]
         self.parts = [
-            MaskedPart(p, sums or SumsOnly(), g, {"batch_size": 4}, {})
+            MaskedPart(p, sums or SumsOnly(), g, {"batch_size": 4}, {}, masked_only=True)
             for p, g in zip(peers, groups[1:], strict=True)
         ]
         self.lead = SecureSums(MaskedSums(misses=2), groups[0], self.wire, self.names)

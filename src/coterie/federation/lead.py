@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -134,8 +134,9 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
         sums_of = terms.get("sums_of") if isinstance(terms, dict) else None
         if isinstance(sums_of, int) and not settings.training.secure_sums:
             problems.append(f"{name} gives masked sums only, and `secure_sums` is not set")
-        elif isinstance(sums_of, int) and sums_of > (n := len(_summed_with(name, settings))):
-            problems.append(f"{name} gives sums of {sums_of} sites or more, and is in one of {n}")
+        elif isinstance(sums_of, int) and sums_of > (n := _n_summed_with(name, settings, replies)):
+            said = f"{name} gives sums of {sums_of} sites or more"
+            problems.append(f"{said} that give nothing but masked sums, and is in one of {n}")
     return problems
 
 
@@ -187,12 +188,11 @@ def _check_method(method: Method, settings: LeadSettings) -> None:
         raise KnobError(f"`rule` {name!r} cannot be used with sites: {error}") from error
 
 
-def _summed_with(name: str, settings: LeadSettings) -> Sequence[str]:
-    """Return the sites of the masked sums that a site is in; none where it is in none."""
+def _n_summed_with(name: str, settings: LeadSettings, replies: Mapping[str, Any]) -> int:
+    """Return how many sites count in the masked sums that a site is in: all but who says that it gives more."""
     groups = settings.training.secure_sums
-    if isinstance(groups, bool):
-        return settings.sites
-    return next((group for group in groups.values() if name in group), ())
+    here = settings.sites if isinstance(groups, bool) else next((g for g in groups.values() if name in g), ())
+    return sum(not isinstance(terms := replies.get(site), dict) or "sums_of" in terms for site in here)
 
 
 @contextmanager

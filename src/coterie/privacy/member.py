@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from coterie.errors import KnobError, MaskError
-from coterie.privacy.keys import Identity, check_known
+from coterie.errors import KnobError, MaskError, printable
+from coterie.privacy.keys import Guard, Identity, check_known
 from coterie.privacy.masks import LEAST_UNITS, Agreement, Masks
 from coterie.privacy.sums import SumsOnly
 
@@ -22,6 +22,8 @@ class Member:
         identity: by what the others know it.
         sums: which sums it takes part in.
         margin: it splits its noise with the other sites, of which so many may tell theirs; see `Privacy`.
+        masked_only: it gives gradients under masks only. Sites that guard theirs less then do not count: user 0
+            could have their gradients otherwise, and take them off the sum.
 
     Example:
         >>> members = {site: Member(Identity(site), SumsOnly()) for site in ("basel", "bern", "biel")}
@@ -37,9 +39,12 @@ class Member:
         coterie.errors.MaskError: the number of a round must be larger than the last
     """
 
-    def __init__(self, identity: Identity, sums: SumsOnly, margin: int | None = None) -> None:
+    def __init__(
+        self, identity: Identity, sums: SumsOnly, margin: int | None = None, *, masked_only: bool = True
+    ) -> None:
         check_margin(margin, sums)
         self.identity, self.sums, self.margin = identity, sums, margin
+        self.guard = Guard.NONE if not masked_only else Guard.KEYS if sums.keys else Guard.MASKS
         self._private: Any = None  # the key of the offer that is open
         self._masks: Masks | None = None
         self._last: Agreement | None = None  # what it has agreed to last
@@ -47,7 +52,7 @@ class Member:
 
     def offer(self) -> dict[str, str]:
         """Return a new key for one agreement."""
-        self._private, offer = self.identity.offer()
+        self._private, offer = self.identity.offer(self.guard)
         return offer.message()
 
     def join(self, message: Any) -> Agreement:
@@ -76,9 +81,13 @@ class Member:
         key = None if private is None else private.public_key().public_bytes_raw()
         if me not in weights or agreed.offers[me].key != key:
             raise MaskError("it has not offered this key")
-        if not self.sums.allowed(torch.tensor([list(weights.values())], dtype=torch.float64)).item():
-            raise MaskError(f"it gives {self.sums}")
         check_known(agreed.offers, self.sums.keys, me)
+        less = [site for site, offer in agreed.offers.items() if site != me and offer.guard < self.guard]
+        counted = [weight for site, weight in weights.items() if site not in less]
+        if not self.sums.allowed(torch.tensor([counted], dtype=torch.float64)).item():
+            how = "know the others' keys" if self.guard is Guard.KEYS else "give masked sums only"
+            but = f"; {printable(less[0], 50)!r} does not {how}, and does not count" if less else ""
+            raise MaskError(f"it gives {self.sums}{but}")
         self._check_noise(agreed)
         if self._last is not None:
             _check_same_job(self._last, agreed)

@@ -21,7 +21,7 @@ from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.errors import CoterieError, KnobError, MaskError
-from coterie.privacy.keys import Identity
+from coterie.privacy.keys import Guard, Identity
 from coterie.privacy.masked_sums import MASKED
 from coterie.privacy.masks import Agreement, Masks, digest_of, total
 from coterie.privacy.privacy import Privacy
@@ -264,12 +264,65 @@ def test_with_sums_only_no_gradient_is_given_on_its_own() -> None:
     assert "gradients" in CuriousLead().sites["peer 1"].gradients(request())
 
 
+def sites_with(*sums: SumsOnly | None) -> dict[str, Responder]:
+    people = users(len(sums))[1:]
+    return {user.name: Responder(peer_of(user), each) for user, each in zip(people, sums, strict=True)}
+
+
+def told_to(sites: Mapping[str, Responder]) -> dict[str, Any]:
+    offers = {name: site.offer() for name, site in sites.items()}
+    return {"weights": tau_of(len(sites)), "largest": 16.0, "offers": offers}
+
+
+def test_what_sites_give_on_their_own_can_be_taken_off_a_sum() -> None:
+    """Why sites that give rows too do not count: here none minds, and user 0 has the gradient of the first."""
+    sites = sites_with(None, None, None)
+    told, asked = told_to(sites), request()
+    assert all("joined" in site.join(told) for site in sites.values())
+    added = 3 * total([site.part(asked)["part"] for site in sites.values()], Agreement.read(told))
+    rest = sum(sites[name].gradients(asked)["gradients"][0] for name in ("peer 2", "peer 3"))
+    np.testing.assert_allclose(added - rest, plain_rows(users(3), X, 0)[1][0], atol=1e-6)
+
+
+def test_sites_that_give_gradients_on_their_own_do_not_count() -> None:
+    said = "it gives sums of at least 3 peers only, none of which has more than 0.5 of the weight"
+    sites = sites_with(SumsOnly(), None, SumsOnly())
+    told = told_to(sites)
+    replies = {name: site.join(told) for name, site in sites.items()}
+    wanted = {"refused": f"{said}; 'peer 2' does not give masked sums only, and does not count"}
+    assert [replies["peer 1"], replies["peer 3"]] == [wanted, wanted]
+    assert "joined" in replies["peer 2"], "who gives rows too has nothing to hide"
+    told["offers"]["peer 2"] |= {"guard": "MASKS"}  # as user 0 would have it
+    assert sites["peer 1"].join(told) == {"refused": "the key of 'peer 2' is not signed by that site"}
+    four = sites_with(SumsOnly(), None, SumsOnly(), SumsOnly())
+    told = told_to(four)
+    assert all("joined" in site.join(told) for site in four.values())
+    four = sites_with(SumsOnly(), None, SumsOnly(), SumsOnly())
+    told = told_to(four) | {"weights": tau_of(4) | {"peer 1": 0.6, "peer 2": 0.6}}
+    assert said in four["peer 1"].join(told)["refused"], "more than half of what counts"
+
+
+def test_where_keys_are_known_sites_that_know_none_do_not_count() -> None:
+    """User 0 could be all others to such a site, in another job, and take its gradient off the sum of this one."""
+    sites = sites_with(SumsOnly(), SumsOnly(), SumsOnly())
+    known = {name: site.peer.identity.fingerprint for name, site in sites.items()}
+    for name in ("peer 1", "peer 2"):
+        sites[name] = Responder(sites[name].peer, SumsOnly(keys=known))
+    told = told_to(sites)
+    refused = [str(site.join(told).get("refused", "")) for site in sites.values()]
+    assert all(said.endswith("'peer 3' does not know the others' keys, and does not count") for said in refused[:2])
+    assert refused[2] == ""
+    sites["peer 3"] = Responder(sites["peer 3"].peer, SumsOnly(keys=known))
+    told = told_to(sites)
+    assert all("joined" in site.join(told) for site in sites.values())
+
+
 def test_a_lead_in_the_middle_is_found_by_fingerprints_alone() -> None:
     """It gives each site keys of its own making in the place of the others': what comparing them is for."""
 
     def seen(sums: SumsOnly) -> Any:
         victim = Responder(peer_of(users(3)[1]), sums)
-        mine = {name: Identity(name).offer() for name in ("peer 2", "peer 3")}
+        mine = {name: Identity(name).offer(Guard.KEYS) for name in ("peer 2", "peer 3")}
         offers = {"peer 1": victim.offer()} | {name: offer.message() for name, (_, offer) in mine.items()}
         told = {"weights": tau_of(3), "largest": 16.0, "offers": offers}
         return victim.join(told), victim, mine, told

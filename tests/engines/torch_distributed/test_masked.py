@@ -61,10 +61,10 @@ def test_a_masked_sum_over_processes_is_the_plain_one(n: int) -> None:
 
 
 def test_a_run_with_masked_sums_is_the_run_without() -> None:
-    people, rule = users(3), coterie.BiasCorrection(0.7, 0.1)
+    people, rule = users(4), coterie.BiasCorrection(0.7, 0.1)
     options: dict[str, Any] = {"lr": 0.1, "steps": 6, "batch_size": 4, "seed": 5, "progress": False}
     wanted = coterie.train(model(), cross_entropy, people[0], people[1:], rule, **options)
-    with processes.torch_distributed([SECURE, serve, SECURE], secure_sums=True) as engine:
+    with processes.torch_distributed([SECURE, serve, SECURE, SECURE], secure_sums=True) as engine:
         run = coterie.train(model(), cross_entropy, people[0], people[1:], rule, engine=engine, **options)
         for ours, theirs in zip(run.model.parameters(), wanted.model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
@@ -111,6 +111,14 @@ def test_who_does_not_agree_takes_no_part() -> None:
     assert g.answered == 0
     assert "which is not the one known here" in g.left_out["peer 1"]
     assert "it gives sums of at least 3 peers" in g.left_out["peer 2"]
+
+
+def test_peers_that_give_what_is_not_masked_do_not_count() -> None:
+    people = users(4)
+    with processes.torch_distributed([SECURE, serve, serve, SECURE], secure_sums=True) as engine:
+        g = made(engine, people).gradients(X, 0, tau_of(4))
+    for strict in ("peer 1", "peer 4"):
+        assert "'peer 2' does not give masked sums only, and does not count" in g.left_out[strict]
 
 
 def test_masks_are_wanted_by_both_or_there_is_no_run() -> None:

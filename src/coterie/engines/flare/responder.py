@@ -49,7 +49,7 @@ class Responder:
     @functools.cached_property
     def member(self) -> Member:
         """What it is in masked sums."""
-        return Member(self.peer.identity, self.sums, self.peer.margin)
+        return Member(self.peer.identity, self.sums, self.peer.margin, masked_only=self.only_sums)
 
     def offer(self, batch_size: Any = None) -> dict[str, Any]:
         """Return a new key for one agreement, and the noise that the sum must have for such batches."""

@@ -71,14 +71,22 @@ class MaskedPart:
         group: where notes are left.
         run: user 0's note of the run, which all peers must have alike.
         constants: the tensors of the model that are not trained, in the same way.
+        masked_only: it gives nothing that is not masked.
     """
 
     def __init__(
-        self, peer: Peer, sums: SumsOnly, group: Group, run: dict[str, Any], constants: dict[str, Any]
+        self,
+        peer: Peer,
+        sums: SumsOnly,
+        group: Group,
+        run: dict[str, Any],
+        constants: dict[str, Any],
+        *,
+        masked_only: bool,
     ) -> None:
         self.peer, self._group, self._batch_size = peer, group, run["batch_size"]
         self._shared = digest_of({"run": run, "constants": constants}).hex()
-        self.member = Member(peer.identity, sums, peer.margin)
+        self.member = Member(peer.identity, sums, peer.margin, masked_only=masked_only)
         self._takes_part, self._round = False, 0
         logger.warning("%s: masked sums; its key has the fingerprint %s", peer.user.name, peer.identity.fingerprint)
 

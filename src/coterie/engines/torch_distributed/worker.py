@@ -125,8 +125,8 @@ class _Worker:
         self._take_points(1)
         self._masked: MaskedPart | None = None
         if run["secure_sums"]:
-            constants = constants_of(self.peer.passes.model)
-            self._masked = MaskedPart(self.peer, self.sums_only or SumsOnly(), group, run, constants)
+            sums, constants = self.sums_only or SumsOnly(), constants_of(self.peer.passes.model)
+            self._masked = MaskedPart(self.peer, sums, group, run, constants, masked_only=secure_sums)
         self.answered, self.since = 0, time.perf_counter()
 
     def answer(self, told_to_end: bool) -> bool:
