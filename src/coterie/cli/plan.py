@@ -1,7 +1,6 @@
 """`coterie plan`: what the theory advises for a problem whose constants are known, or measured."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from typer import Argument, Option
 
 from coterie import theory
 from coterie.cli import terminal
-from coterie.cli.options.groups import default_of, grouped
+from coterie.cli.options.groups import check_effect, grouped, option_of
 from coterie.cli.terminal import record_of, rich_table
 from coterie.errors import DataError, KnobError
 from coterie.privacy.privacy import Privacy
@@ -58,7 +57,7 @@ class Measured:
         if self.run is not None and self.data is not None:
             raise KnobError("a run and `--data` both say where the constants are measured; give one of them")
         if self.data is None:
-            _check_effect(self, ("user_column", "target", "me", "drop", "sep", "decimal", "model"), "--data")
+            check_effect(self, ("user_column", "target", "me", "drop", "sep", "decimal", "model"), "--data")
 
 
 @dataclass
@@ -125,18 +124,7 @@ class Promised:
 
     def __post_init__(self) -> None:
         if self.epsilon is None:
-            _check_effect(self, tuple(each.name for each in fields(self)), "--epsilon")
-
-
-def _check_effect(group: Measured | Promised, names: Sequence[str], without: str) -> None:
-    """Refuse an option that is given and needs another that is not."""
-    for each in fields(group):
-        if each.name in names and getattr(group, each.name) != default_of(each):
-            raise KnobError(f"`{_option(each.name)}` has no effect without `{without}`; leave it out")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            check_effect(self, tuple(each.name for each in fields(self)), "--epsilon")
 
 
 @grouped
@@ -187,7 +175,7 @@ def _problem(
     options = {name: value for name, value in asdict(given).items() if value is not None}
     constants = (_alike(estimates, steps) if estimates else {}) | options
     if missing := [name for name in NEEDED if name not in constants]:
-        raise KnobError(f"`{_option(missing[0])}` is missing; give it, or a run whose constants were measured")
+        raise KnobError(f"`{option_of(missing[0])}` is missing; give it, or a run whose constants were measured")
     doubted = None
     if estimates and given.bias_floor is None:
         doubted = theory.Constants(**_alike(estimates, steps, bias_errors=2) | options)

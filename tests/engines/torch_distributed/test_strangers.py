@@ -254,3 +254,20 @@ def test_a_worker_checks_its_limits_before_it_joins(limits: list[str], tmp_path:
     answer = CliRunner().invoke(app, worker)
     assert answer.exit_code == 2
     assert limits[0].removeprefix("--max-") in answer.output
+
+
+@pytest.mark.parametrize(
+    ("limits", "without"),
+    [
+        (["--min-peers", "5"], "--sums-only"),
+        (["--max-share", "0.3"], "--sums-only"),
+        (["--key", "b=0f1e-"], "--secure-sums"),
+        (["--sums-only", "--key", "b=0f1e-"], "--secure-sums"),
+    ],
+    ids=str,
+)
+def test_a_worker_does_not_take_limits_that_would_not_hold(limits: list[str], without: str, tmp_path: Path) -> None:
+    """Whoever names a least number of peers, or keys, believes that no gradient is given on its own."""
+    answer = CliRunner().invoke(app, ["worker", "--data", str(tmp_path / "a.csv"), "--name", "a", *limits])
+    assert answer.exit_code == 2
+    assert f"`{limits[-2]}` has no effect without `{without}`; leave it out" in " ".join(answer.output.split())

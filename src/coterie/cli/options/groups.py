@@ -3,9 +3,11 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, get_args, get_type_hints
+
+from coterie.errors import KnobError
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -63,3 +65,20 @@ def default_of(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+def check_effect(group: Any, names: Sequence[str], without: str) -> None:
+    """Refuse an option of a group that is given and needs another that is not."""
+    for each in fields(group):
+        if each.name in names and getattr(group, each.name) != default_of(each):
+            raise KnobError(f"`{option_of(each.name)}` has no effect without `{without}`; leave it out")
+
+
+def option_of(name: str) -> str:
+    """Return what the option of a field is called, where its group does not say otherwise.
+
+    Example:
+        >>> option_of("own_examples")
+        '--own-examples'
+    """
+    return f"--{name.replace('_', '-')}"

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from coterie.cli.options.groups import check_effect
 from coterie.data.reading import read_rows
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
@@ -45,18 +46,26 @@ class GivingOptions:
     secure_sums: Annotated[
         bool, Option("--secure-sums", help="Give gradients under masks only, as part of such a sum.")
     ] = False
-    keys: Annotated[
+    key: Annotated[
         list[str],
-        Option("--key", help="With --secure-sums: NAME=FINGERPRINT of every other peer's key, told by telephone."),
+        Option(help="With --secure-sums: NAME=FINGERPRINT of every other peer's key, told by telephone."),
     ] = field(default_factory=list)
-    min_peers: Annotated[int, Option(min=1, help="With --sums-only: how many peers a sum must be of.")] = 3
-    max_share: Annotated[float, Option(help="With --sums-only: how much of the weight one peer may have.")] = 0.5
+    min_peers: Annotated[
+        int, Option(min=1, help="With --sums-only or --secure-sums: how many peers a sum must be of.")
+    ] = 3
+    max_share: Annotated[
+        float, Option(help="With --sums-only or --secure-sums: how much of the weight one peer may have.")
+    ] = 0.5
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.engines.torch_distributed.worker.serve` that say so."""
         caps, sums = Caps(self.max_gradients, self.max_norm, self.min_examples), None
+        if not self.secure_sums:  # whoever names limits must not give more than these allow
+            check_effect(self, ("key",), "--secure-sums")
+        if not self.sums_only and not self.secure_sums:
+            check_effect(self, ("min_peers", "max_share"), "--sums-only")
         if self.sums_only or self.secure_sums:
-            sums = SumsOnly(self.min_peers, self.max_share, _known(self.keys))
+            sums = SumsOnly(self.min_peers, self.max_share, _known(self.key))
         capped = None if caps == Caps() else caps
         return {"sums_only": sums or False, "secure_sums": self.secure_sums, "caps": capped, "log": self.log}
 
