@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from tests.support.engines import ENGINES
 from tests.support.model_cases import BATCH, CASES, SEED, make_model, make_users
+from torch import Tensor
 
 import coterie
-from coterie.engines.engine import MakeEngine
+from coterie.engines.engine import Answers, Capabilities, MakeEngine, Question
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
+from coterie.engines.requests import MAX_POINTS
 from coterie.errors import KnobError
+from coterie.gradients.gradients import Gradients
 from coterie.methods import (
     APFL,
     L2GD,
@@ -31,10 +34,14 @@ from coterie.methods import (
     Method,
     Mime,
     PerFedAvg,
+    PFedMe,
     Sampled,
     Scaffold,
 )
+from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rehearsal import gradients_asked
+from coterie.recording.costs import Costs
+from coterie.recording.traffic import Traffic
 
 METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer sends in two rounds
     "FedAvg": (FedAvg(3), 2),
@@ -48,6 +55,7 @@ METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer se
     "APFL": (APFL(2), 8),
     "L2GD": (L2GD(2), 4),
     "FedFomo": (FedFomo(), 2),
+    "pFedMe": (PFedMe(2, inner_steps=3), 2 * 6),
 }
 
 
@@ -97,6 +105,56 @@ def test_what_a_sample_of_the_peers_is_asked_is_foreseen() -> None:
     assert asked == {name: run.record.end.costs[name].gradients for name in names}
     assert sum(asked.values()) == 2 * 7
     assert len(set(asked.values())) > 1
+
+
+class ByFormula:
+    """Sites who are asked one by one and answer by a formula."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.counts = tuple(names), dict.fromkeys(names, 0)
+        self.capabilities = Capabilities(local_work=True, examples=dict.fromkeys(["me", *names], 1))
+
+    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+        return Gradients(own=x, own_loss=0.0)
+
+    def local_work(self, question: Question) -> Callable[[], Answers]:
+        given = {}
+        for place, peer in (~question.weights.isnan()).nonzero().tolist():
+            self.counts[self.names[peer]] += 1 if question.work is None else question.work.count
+            given[place, peer] = question.points[place] - (1 + peer)
+        return lambda: Answers.of(question, given, self.names)
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def traffic(self) -> Mapping[str, Traffic]:
+        return {}
+
+    def close(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("sites", [3, MAX_POINTS + 4])
+def test_a_rehearsal_foresees_what_every_site_counts(sites: int) -> None:
+    """The sites of a whole play count for themselves what they are asked."""
+    names = [f"site {k}" for k in range(sites)]
+    me = coterie.User("me", torch.zeros(1, 1), torch.zeros(1, 1), validation=(torch.zeros(1, 1), torch.zeros(1, 1)))
+    methods: list[Method] = [method for method, _ in METHODS.values()]
+    for method in [*methods, Sampled(PFedMe(1, inner_steps=2), peers=2), Sampled(L2GD(2), peers=2)]:
+        engine = ByFormula(names)
+        own = coterie.InProcess(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, me, seed=SEED)
+        users = ClientsElsewhere(engine, me, Costs(dict.fromkeys(["me", *names], 1)), own)
+        state = method.init(users, torch.ones(2))
+        for _ in range(5):
+            state = method.round(users, state, lr=0.1)
+        assert gradients_asked(method, "me", names, rounds=5, seed=SEED) == engine.counts, method
+
+
+def test_a_rehearsal_asks_nobody_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 100 sites and 1,000 rounds of pFedMe it would take minutes."""
+    monkeypatch.setattr(Answers, "over", None)
+    names = [f"site {k}" for k in range(100)]
+    assert gradients_asked(PFedMe(1, inner_steps=5), "me", names, rounds=20) == dict.fromkeys(names, 100)
 
 
 def test_a_method_that_peers_elsewhere_cannot_serve_asks_nobody() -> None:

@@ -1,6 +1,5 @@
 """The contract of an engine: it gives all users' gradients at one point, wherever the users are."""
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,9 +157,9 @@ class Answers:
             for (point, peer), row in kept.items():
                 sums[point].add_(row, alpha=weights[point][peer])
             return cls(sums, answered, left_out)
-        rows = points.new_empty(len(points), peers, points.shape[1])
-        for point, peer in itertools.product(range(len(points)), range(peers)):
-            rows[point, peer] = kept.get((point, peer), math.nan)
+        rows = points.new_full((len(points), peers, points.shape[1]), math.nan)
+        for place, row in kept.items():
+            rows[place] = row
         return cls(None, answered, left_out, rows)
 
 

@@ -123,8 +123,15 @@ class ClientsElsewhere(Clients):
 
     def _answers(self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None = None) -> Tensor:
         """Return what the peers that take part give at their rows of `points`; zeros where one gives nothing."""
-        given, taking = torch.zeros_like(points[1:]), self._asked()[1:]
-        asked = [self.names.index(name) for name in taking]
+        here = range(len(self.names)) if self.present is None else self.present.nonzero().flatten().tolist()
+        self.costs.compute(self._asked()[1:], times=1 if work is None else work.count)
+        return self._given(points, step, work, batch_size, list(here)[1:])
+
+    def _given(
+        self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None, asked: list[int]
+    ) -> Tensor:
+        """Ask the peers at these places among all users, and return a row for each peer."""
+        given = torch.zeros_like(points[1:])
         alike = bool((points[1:] == points[1]).all()) and (work is None or work.add is None)
         groups = [asked] if alike else [asked[k : k + MAX_POINTS] for k in range(0, len(asked), MAX_POINTS)]
         for group in filter(None, groups):
@@ -138,7 +145,6 @@ class ClientsElsewhere(Clients):
             self.left_out |= answers.left_out
             for place, user in enumerate(group):
                 given[user - 1] = _row(answers, 0 if alike else place, user - 1, given[user - 1])
-        self.costs.compute(taking, times=1 if work is None else work.count)
         return given
 
 

@@ -1,12 +1,12 @@
 """A method rehearsed with peers who answer by a formula: what it will ask of each, before anybody is asked."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from coterie.engines.engine import Answers, Capabilities, Question
+from coterie.engines.engine import Capabilities, LocalWork, Question
 from coterie.engines.in_process.engine import InProcess
 from coterie.gradients.gradients import Gradients
 from coterie.methods.elsewhere import ClientsElsewhere
@@ -37,15 +37,35 @@ def gradients_asked(
         nn.init.zeros_(parameter)
     own = InProcess(model, nn.functional.mse_loss, user, batch_size=1, seed=seed)
     costs = Costs(dict.fromkeys([me, *peers], 1))
-    users = ClientsElsewhere(_Formula(me, peers), user, costs, own)
+    users = _Rehearsed(_Formula(me, peers), user, costs, own)
     state = method.init(users, torch.ones(own.parameters.size))
     for _ in range(rounds):
         state = method.round(users, state, lr=0.1)
     return {name: costs.by_user()[name].gradients for name in peers}
 
 
+class _Rehearsed(ClientsElsewhere):
+    """Users whose peers answer at once, all in one formula, and are counted as those who are asked.
+
+    Peer k's loss is ½‖x − k‖². What local steps follow is what the first would: who is asked what does not depend
+    on it.
+    """
+
+    def _given(
+        self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None, asked: list[int]
+    ) -> Tensor:
+        """Return what the peers at these places give, and zeros for the others."""
+        given, places = torch.zeros_like(points), torch.tensor(asked)
+        given[places] = points[places] - places[:, None]
+        return given[1:].nan_to_num_(0.0, 0.0, 0.0)
+
+    def held_out_losses(self, points: Tensor) -> Tensor:
+        """Return user 0's losses by its formula."""
+        return points.square().sum(1) / 2
+
+
 class _Formula:
-    """An engine whose users answer at once: user k's loss is ½‖x − k‖²."""
+    """The engine of a rehearsal: it gives user 0's gradient, of the loss ½‖x‖², and nobody else's."""
 
     def __init__(self, me: str, peers: Sequence[str]) -> None:
         self.names = tuple(peers)
@@ -55,11 +75,9 @@ class _Formula:
         """Return user 0's gradient; nobody else's is asked for in this way."""
         return Gradients(own=x, own_loss=float(x.square().sum()) / 2)
 
-    def local_work(self, question: Question) -> Callable[[], Answers]:
-        """Return what waits for the peers' answers, which is what a step of theirs would follow at first."""
-        wanted = (~question.weights.isnan()).nonzero().tolist()
-        given = {(place, peer): question.points[place] - (1 + peer) for place, peer in wanted}
-        return lambda: Answers.over(question, given, len(self.names), {})
+    def local_work(self, question: Question) -> NoReturn:
+        """Refuse: in a rehearsal the peers' answers are not asked for one by one."""
+        raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
         """Return nothing: there is no record."""
