@@ -39,14 +39,14 @@ class CheckpointError(FileError):
 
 
 class GradientError(CoterieError, ArithmeticError):
-    """User 0's own gradient is NaN or infinite: nothing sensible can follow.
+    """User 0's own gradient, or what the rule makes of all, is NaN or infinite: nothing sensible can follow.
 
     Args:
         message: what happened and where the state is.
         run: the `coterie.Run` as of the last good step.
     """
 
-    def __init__(self, message: str, run: Any) -> None:
+    def __init__(self, message: str, run: Any = None) -> None:
         super().__init__(message)
         self.run = run
 

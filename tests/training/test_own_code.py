@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.errors import KnobError, UserCodeError
+from coterie.errors import GradientError, KnobError, UserCodeError
 from coterie.gradients.gradients import cut
 from coterie.recording import checkpoint
 from coterie.training.run import Stopped
@@ -185,3 +185,51 @@ def test_of_many_runs_those_go_on_whose_code_does_not_raise(make_users: Users) -
     assert (hooked.step, measured.step) == (3, 2)
     torch.testing.assert_close(state_of(first.model), state_of(whole[0].model))
     torch.testing.assert_close(state_of(last.model), state_of(whole[1].model))
+
+
+@dataclass(frozen=True)
+class Dividing(coterie.FormulaRule):
+    """Divide by zero at one step."""
+
+    alpha: coterie.Knob = 0.5
+    divisor: coterie.Knob = 1.0
+
+    def direction(
+        self, own: Tensor, peers: Tensor, state: Mapping[str, Tensor], knobs: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return own + knobs["alpha"] * (peers - own) / knobs["divisor"], {}
+
+
+ZERO_AT_5 = Dividing(0.5, divisor=lambda step: 0.0 if step == 5 else 1.0)
+
+
+@pytest.mark.parametrize("capture", [None, True])
+def test_a_rule_whose_direction_is_not_finite_is_named_at_its_step(
+    make_users: Users, tmp_path: Path, capture: bool | None
+) -> None:
+    users = make_users()
+    how: dict[str, Any] = {
+        "steps": 20,
+        "guard": "off",
+        "out": tmp_path,
+        "checkpoint_every": 100,
+        "capture": capture,
+    }
+    words = "the rule `Dividing` made a direction that is not finite of finite gradients at step 5; the state"
+    with pytest.raises(GradientError, match=words) as caught:
+        coterie.train(network(), cross_entropy, users[0], users[1:], ZERO_AT_5, **how)
+    assert (caught.value.run.step, caught.value.run.stopped) == (5, Stopped.NOT_FINITE)
+    assert "own gradient" not in str(caught.value)
+    held = checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["learner"]
+    assert held["step"] == held["rule"]["step"] == 5
+    assert all(bool(part.isfinite().all()) for part in held["model"].values())
+
+
+def test_with_a_guard_the_run_goes_on_and_the_rule_is_told_of(make_users: Users) -> None:
+    users = make_users()
+    with pytest.warns(UserWarning, match=r"the rule `Dividing` made .* at step 5; the run goes on from the model"):
+        run = coterie.train(network(), cross_entropy, users[0], users[1:], ZERO_AT_5, steps=20, guard="held-out")
+    assert run.step == 20
+    assert run.record.points[-1].guard is not None
+    assert run.record.points[-1].guard.restarts >= 1
+    assert all(bool(p.isfinite().all()) for p in run.model.parameters())

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Answers, Engine, LocalWork, Question
-from coterie.errors import KnobError, PeerLost, blaming
+from coterie.errors import GradientError, KnobError, PeerLost, blaming
 from coterie.gradients.gradients import Gradients, complete, cut, is_finite
 from coterie.gradients.norm_bound import NormBound
 from coterie.gradients.parameters import Parameters
@@ -131,15 +131,19 @@ class Learner:
         self.costs.exchange(asked, down=self.x.numel(), up=self.x.numel(), times=steps)
 
     def advance(self, g: Gradients) -> None:
-        """Take the step that the rule makes of these gradients."""
+        """Take the step that the rule makes of these gradients; a `GradientError` where it is not finite."""
         if self.step >= self.listens_from:
             with blaming(f"the rule `{type(self.rule).__name__}`"):
-                direction, self.state = self._direction(g)
+                direction, state = self._direction(g)
                 if direction.shape != g.own.shape:
                     shapes = f"{tuple(direction.shape)}, not {tuple(g.own.shape)} as the gradients"
                     raise ValueError(f"the direction is of shape {shapes}")
+            if direction is not g.own and not is_finite(direction):
+                made = f"the rule `{type(self.rule).__name__}` made a direction that is not finite"
+                raise GradientError(f"{made} of finite gradients at step {self.step}")
         else:
-            direction, self.state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
+            direction, state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
+        self.state = state
         self.optimize(direction)
         self.finish_step()
 

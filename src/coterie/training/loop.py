@@ -158,20 +158,36 @@ class TrainingLoop(ResumableRun):
             step = _next_step(self.learner)
         except PeerLost as lost:
             raise self._lost(lost) from lost
-        if self.guard is not None:
-            alone = _next_step(self.guard.shadow)
-            if not alone.is_finite():
-                raise self._not_finite(alone)
-            if not step.is_finite():  # the peers led the model astray, not user 0's examples
-                self.guard.restart(self.learner)
-                step = _next_step(self.learner)
-            self.whole = False
-            alone.take()
-        elif not step.is_finite():
-            raise self._not_finite(step)
+        alone = None if self.guard is None else _next_step(self.guard.shadow)
+        if alone is not None and not alone.is_finite():
+            raise self._not_finite(alone)
+        if not step.is_finite():
+            if self.guard is None:
+                raise self._not_finite(step)
+            step = self._restarted(self.guard)  # the peers led the model astray, not user 0's examples
         self.whole = False
-        step.take()
+        step = self._take(step)
+        if alone is not None:
+            alone.take()
         return step
+
+    def _take(self, step: NextStep) -> NextStep:
+        """Take a step and return it; where the rule's direction is not finite, one as of Alone, or an error."""
+        try:
+            step.take()
+        except GradientError as error:
+            if self.guard is None:
+                self.whole = True
+                raise self._not_finite(step, str(error)) from error
+            warnings.warn(f"{error}; the run goes on from the model trained alone", stacklevel=5)
+            step = self._restarted(self.guard)
+            step.take()
+        return step
+
+    def _restarted(self, guard: Guard) -> NextStep:
+        """Let the run go on from the model trained alone, and return its next step."""
+        guard.restart(self.learner)
+        return _next_step(self.learner)
 
     def _validate(self) -> Mapping[str, float] | None:
         """Return the loss and the metrics on the validation set, where there is one."""
@@ -280,16 +296,17 @@ class TrainingLoop(ResumableRun):
         where = f"saved in {path}; start everybody again and resume" if path else "in this error's `run`"
         return PeerLost(f"{lost}. The state after {self.learner.step} steps is {where}", lost.peers, run)
 
-    def _not_finite(self, step: NextStep) -> GradientError:
+    def _not_finite(self, step: NextStep, of_rule: str | None = None) -> GradientError:
         """Save the state before this step, and return an error that says where it is."""
         path, run = self.save(), self.finish(Stopped.NOT_FINITE, 0.0)
         where = f"saved in {path}" if path else "in this error's `run`"
-        return GradientError(
-            f"user 0's own gradient is not finite at step {self.learner.step} (loss {float(step.own_loss):.4g}); "
-            f"the state before it is {where}. Start again with a lower `lr`, or look for extreme values in the "
-            f"examples of {self.spec.me.name!r}",
-            run,
+        own = f"user 0's own gradient is not finite at step {self.learner.step} (loss {float(step.own_loss):.4g})"
+        remedy = (
+            f"Start again with a lower `lr`, or look for extreme values in the examples of {self.spec.me.name!r}"
         )
+        if of_rule is not None:
+            remedy = "Look at what the rule divides by, or for a peer whose gradients are very large"
+        return GradientError(f"{of_rule or own}; the state before it is {where}. {remedy}", run)
 
 
 def _next_step(learner: Learner) -> NextStep:
