@@ -136,6 +136,15 @@ def test_more_batches_are_measured_for_longer_averaging_and_are_planned_for(tmp_
         lead(folder, LostAfter(sites_of(folder), 8 * 3 + 8 + 1))
 
 
+def test_adaptive_averaging_with_few_exchanges_asks_no_more_than_is_planned_for(tmp_path: Path) -> None:
+    """Beside the two exchanges in 100 steps it asks everybody wherever it judges."""
+    folder = consortium(tmp_path, "--rule", "adaptive", "--steps", "100", "--exchange-every", "50")
+    planned = planned_gradients(lead_settings(folder))
+    lead(folder, sites_of(folder))
+    for site in SITES:
+        assert 2 * 5 < given(folder, site) <= planned
+
+
 @pytest.mark.parametrize("cap", [2 * 8 + STEPS, 2 * 8 + STEPS - 1])
 def test_a_cap_that_leaves_no_room_for_measuring_is_told_before_the_first_question(
     cap: int, tmp_path: Path

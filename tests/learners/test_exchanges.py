@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,7 @@ RULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`exchange_every` has no effect with `Alone`")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, rule: Any) -> None:
     """It is broken off between two exchanges."""
@@ -224,6 +226,20 @@ def test_between_exchanges_adaptive_averaging_follows_what_the_peers_last_said()
         asked = step % 8 == 0 or (step < 120 and step % made[-1].schedule.between_grams == 0)
         assert torch.equal(followed[step], followed[step - 1]) != asked, step
         assert followed[step].any()
+
+
+def test_alone_has_nobody_to_exchange_with_less_often() -> None:
+    """It is told, not refused: `Alone` is one of many rules that are compared. A guard's shadow is not told of."""
+    with pytest.warns(UserWarning, match="`exchange_every` has no effect with `Alone`") as told:
+        seldom = trained(Alone(), exchange_every=4)
+    assert told[0].filename == __file__
+    assert same(state_of(seldom.model), state_of(trained(Alone()).model))
+    held_out = user("held out", 40, TRUTH).batch(40, seed=0, step=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guarded = user("me", 40, TRUTH, validation=held_out)
+        coterie.train(nn.Linear(6, 1), mse_loss, guarded, users()[1], AVERAGING, steps=9, exchange_every=4)
+        trained(Alone(), local_steps=4)  # plain steps of its own
 
 
 def test_a_guard_that_restarts_forgets_what_the_peers_said() -> None:

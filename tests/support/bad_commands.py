@@ -110,6 +110,7 @@ OPTIONS: dict[str, list[str]] = {
     "one sign for two things": ["--decimal", ","],
     "no repeats": ["--repeats", "0"],
     "repeats of training alone": ["--repeats", "2", "--rule", "alone"],
+    "exchanges of training alone": ["--exchange-every", "2", "--rule", "alone"],
     "repeats elsewhere": ["--repeats", "2", "--engine", "torch"],
     "repeats for all": ["--repeats", "2", "--me", "all"],
     "a metric of numbers": ["--metric", "rmse"],

@@ -51,6 +51,8 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     from coterie.tables.fit import fit, step_size
 
     torch.set_num_threads(how.threads)
+    if rule.rule == "alone" and how.exchange_every > 1:
+        raise KnobError("`--exchange-every` has no effect with `--rule alone`, which asks nobody; leave it out")
     everyone = for_everyone(table, rule, how, where)
     if everyone and where.engine == "in-process":
         return train_all(table, rule, how)

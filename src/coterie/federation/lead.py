@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from coterie.choosing import MakesLearner, TellsGradients, chooser_for
+from coterie.choosing.adaptive.schedule import Schedule
 from coterie.data.table import TableTask
 from coterie.engines.engine import MakeEngine
 from coterie.engines.flare.engine import Flare
@@ -98,8 +99,9 @@ def planned_gradients(settings: LeadSettings) -> int:
     if isinstance(rule, Method):
         asked = gradients_asked(rule, settings.me, settings.sites, rounds=training.steps, seed=training.seed)
         return max(1, *asked.values())  # a method of user 0 alone asks nobody
-    exchanges = math.ceil(training.steps / training.exchange_every)
-    points = POINTS_A_STEP if isinstance(rule, MakesLearner) else 1
+    exchanges, points = math.ceil(training.steps / training.exchange_every), 1
+    if isinstance(rule, MakesLearner):
+        exchanges, points = Schedule.of(training.steps).exchanges(training.exchange_every), POINTS_A_STEP
     chooser = chooser_for(rule)
     before = chooser.gradients_before(training.steps) if isinstance(chooser, TellsGradients) else 0
     return before + exchanges * training.local_steps * points

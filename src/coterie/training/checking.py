@@ -19,7 +19,7 @@ from coterie.learners.spec import RunSpec
 from coterie.methods.averaging.fine_tuning import FineTuning
 from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.rounds import LR, Method
-from coterie.rules import Rule
+from coterie.rules import Alone, Rule
 from coterie.training.hooks import as_hook
 from coterie.users.examples import Examples, InMemory, plain_targets
 from coterie.users.user import Loss, User
@@ -73,6 +73,8 @@ def _check_exchanges(spec: RunSpec) -> None:
             "adaptive averaging judges its peers by gradients, not by local steps: leave `local_steps` out for "
             "`exchange_every`, or give a rule with its weights set, such as `WeightedAveraging`"
         )
+    if spec.exchange_every > 1 and isinstance(spec.rule, Alone):  # which may be one of many rules that are compared
+        warnings.warn("`exchange_every` has no effect with `Alone`, which asks nobody", stacklevel=6)
 
 
 def check(spec: RunSpec) -> None:

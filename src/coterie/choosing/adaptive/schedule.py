@@ -43,6 +43,15 @@ class Schedule:
         """Return which of the first steps judge."""
         return list(range(0, min(steps, self.half), self.between_grams))
 
+    def exchanges(self, every: int) -> int:
+        """Return in how many steps peers are asked: every so many, where they are judged, and at the fork.
+
+        Example:
+            >>> Schedule.of(240).exchanges(8), Schedule.of(240).exchanges(1)
+            (39, 240)
+        """
+        return len({*range(0, self.steps, every), *self.judged(self.steps), min(self.half, self.steps - 1)})
+
     def looks(self, steps: int) -> bool:
         """Say whether there is a look after so many steps."""
         return steps % self.between_looks == 0 or steps in (self.half, self.steps)
