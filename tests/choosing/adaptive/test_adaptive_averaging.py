@@ -51,6 +51,26 @@ def test_users_alike_share_the_weight_and_help() -> None:
     assert distance(run) < 0.5 * distance(alone(me, peers))
 
 
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**20])
+def test_the_scale_of_the_targets_changes_nothing(scale: float) -> None:
+    """From zero, plain steps on squares follow a power of 2 that scales the targets, to the last bit."""
+
+    def trained(scale: float) -> coterie.Run:
+        me, *peers = [User(each.name, inputs, scale * targets) for each, (inputs, targets) in everyone]
+        model = nn.Linear(D, 1)
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        return coterie.train(model, mse_loss, me, peers, optimizer=sgd, steps=40, batch_size=8, progress=False)
+
+    everyone = [(each, each.examples.take(torch.arange(len(each)))) for each in (user("me", 12, TRUTH), *alike(3))]
+    plain, scaled = trained(1.0), trained(scale)
+    assert account(plain)["path"] != "alone"
+    for told in ("path", "tau", "looks"):
+        assert account(scaled)[told] == account(plain)[told]
+    assert torch.equal(Parameters(scaled.model).vector(), scale * Parameters(plain.model).vector())
+
+
 def test_copies_share_equally() -> None:
     """Peers with the very same examples have one gradient, and a Gram matrix cannot tell them apart."""
     me, (first, *_) = user("me", 10, TRUTH), alike(1)

@@ -17,7 +17,8 @@ HANDICAP = 0.5
 """With one trunk: how much better than pooled the branch must be, in paired standard errors, since the branch's
 weights were fitted to the examples that judge it."""
 WORST = 1e9
-"""What a loss that is not finite, or larger, counts as: such a look is never the best."""
+"""What a loss that is not finite, or larger, counts as: such a look is never the best. It is in losses usual at the
+start, where those are above 1: squares of large numbers are large."""
 
 
 @dataclass
@@ -44,10 +45,10 @@ class Path:
         self.corrected.append(corrected)
         self.full.append(full)
 
-    def table(self, kind: Literal["losses", "corrected", "full"] = "losses") -> Array:
-        """Return losses of all looks, of shape (looks, n + v)."""
+    def table(self, kind: Literal["losses", "corrected", "full"] = "losses", worst: float = WORST) -> Array:
+        """Return losses of all looks, of shape (looks, n + v), none above the worst."""
         losses = torch.stack(getattr(self, kind)).double()
-        return np.asarray(losses.nan_to_num(WORST, WORST, WORST).clamp(max=WORST).numpy())
+        return np.asarray(losses.nan_to_num(worst, worst, worst).clamp(max=worst).numpy())
 
     def mean_point(self, frequencies: Array) -> Tensor:
         """Return the mean of the points with these frequencies; points of none may be anything."""
@@ -89,7 +90,8 @@ class Resampled:
         Paths are compared by each example's loss with frequencies made without its fold. `nested`: the branch's
         weights were fitted without the examples that judge it.
         """
-        tables = {name: path.table() for name, path in paths.items()}
+        worst = worst_loss(paths)
+        tables = {name: path.table(worst=worst) for name, path in paths.items()}
         folds = range(self.count)
         without = {name: np.stack([self.frequencies(t, q) for q in folds]) for name, t in tables.items()}
         scores = {name: self._own_fold(without[name] @ tables[name]) for name in paths}
@@ -105,11 +107,13 @@ class Resampled:
         is often a worse one. What is served is a mean of points; its loss is lower than the mean of theirs. By how
         much is seen from the copy that sees all examples, by `losses_at` its mean point.
         """
+        worst = worst_loss(paths)
 
         def of(name: str) -> Array:
             path, without = paths[name], chosen.without[name]
-            lower = [losses_at(path.mean_point(looks)) - looks @ path.table("full") for looks in without]
-            return self._own_fold(without @ path.table("corrected") + np.stack(lower))
+            full, corrected = path.table("full", worst), path.table("corrected", worst)
+            lower = [losses_at(path.mean_point(looks)) - looks @ full for looks in without]
+            return self._own_fold(without @ corrected + np.stack(lower))
 
         alone = of("alone")
         served = alone.copy()
@@ -121,6 +125,13 @@ class Resampled:
     def _own_fold(self, by_fold: Array) -> Array:
         """Return of each example the value in the row of its fold."""
         return np.asarray(by_fold[self.folds, np.arange(len(self.folds))])
+
+
+def worst_loss(paths: Mapping[str, Path]) -> float:
+    """Return what losses count as at most: `WORST` losses that are usual at the start, from which all paths go."""
+    start = paths["alone"].losses[0].double()
+    usual = float(start[start.isfinite()].median()) if bool(start.isfinite().any()) else 1.0
+    return WORST * max(1.0, usual)
 
 
 def best_path(scores: Mapping[str, Array], nested: bool = True) -> str:
