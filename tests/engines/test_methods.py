@@ -59,11 +59,11 @@ METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer se
 }
 
 
-def trained(engine: MakeEngine, method: Method, case: str = "mlp") -> coterie.Run:
+def trained(engine: MakeEngine, method: Method, case: str = "mlp", guard: Any = "off") -> coterie.Run:
     me, *peers = make_users(CASES[case])
     me = coterie.User("me", *me.batch(20, seed=0, step=0), validation=me.batch(9, seed=1, step=0))
     how: dict[str, Any] = {"steps": 2, "batch_size": BATCH, "seed": SEED, "lr": 0.05, "engine": engine}
-    return coterie.train(make_model(CASES[case]), CASES[case].loss, me, peers, method, **how)
+    return coterie.train(make_model(CASES[case]), CASES[case].loss, me, peers, method, guard=guard, **how)
 
 
 def agree(found: coterie.Run, wanted: coterie.Run, what: str) -> None:
@@ -91,6 +91,10 @@ def test_every_method_makes_the_same_model(where: str) -> None:
         sampled, one = Sampled(FedAvg(2), peers=2), FedAvg(1)
         agree(trained(make_engine, sampled), trained(coterie.InProcess, sampled), "a sample of the peers")
         agree(trained(make_engine, one, "batch norm"), trained(coterie.InProcess, one, "batch norm"), "batch norm")
+        watched, free = (trained(make_engine, FedAvg(3), guard=guard) for guard in ("held-out", "off"))
+        assert watched.alone is not None, "trained by user 0, wherever its peers are"
+        assert watched.record.end.costs["me"].gradients == 2 * free.record.end.costs["me"].gradients
+        assert watched.record.end.costs["peer 2"] == free.record.end.costs["peer 2"]
         with pytest.raises(KnobError, match="this method needs all users in one process"):
             trained(make_engine, HypCluster(clusters=2))
 

@@ -265,7 +265,10 @@ def test_methods_run_with_sites_and_what_they_ask_is_planned_for(method: str, tm
     assert record.configuration.optimizer == "SGD(lr=0.1)"
     assert "lr = 0.1\n" in (folder / "coterie.toml").read_text(), "for user 0 to see and change"
     assert {given(folder, site) for site in SITES} == {STEPS * asked}
-    assert "no model was trained alone beside it" in (folder / RUN / "summary.txt").read_text()
+    decision = record.end.guard
+    assert decision is not None, "a model was trained alone beside it"
+    told = "The model trained alone is served" if decision.served == "alone" else "one trained alone: "
+    assert told in (folder / RUN / "summary.txt").read_text().splitlines()[0]
 
 
 def test_a_method_with_sites_has_the_model_of_one_process(tmp_path: Path) -> None:
@@ -286,11 +289,12 @@ def test_a_method_with_sites_has_the_model_of_one_process(tmp_path: Path) -> Non
         lr=0.3,
         seed=3,
     )
-    found, wanted = (
-        torch.load(place / "model.pt", weights_only=True) for place in (folder / RUN, tmp_path / "here")
-    )
+    places = folder / RUN, tmp_path / "here"
+    found, wanted = (torch.load(place / "model.pt", weights_only=True) for place in places)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    found, wanted = (coterie.Record.load(place) for place in places)  # of the method, whichever model is served
+    assert found.curve("validation_loss")[1] == pytest.approx(wanted.curve("validation_loss")[1], rel=1e-4)
 
 
 def test_a_fine_tuned_model_asks_nobody_while_it_is_tuned(tmp_path: Path) -> None:

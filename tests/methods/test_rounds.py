@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,12 +63,15 @@ def test_costs_are_counted_by_user(method: methods.Method) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(method: methods.Method, tmp_path: Path) -> None:
-    def train(out: Path, steps: int, resume: bool = False) -> coterie.Run:
-        return HELD_OUT.train(method, rounds=steps, lr=0.05, batch_size=4, out=out, resume=resume)
+    def train(out: Path, **more: Any) -> coterie.Run:
+        how: dict[str, Any] = {"evaluate_every": 3, "guard": "auto", "out": out} | more
+        return HELD_OUT.train(method, rounds=9, lr=0.05, batch_size=4, **how)
 
-    train(tmp_path / "a", 4)
-    resumed, whole = train(tmp_path / "a", 9, resume=True), train(tmp_path / "b", 9)
+    train(tmp_path / "a", hooks=[lambda step: step.step == 4])
+    resumed, whole = train(tmp_path / "a", resume=True), train(tmp_path / "b")
     assert torch.equal(last_of(resumed), last_of(whole))
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+    assert resumed.record.points[-1] == whole.record.points[-1]
     assert resumed.record.end.costs == whole.record.end.costs
 
 
@@ -136,7 +140,7 @@ def test_what_a_method_cannot_use_is_refused() -> None:
     model, loss = nn.Linear(D, 1, bias=False).double(), nn.functional.mse_loss
     with pytest.raises(KnobError, match="plain gradient steps"):
         coterie.train(model, loss, me, peers, methods.FedAvg(), optimizer=torch.optim.Adam)
-    with pytest.raises(KnobError, match="guard"):
+    with pytest.raises(KnobError, match="no validation examples"):
         coterie.train(model, loss, me, peers, methods.FedAvg(), guard="held-out")
     with pytest.raises(KnobError, match="local_steps"):
         methods.FedAvg(0)

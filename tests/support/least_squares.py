@@ -31,21 +31,13 @@ class LeastSquares:
     optima: Tensor
 
     def train(self, method: Method, *, rounds: int, lr: float, batch_size: int = 10**6, **more: Any) -> coterie.Run:
+        """Play rounds; what is served is the method's model, unless `guard` says otherwise."""
         model = nn.Linear(D, 1, bias=False).double()
         nn.init.zeros_(model.weight)
         me, *peers = self.users
-        return coterie.train(
-            model,
-            nn.functional.mse_loss,
-            me,
-            peers,
-            method,
-            lr=lr,
-            steps=rounds,
-            batch_size=batch_size,
-            evaluate_every=rounds,
-            **more,
-        )
+        how: dict[str, Any] = {"evaluate_every": rounds, "guard": "off"} | more
+        loss = nn.functional.mse_loss
+        return coterie.train(model, loss, me, peers, method, lr=lr, steps=rounds, batch_size=batch_size, **how)
 
     def gradient(self, k: int, x: Tensor, step: int = 0, batch_size: int = 10**6) -> Tensor:
         """Return user k's gradient at x, written out: on its batch of a step, or on all its examples."""

@@ -119,9 +119,10 @@ def test_without_a_model_trained_alone_there_is_nothing_to_compare(tmp_path: Pat
         )
 
 
-def test_repeats_on_the_command_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["wga", "fedavg"])
+def test_repeats_on_the_command_line(tmp_path: Path, rule: str) -> None:
     visits().assign(patient=np.arange(300)).to_csv(tmp_path / "visits.csv", index=False)
-    named = ["--user-column", "who", "--target", "y", "--me", "a", "--steps", "10", "--rule", "wga"]
+    named = ["--user-column", "who", "--target", "y", "--me", "a", "--steps", "10", "--rule", rule]
     command = [
         "train",
         "--data",
@@ -136,4 +137,5 @@ def test_repeats_on_the_command_line(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     end = Record.load(tmp_path / "run" / "record.jsonl").end
     assert end.verdict in " ".join(result.output.split())
+    assert "3 random splits" in end.verdict
     assert result.stderr.count("'patient' looks like an id") == 1  # not once for each split

@@ -114,10 +114,6 @@ def _check_repeats(rule: RuleOptions, how: FitOptions, where: EngineOptions) -> 
         raise KnobError("`--repeats` is for users in this process; leave it out, or `--engine torch`")
     if how.repeats > 1 and rule.rule == "alone":
         raise KnobError("`--repeats` compares with training alone, which `--rule alone` is; leave it out")
-    if how.repeats > 1 and rule.is_method:
-        raise KnobError(
-            "`--repeats` compares with a model trained alone, which a method has not beside; leave it out"
-        )
 
 
 def _split_again(table: TableOptions, rule: RuleOptions, how: FitOptions, k: int) -> tuple[TableTask, Any]:

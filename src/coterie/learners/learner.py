@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ class Learner:
     (seed, user, step), so there is no generator to save. The run must be prepared; the parameters of its model
     become views of the flat vector `x`.
     """
+
+    can_restart: ClassVar[bool] = True
+    """Whether the guard may let it go on from the model trained alone."""
 
     def __init__(self, spec: RunSpec, rule: Rule, engine: Engine, costs: Costs) -> None:
         self.model, self.rule, self.engine, self.costs = spec.model, rule, engine, costs

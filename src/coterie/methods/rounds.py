@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -55,7 +55,13 @@ METHOD = Check("be a method, such as `FedAvg(5)`", _method, remedies={type: "giv
 
 
 class Rounds(Learner):
-    """The learner of a method: a step is a round. The optimizer is plain SGD, whose step size the rounds take."""
+    """The learner of a method: a step is a round. The optimizer is plain SGD, whose step size the rounds take.
+
+    The guard compares it with a model trained alone and lets it be: what a method keeps from earlier rounds
+    (control variates, weights, when to begin tuning) belongs to its own path.
+    """
+
+    can_restart: ClassVar[bool] = False
 
     def __init__(self, spec: RunSpec, method: Method, users: Clients) -> None:
         self.method, self.users = method, users

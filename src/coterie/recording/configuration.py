@@ -27,7 +27,7 @@ class Configuration:
     """
 
     rule: str  # the rule, chooser or method, as `describe` writes it
-    alone: bool = False  # whether it is `Alone`, which asks nobody
+    alone: bool = False  # whether it asks nobody, as `Alone`
     me: UserSummary  # user 0
     peers: Mapping[str, int | str]  # how many examples each has, by name, or in words why that is not known
     steps: int  # how many steps the run was to take

@@ -41,7 +41,7 @@ RULE = optional(
 )
 
 
-def with_rule(spec: RunSpec, guard: str) -> RunSpec:
+def with_rule(spec: RunSpec) -> RunSpec:
     """Return the run with the rule that None stands for; a method's run with plain SGD for its step size."""
     RULE("rule", spec.rule)
     _check_exchanges(spec)
@@ -55,8 +55,6 @@ def with_rule(spec: RunSpec, guard: str) -> RunSpec:
     if isinstance(method, FineTuning) and method.rounds >= spec.steps:
         never = f"`FineTuning(rounds={method.rounds})` would never tune in {spec.steps} rounds"
         raise KnobError(f"{never}; lower `rounds`, or raise `steps`")
-    if guard == "held-out":
-        raise KnobError('a guard watches over a rule, not over a method: leave `guard` out, or set it to "off"')
     return replace(spec, optimizer=torch.optim.SGD, lr=LR if spec.lr is None else spec.lr)
 
 

@@ -3,8 +3,8 @@
 No rule of averaging can promise that: a peer that sends plausible, slowly alternating drift beats every robust
 average. So user 0 also keeps a shadow, the same model trained alone, at the price of one more own gradient a
 step. Every so often the two are compared on held-out examples; where the collaborative learner is significantly
-worse it restarts from the shadow and listens to nobody for a while, twice as long each time. What is served is
-the better of the two.
+worse it restarts from the shadow and listens to nobody for a while, twice as long each time; a method is not
+restarted. What is served is the better of the two.
 
 Significantly: so much worse, on so few examples and seen so often, that of the runs whose peers do no harm chance
 restarts one in twenty at most. What the examples cannot show the guard does not see: a peer that holds copies of
@@ -56,7 +56,7 @@ class Guard:
         """Compare the collaborative learner with the shadow, and restart it where it is significantly worse."""
         difference, error, alone = self.compare(learner.model, self.shadow.model)
         self.shadow.consider(alone)
-        if worse_by_chance(difference, error, len(self.held_out)) < self.level:
+        if learner.can_restart and worse_by_chance(difference, error, len(self.held_out)) < self.level:
             self.restart(learner)
         return GuardCheck(alone_loss=alone, difference=difference, error=error, restarts=self.restarts)
 

@@ -159,15 +159,16 @@ class TrainingLoop(ResumableRun):
         except PeerLost as lost:
             raise self._lost(lost) from lost
         alone = None if self.guard is None else _next_step(self.guard.shadow)
-        if alone is not None and not alone.is_finite():
-            raise self._not_finite(alone)
+        if self.guard is not None and alone is not None and self.learner.can_restart:
+            if not alone.is_finite():
+                raise self._not_finite(alone)
+            if not step.is_finite():  # the peers led the model astray, not user 0's examples
+                step = self._restarted(self.guard)
         if not step.is_finite():
-            if self.guard is None:
-                raise self._not_finite(step)
-            step = self._restarted(self.guard)  # the peers led the model astray, not user 0's examples
+            raise self._not_finite(step)
         self.whole = False
         step = self._take(step)
-        if alone is not None:
+        if alone is not None and alone.is_finite():  # steps of this size may suit a method, and be too long alone
             alone.take()
         return step
 

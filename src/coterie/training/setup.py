@@ -20,6 +20,7 @@ from coterie.methods.clients import Clients
 from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rehearsal import gradients_asked
 from coterie.methods.rounds import Method, Rounds
+from coterie.methods.variance.own_variance import OwnVariance
 from coterie.recording.configuration import Configuration, UserSummary
 from coterie.recording.costs import Costs
 from coterie.recording.describe import describe
@@ -79,7 +80,7 @@ def configuration_of(
     held_out = {part: len(getattr(me, part) or ()) for part in ("validation", "test")}
     return Configuration(
         rule=describe(spec.rule),
-        alone=isinstance(spec.rule, Alone),
+        alone=isinstance(spec.rule, Alone | OwnVariance),
         optimizer=f"{type(spec.made_optimizer).__name__}(lr={rates}{clipped})",
         parameter_groups=[{k: str(v) for k, v in group.items() if k != "params"} for group in groups],
         scheduler=describe(spec.scheduler),
@@ -133,10 +134,8 @@ def _clients(spec: RunSpec, engine: Engine, costs: Costs) -> Clients:
 def guard_mode(guard: str, spec: RunSpec) -> tuple[bool, str]:
     """Say whether there is to be a guard, and why or why not."""
     n = 0 if spec.me.validation is None else len(spec.me.validation)
-    if guard == "off" or isinstance(spec.rule, Alone):
+    if guard == "off" or isinstance(spec.rule, Alone | OwnVariance):
         return False, "off"
-    if isinstance(spec.rule, Method):
-        return False, "off: it watches over rules, not over methods"
     if not n and guard == "held-out":
         raise KnobError(f"a guard compares on a validation set, but {spec.me.name!r} has no validation examples")
     if not n:
@@ -151,9 +150,13 @@ def _crossed(spec: RunSpec) -> str:
 
 
 def guard_of(spec: RunSpec, costs: Costs, forward_options: ForwardOptions) -> Guard:
-    """Return a guard whose shadow starts where the model does, with an optimizer and batches like its own."""
+    """Return a guard whose shadow starts where the model does, with an optimizer and batches like its own.
+
+    Beside a method it takes a plain step for each gradient that user 0 computes in a round.
+    """
     model, optimizer = copied((spec.model, spec.made_optimizer), spec.model)
-    alone = replace(spec, model=model, optimizer=optimizer, peers=())
+    own_steps = spec.rule.gradients_a_round if isinstance(spec.rule, Method) else spec.local_steps
+    alone = replace(spec, model=model, optimizer=optimizer, peers=(), local_steps=own_steps)
     engine = alone.in_process(forward_options=forward_options)
     shadow = Learner(alone, Alone(), engine, costs)
     return Guard(shadow, spec.loss, cast("Examples", spec.me.validation), spec.every, 2 + spec.steps // spec.every)

@@ -121,7 +121,8 @@ def train(
         guard: "held-out" keeps a model trained alone beside, compares the two on the validation set at every
             evaluation, restarts from it where the peers do harm, and gives the better of the two, for one more own
             gradient a step; "off" does not; "auto" does where there are validation examples. The default rule
-            trains alone beside in any case, and without validation examples compares on own examples held out.
+            trains alone beside in any case, and without validation examples compares on own examples held out. A
+            method is not restarted, and the model beside it takes as many own steps as it computes own gradients.
         measure: measure noise, bias and curvature before the first step, by sixteen passes over the users, and
             report them with the plan that they imply. None: where all examples are in this process.
         capture: take steps as one program that the host looks into only where something is recorded: on a GPU a
@@ -210,7 +211,7 @@ def set_up(
     check(spec)
     spec = with_usable_peers(spec)
     trackers = [] if folder is None else trackers_of(folder, options.trackers)
-    spec = with_rule(spec, options.guard).prepared()
+    spec = with_rule(spec).prepared()
     guarded, guard = setup.guard_mode(options.guard, spec)
     engine = setup.opened(spec, options, stack)
     held.enter_context(cpu_threads(threads_for(options.threads, engine)))

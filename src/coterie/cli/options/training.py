@@ -185,7 +185,8 @@ class FitOptions:
         Option(
             "--guard/--no-guard",
             help="Train a model alone beside, start again from it where the peers do harm, and serve the better of "
-            "the two on the validation rows; costs one more gradient of user 0 a step (adaptive: nothing).",
+            "the two on the validation rows; costs one more gradient of user 0 a step (adaptive: nothing). A "
+            "method does not start again, and the model beside it costs as many own gradients as the method.",
         ),
     ] = True
     seed: Annotated[int, Option(help="What splits, initial weights and batches depend on.")] = 0

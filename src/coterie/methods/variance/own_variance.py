@@ -11,8 +11,12 @@ from coterie.rules import State
 from coterie.users.sampling import draw, random_key
 
 
+class OwnVariance(LocalSteps):
+    """What the methods share that ask no peer: their model is trained alone."""
+
+
 @dataclass(frozen=True)
-class SVRG(LocalSteps):
+class SVRG(OwnVariance):
     """Take steps whose noise vanishes as the model converges, without peers.
 
         y = x, G = ∇f_0(y) over all examples, then K times  x ← x − η (g_0(x) − g_0(y) + G)
@@ -53,7 +57,7 @@ class SVRG(LocalSteps):
 
 
 @dataclass(frozen=True)
-class SAGA(LocalSteps):
+class SAGA(OwnVariance):
     """Update one block's gradient in the table, and step by the whole table.
 
         f_0 = Σ_j p_j f_j over B blocks of the own examples, p_j a block's share; j drawn evenly, then
@@ -104,7 +108,7 @@ class SAGA(LocalSteps):
 
 
 @dataclass(frozen=True)
-class MVR(LocalSteps):
+class MVR(OwnVariance):
     """Average past gradients as momentum does, each corrected for the movement of the model since.
 
         d_t = g_0(x_t) + (1 − a) (d_{t−1} − g_0(x_{t−1})),      x_{t+1} = x_t − η d_t

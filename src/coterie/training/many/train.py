@@ -105,7 +105,7 @@ def _ready(specs: Sequence[RunSpec], progress: bool | None) -> list[ReadyRun]:
     forms: dict[Hashable, Hashable] = {}
     ready: list[ReadyRun] = []
     for place, asked in enumerate(specs):
-        spec, program = with_rule(asked, guard="off").prepared(), _program(asked)
+        spec, program = with_rule(asked).prepared(), _program(asked)
         model = models.setdefault(program, asked.model)
         alike = asked.model is model or _alike(model, spec)
         users = tuple(id(user) for user in (asked.me, *asked.peers))
