@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,17 +112,20 @@ def test_a_worse_method_is_not_restarted_and_the_model_trained_alone_is_served()
 def test_steps_that_are_too_long_alone_do_not_end_a_method() -> None:
     """(3x − 1)² has the curvature 18: a step of 0.3 multiplies the distance from the optimum by −4.4."""
     inputs = torch.tensor([[1.0], [-1.0]])
-    held_out = inputs, inputs
+    held_out = inputs.repeat(5, 1), inputs.repeat(5, 1)
     me = coterie.User("me", 3 * inputs, inputs, validation=held_out, test=held_out)
     flat = coterie.User("flat", 0.3 * inputs.repeat(60, 1), inputs.repeat(60, 1))
     how: dict[str, Any] = {"lr": 0.3, "steps": 120, "evaluate_every": 10}
     model, loss = nn.Linear(1, 1, bias=False), nn.functional.mse_loss
+    nn.init.zeros_(model.weight)
     with pytest.raises(GradientError):
         coterie.train(model, loss, me, [flat], coterie.Alone(), optimizer=torch.optim.SGD, **how)
     run = coterie.train(model, loss, me, [flat], methods.FedAvg(1), **how)
     assert run.step == 120
     assert run.alone is not None
-    assert run.verdict.finding != "unknown"
+    assert run.verdict.finding == "better"
+    assert run.verdict.sentence.endswith("first step: its steps may be too long, try a lower `lr`.")
+    assert not any(math.isnan(loss) for loss in run.record.curve("alone_validation_loss")[1])
     assert all(parameter.isfinite().all() for parameter in run.alone.parameters()), "the best before that"
 
 

@@ -59,7 +59,7 @@ END: dict[str, Any] = {
     "best_step": 10,
     "stopped": None,
     "test": {"loss": 0.4},
-    "guard": {"served": "collaborative", "difference": -0.1, "error": 0.02},
+    "guard": {"served": "collaborative", "difference": -0.1, "error": 0.02, "alone_step": 5},
     "tau": {"a": 1.0},
     "left_out": {"b": {"not finite": 3}},
     "costs": {"me": {"gradients": 20, "examples": 400, "numbers_sent": 50, "numbers_received": 60}},
@@ -96,7 +96,7 @@ def test_a_record_is_read(tmp_path: Path) -> None:
     assert (first.own_loss, first.guard, first.validation) == (None, None, {"loss": 1.5, "rmse": 1.2})
     assert last.guard == GuardCheck(alone_loss=0.6, difference=-0.1, error=0.02, restarts=1)
     assert [point.to_plain() for point in record.points] == POINTS
-    assert end.guard == GuardDecision(served="collaborative", difference=-0.1, error=0.02)
+    assert end.guard == GuardDecision(served="collaborative", difference=-0.1, error=0.02, alone_step=5)
     assert end.costs == {"me": Cost(gradients=20, examples=400, numbers_sent=50, numbers_received=60)}
     assert end.traffic == {
         "me": Traffic(bytes_sent=200, bytes_received=240, seconds_waiting=0.5, seconds_computing=1.5)

@@ -72,6 +72,7 @@ class GuardDecision:
     served: Literal["collaborative", "alone"]
     difference: float  # the validation loss of the collaborative model, less that of the one trained alone
     error: float  # the standard error of the difference, paired by example
+    alone_step: int | None = None  # the step at which the one trained alone was at its best
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,11 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
         return Verdict(
             "unknown", f"Whether the model for {name} is better than one trained alone is not known: {why}."
         )
-    return judged(name, comparison)
+    found = judged(name, comparison)
+    if end.guard is None or end.guard.alone_step != 0:
+        return found
+    learned = "The model trained alone was never better than before its first step"
+    return replace(found, sentence=f"{found.sentence} {learned}: its steps may be too long, try a lower `lr`.")
 
 
 def asks_nobody(configuration: Configuration) -> bool:

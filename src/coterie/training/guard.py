@@ -68,9 +68,10 @@ class Guard:
         if alone is None:
             return model, best, None
         difference, error, _ = self.compare(model, alone)
+        found: dict[str, Any] = {"difference": difference, "error": error, "alone_step": self.shadow.best["step"]}
         if not best or self.shadow.best["loss"] < best["loss"]:
-            return alone, self.shadow.best, GuardDecision(served="alone", difference=difference, error=error)
-        return model, best, GuardDecision(served="collaborative", difference=difference, error=error)
+            return alone, self.shadow.best, GuardDecision(served="alone", **found)
+        return model, best, GuardDecision(served="collaborative", **found)
 
     def alone(self) -> nn.Module | None:
         """Return the best of the shadow, the model trained alone; None before the first comparison."""
