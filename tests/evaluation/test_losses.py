@@ -15,7 +15,7 @@ from torch.utils import _pytree
 import coterie
 from coterie.errors import DataError, ModelError
 from coterie.evaluation.evaluate import evaluate, example_losses
-from coterie.evaluation.losses import known_per_example
+from coterie.evaluation.losses import known_per_example, on_device
 from coterie.users.examples import InMemory
 
 
@@ -32,6 +32,49 @@ def test_the_mean_by_example_is_torchs_mean(
         known = known_per_example(loss)
         assert known is not None
         torch.testing.assert_close(known(outputs, given), loss(outputs, given), equal_nan=True)
+
+
+def test_what_targets_count_is_where_the_targets_are() -> None:
+    """Those of users are on the CPU when a run begins, and the weights of classes where the model is."""
+    known = known_per_example(nn.CrossEntropyLoss(torch.ones(3)))
+    assert known is not None
+    counts = known.counts(torch.zeros(4, dtype=torch.long, device="meta"))
+    assert counts is not None
+    assert counts.device.type == "meta"
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_loss_goes_where_the_model_is_as_a_copy(declared: bool) -> None:
+    weight, there = torch.ones(3), torch.device("meta")
+    module = nn.CrossEntropyLoss(weight, reduction="none" if declared else "mean")
+    loss: Any = coterie.per_example(module) if declared else module
+    moved: Any = on_device(loss, there)
+    assert type(moved) is type(loss)
+    assert (moved.each if declared else moved).weight.device == there
+    assert module.weight is weight
+    assert on_device(moved, there) is moved
+    assert on_device(loss, weight.device) is loss
+    assert on_device(f.cross_entropy, there) is f.cross_entropy
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rule", [coterie.WeightedAveraging(0.5), coterie.AdaptiveAveraging()])
+@pytest.mark.parametrize("held", ["cpu", "cuda"])
+def test_weights_of_classes_are_used_on_a_gpu_wherever_they_are(rule: Any, held: str) -> None:
+    me, *peers = users()
+    weight, losses = torch.tensor([0.1, 2.0, 5.0]), list[list[float]]()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    for device in (held, "cpu"):
+        run = coterie.train(
+            *(model, nn.CrossEntropyLoss(weight.to(device)), me, peers, rule),
+            lr=0.01,
+            steps=20,
+            measure=False,
+            device="cpu" if losses else "cuda",
+        )
+        losses.append(run.record.curve("validation_loss")[1])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def some(n: int = 40, ignored: bool = False) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from coterie.everyone.folders import align
 from coterie.everyone.passes import SharedPasses
 from coterie.learners.spec import RunSpec
 from coterie.recording import checkpoint
+from coterie.training import setup
 from coterie.training.run import Stopped
 from coterie.users.examples import InMemory
 
@@ -57,6 +58,17 @@ def test_one_program_gives_the_runs_of_train(rule: str) -> None:
     how = {run.record.configuration.runs for run in runs.runs.values()}
     assert any(told.startswith("one program") for told in how)
     assert_close(runs, users, RULES[rule])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rule", RULES)
+def test_one_program_on_a_gpu_gives_what_the_cpu_gives(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "captured", lambda *_: (None, "off"))  # captured steps are each run's own
+    there, here = (train(RULES[rule], device=device) for device in ("cuda", "cpu"))
+    for name, run in there.runs.items():
+        assert run.record.configuration.runs.startswith("one program")
+        ours, theirs = ([p.cpu() for p in each.model.parameters()] for each in (run, here.runs[name]))
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_steps_between_looks_are_taken_for_all_and_constants_are_measured_once() -> None:

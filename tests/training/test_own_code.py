@@ -73,6 +73,20 @@ CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.parametrize("rule", [coterie.WeightedAveraging(0.5), coterie.AdaptiveAveraging()])
+def test_a_scheduler_is_blamed_that_runs_ahead_of_captured_steps(make_users: Users, rule: Any) -> None:
+    users = make_users()
+    with pytest.raises(UserCodeError, match="the scheduler raised ValueError: Tried to step"):
+        coterie.train(
+            *(network(), cross_entropy, users[0], users[1:], rule),
+            **CASES["scheduler"][1](),
+            steps=100,
+            capture=True,
+            measure=False,
+            guard="off",
+        )
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_error_says_whose_it_is_and_the_run_goes_on_where_it_was(
     make_users: Users, tmp_path: Path, case: tuple[str, Callable[[], dict[str, Any]]]

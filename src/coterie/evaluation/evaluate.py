@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from coterie.errors import blaming
-from coterie.evaluation.losses import as_loss, known_per_example
+from coterie.evaluation.losses import as_loss, known_per_example, on_device
 from coterie.evaluation.metrics import Metric, metrics_of
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
@@ -45,7 +45,8 @@ def evaluate(
         >>> evaluate(model, nn.functional.mse_loss, data)
         {'loss': 2.0, 'rmse': 1.4142135623730951}
     """
-    loss, device = as_loss(loss), next(model.parameters()).device
+    device = next(model.parameters()).device
+    loss = on_device(as_loss(loss), device)
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):  # a loss may draw, too
         parts = outputs_on(model, examples, chunk)
         if (whole := whole_of(parts)) is not None:
@@ -95,7 +96,7 @@ def example_losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: i
     It is 0 where there is nothing to learn from, all targets of an example being ignored.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    loss = as_loss(loss)
+    loss = on_device(as_loss(loss), device)
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
         chunks = _chunks(examples, chunk, device)
         return torch.cat([_losses(model, loss, x, y).double().cpu() for x, y in chunks])

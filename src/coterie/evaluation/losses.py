@@ -113,6 +113,22 @@ def as_loss(loss: Loss) -> Loss:
     return PerExample(loss, weights, of_torch=type(loss) in (*_OVER_TARGETS, *_OVER_ELEMENTS))
 
 
+def on_device(loss: Loss, device: torch.device) -> Loss:
+    """Return a loss with its tensors, such as weights of classes, on a device; itself where they are there.
+
+    Example:
+        >>> on_device(nn.CrossEntropyLoss(weight=torch.ones(2)), torch.device("meta")).weight.device
+        device(type='meta')
+    """
+    module = loss.each if isinstance(loss, PerExample) else loss
+    if not isinstance(module, nn.Module):
+        return loss
+    if all(tensor.device == device for tensor in (*module.parameters(), *module.buffers())):
+        return loss
+    moved = copy.deepcopy(module).to(device)
+    return replace(loss, each=moved) if isinstance(loss, PerExample) else moved
+
+
 def is_over_classes(loss: Loss) -> bool:
     """Say whether a loss of torch takes an output for each class."""
     loss = loss.each if isinstance(loss, PerExample) else loss
@@ -158,7 +174,7 @@ def _counted(weight: Tensor | None, ignored: int, targets: Tensor) -> Tensor:
     if targets.is_floating_point():  # probabilities of classes: torch divides by their number
         return torch.ones_like(targets[:, 0], dtype=torch.long)
     kept = targets != ignored
-    return kept.long() if weight is None else torch.where(kept, weight[targets * kept], 0.0)
+    return kept.long() if weight is None else torch.where(kept, weight.to(targets.device)[targets * kept], 0.0)
 
 
 def _or_one(counts: Tensor) -> Tensor:

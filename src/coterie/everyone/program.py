@@ -55,8 +55,9 @@ class TrunksTogether:
 
     def begin(self) -> None:
         """Let the rows of all members be those of two stacks."""
-        members, users = self.members, len(self.passes.users)
-        self._columns = [_columns(users, place) for place in self._places]
+        members, users, device = self.members, range(len(self.passes.users)), self.passes.like.device
+        peers_of = ([other for other in users if other != place] for place in self._places)
+        self._columns = [torch.tensor(others, device=device) for others in peers_of]
         self._own = self.passes.own([member.points.parts for member in members], list(self._places))
         self._alone, alone = join([member.alone for member in members])
         self._peers, peers = join([member.peers for member in members])
@@ -213,11 +214,6 @@ class LearnersTogether:
     def repeat(self, most: int, stop: Callable[[], bool]) -> list[list[float]]:
         """Take no steps: each rule makes its own of what it is given."""
         return []
-
-
-def _columns(users: int, place: int) -> Tensor:
-    """Return where a member's peers are among all users."""
-    return torch.tensor([other for other in range(users) if other != place])
 
 
 class EvaluatedTogether:

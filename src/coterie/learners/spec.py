@@ -29,7 +29,7 @@ from coterie.arguments import (
 )
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import KnobError, ModelError, blaming
-from coterie.evaluation.losses import as_loss
+from coterie.evaluation.losses import as_loss, on_device
 from coterie.evaluation.metrics import Metric
 from coterie.gradients.norm_bound import FACTOR
 from coterie.gradients.parameters import Parameters
@@ -148,7 +148,7 @@ class RunSpec:
         return max(1, self.steps // 50) if self.evaluate_every is None else int(self.evaluate_every)
 
     def prepared(self) -> Self:
-        """Return the same run with a copy of the model on the device, and with a copy of its optimizer, made."""
+        """Return the same run with copies of model and loss on the device, and of its optimizer, made."""
         Parameters(self.model)  # refuses what cannot be trained, before it is copied
         if isinstance(self.optimizer, Optimizer):
             if self.lr is not None:
@@ -168,7 +168,8 @@ class RunSpec:
             raise KnobError(
                 "LBFGS evaluates the loss several times a step; use an optimizer that takes one gradient"
             )
-        ready = replace(self, model=model, optimizer=optimizer, lr=None, device=None)
+        loss = on_device(self.loss, Parameters(model).device)
+        ready = replace(self, model=model, loss=loss, optimizer=optimizer, lr=None, device=None)
         ready.made_scheduler(_like(optimizer))  # what cannot be made is told now
         return ready
 

@@ -72,8 +72,7 @@ class Stack:
         """Let every optimizer follow its rows of `direction`, and the schedules of step sizes go on."""
         with blaming("the optimizer"):
             self.optimize()
-        with blaming("the scheduler"):
-            self.schedule()
+        self.schedule()
 
     def optimize(self, rates: Sequence[float] | Sequence[Tensor] = ()) -> None:
         """Let every optimizer follow its rows of `direction`, by the step sizes of `rates()` where given.
@@ -91,9 +90,10 @@ class Stack:
 
     def schedule(self) -> None:
         """Let the schedules of step sizes go on."""
-        for _, scheduler in self._steps:
-            if scheduler is not None:
-                scheduler.step()
+        with blaming("the scheduler"):
+            for _, scheduler in self._steps:
+                if scheduler is not None:
+                    scheduler.step()
 
     def rates(self) -> list[float]:
         """Return the step sizes that schedules change, as they are."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.capabilities import require
+from coterie.errors import blaming
 from coterie.learners.capturable import at_rates, make_capturable, settings_of, state_tensors
 from coterie.learners.learner import Learner
 from coterie.rules import Alone, Capturable, State
@@ -70,7 +71,8 @@ class StepTables:
             self.rates.append([float(group["lr"]) for group in groups] if self.scheduler else [])
             rows.append([*knobs.values(), *self.rates[-1]])
             if self.scheduler is not None:
-                self.scheduler.step()
+                with blaming("the scheduler"):
+                    self.scheduler.step()
         self._remember(state)
         numbers, row = torch.tensor(rows, dtype=learner.x.dtype).reshape(n, -1), learner.step - self.first
         if self.numbers.shape != (len(self.indices), numbers.shape[1]):
