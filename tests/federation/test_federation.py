@@ -245,6 +245,10 @@ def test_a_private_site_says_what_it_promises(
     with pytest.raises(KnobError, match="basel gives 0 more gradients, and this run may ask for 20"):
         check_plan(lead_settings(folder), LocalSites({"basel": peer}), tmp_path)  # of its ε
     assert "a run with it does not have the same bits again" in caplog.text
+    (kit / "coterie.toml").write_text(proposed.replace("# batch_size", "batch_size"))
+    promised = site_settings(kit).privacy
+    assert promised is not None
+    assert promised.batch_size == lead_settings(folder).training.batch_size, "what user 0 plans is proposed"
     (kit / "coterie.toml").write_text(proposed.replace("delta = 1e-5 ", "# "))
     with pytest.raises(KnobError, match=r"\[privacy\] must have 'delta'"):
         site_settings(kit)

@@ -31,6 +31,7 @@ from coterie.federation.kits import accept, accepted
 from coterie.federation.lead import REFUSED, RUN, check_plan
 from coterie.federation.manifest import CERTIFICATES, KIT, KIT_FILES, MANIFEST, Kit, fingerprint, seal
 from coterie.federation.settings import SITE_CAPS, Data, LeadSettings, Model, Training, site_settings
+from coterie.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
 from coterie.recording import files
 
@@ -312,6 +313,17 @@ def test_a_run_beyond_a_sites_caps_is_refused_before_it_begins(
         with pytest.raises(KnobError, match=said):
             check_plan(lead_of(**training), sites, tmp_path)
         assert "Take fewer steps" in (tmp_path / REFUSED).read_text()
+
+
+def test_batches_of_another_size_than_a_site_promised_are_refused_before_the_run_begins(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    user = coterie.User("a", torch.ones(20, 2), torch.ones(20, 1))
+    passes = Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+    privacy = Privacy(9.0, 1e-3, 1.0, 20.0, batch_size=10)
+    sites = LocalSites({"a": Peer(user, passes, None, tmp_path / "log", privacy=privacy)})
+    with pytest.raises(KnobError, match=r"^a gives gradients of batches of 10 only, and `batch_size` is 8\. "):
+        check_plan(lead_of(rule="wga", steps=5, batch_size=8), sites, tmp_path)
+    check_plan(lead_of(rule="wga", steps=5, batch_size=10), sites, tmp_path)
 
 
 def test_a_masked_sum_in_which_too_few_sites_count_is_refused_before_it_begins(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from tests.support.accountants import by_prv, exact_gaussian
+from tests.support.adaptive_sizes import delta_reached
 
 from coterie.errors import CoterieError, KnobError
 from coterie.privacy.accountant import Budget, Event, epsilon_of, least_noise
@@ -62,3 +63,12 @@ def test_the_least_noise_is_just_enough() -> None:
 def test_no_other_events_are_there(rate: float, noise: float) -> None:
     with pytest.raises(KnobError, match=r"`rate`|`noise`"):
         Event(rate, noise)
+
+
+def test_what_is_added_up_holds_for_one_size_and_not_for_sizes_chosen_by_what_was_seen() -> None:
+    """What `batch_size` of a `Privacy` prevents: with two gradients, user 0 gains a quarter of δ."""
+    epsilon, delta, most = 1.5, 1e-3, 2
+    kinds = [Event(1.0, 2.61), Event(0.01, 0.4294)]  # the least noise for two of a kind
+    alone = [delta_reached(epsilon, delta, [kind], most) for kind in kinds]
+    assert all(0.9 * delta < reached <= delta for reached in alone)
+    assert delta_reached(epsilon, delta, kinds, most) > 1.25 * delta

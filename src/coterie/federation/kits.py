@@ -79,6 +79,7 @@ PRIVACY = """\
 # delta = 1e-5          # less than one over the number of your rows
 # clip = 1.0            # each row's gradient is clipped to this norm
 # noise = 1.0           # in multiples of `clip`; left out: the least with which epsilon lasts for `gradients` above
+# batch_size = {batch_size:<10} # the only size that is answered for: user 0 cannot choose by what it has seen
 # margin = 1            # with [sums] and its keys: sites split the noise, of whom so many others may tell theirs
 """
 
@@ -198,7 +199,7 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
     limits = {name: "inf" if limit is None else limit for name, limit in vars(caps).items()}
     names = {"name": quoted(kit.site), "kit": quoted(fingerprint), "target": quoted(kit.target)}
     names |= {"table": quoted(mine.table if mine else "data.csv"), "sites": "", "own_examples": ""}
-    names |= {"rest": f"{PRIVACY}\n{SUMS}"}
+    names |= {"rest": f"{PRIVACY.format(batch_size=kit.batch_size)}\n{SUMS}"}
     if kit.everyone:
         wanted = f"own_examples = {mine.own_examples}" if mine and mine.own_examples else "# own_examples = 100"
         training = "\n".join(f"{name} = {quoted(value)}" for name, value in kit.training.items())

@@ -129,7 +129,10 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
         if isinstance(promised, str):
             said = "%s promises %s; a run with it does not have the same bits again"
             logging.getLogger(__name__).warning(said, name, printable(promised))
-        if isinstance(left, int) and left < wanted:
+        only = terms.get("batch_size") if isinstance(terms, dict) else None
+        if isinstance(only, int) and only != size:
+            problems.append(f"{name} gives gradients of batches of {only} only, and `batch_size` is {size}")
+        elif isinstance(left, int) and left < wanted:
             problems.append(f"{name} gives {left} more gradients, and {whose} may ask for {wanted}")
         if isinstance(least, int) and least > size:
             problems.append(f"{name} gives no gradient of fewer than {least} rows, and `batch_size` is {size}")

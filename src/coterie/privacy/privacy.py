@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coterie.arguments import POSITIVE, check_fields, optional, real, whole
+from coterie.arguments import COUNT, POSITIVE, check_fields, optional, real, whole
 from coterie.errors import KnobError
 from coterie.privacy.accountant import NOISE, least_noise
 
@@ -22,6 +22,8 @@ class Privacy:
         margin: give parts of masked sums only, and let their sites split the noise: the sum has all of it, also
             without that of `margin` other sites. The promise is then against those who see sums, together with so
             many sites. All of it is the peer's own when None.
+        batch_size: answer for batches of this size only. Of any when None: user 0 may then choose sizes by what it
+            has seen, while ε is added up as if they had been fixed before, and what holds is a somewhat larger δ.
 
     Example:
         >>> Privacy(epsilon=2.0, delta=1e-5, clip=1.0).in_words()
@@ -33,10 +35,12 @@ class Privacy:
     clip: float
     noise: float | None = None
     margin: int | None = None
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {"epsilon": POSITIVE, "delta": DELTA, "clip": POSITIVE}
-        check_fields(self, {**sizes, "noise": optional(NOISE), "margin": optional(whole(0))})
+        others = {"noise": optional(NOISE), "margin": optional(whole(0)), "batch_size": optional(COUNT)}
+        check_fields(self, {**sizes, **others})
 
     def check(self, examples: int, gradients: int | None) -> None:
         """Refuse what does not fit a peer of so many examples that gives so many gradients in all."""
@@ -60,6 +64,7 @@ class Privacy:
     def in_words(self) -> str:
         """Return the promise in words."""
         noise = "" if self.noise is None else f", with noise of {self.noise:g} times that"
+        noise += "" if self.batch_size is None else f", in batches of {self.batch_size}"
         said = f"ε = {self.epsilon:g} at δ = {self.delta:g} for every example, clipped to norm {self.clip:g}{noise}"
         if self.margin is None:
             return said

@@ -375,6 +375,20 @@ def test_user_0_cannot_have_the_noise_of_ever_other_batches_looked_for(
     assert len(looked_for) == 16
 
 
+def test_batches_of_the_size_that_was_promised_and_of_no_other(tmp_path: Path) -> None:
+    """User 0 could choose sizes by what it has seen, for which what is added up does not hold."""
+    site = peer(tmp_path / "log", Privacy(1.5, DELTA, 1.0, 8.0, batch_size=N // 4))
+    assert site.answer(request(batch_size=N // 4)).gradients is not None
+    for other in (1, N // 4 + 1, N):
+        assert site.answer(request(batch_size=other)).refused == "it gives gradients of batches of 10 only"
+        assert (site.terms(other, 1)["left"], site.terms(other, 1)["batch_size"]) == (0, N // 4)
+    assert site.ledger.spent == {Event(0.25, 8.0): 1}
+    assert site.terms(N // 4, 3)["left"] == 3
+    assert "in batches of 10" in site.terms()["promises"]
+    with pytest.raises(KnobError, match="`batch_size`"):
+        Privacy(1.5, DELTA, 1.0, batch_size=0)
+
+
 class TestDamage:
     """A log that is not as it was written, and a clock that goes back: nothing is given."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer.caps import Caps, clipped
-from coterie.engines.peer.ledger import NO_OTHER_SIZE, Ledger, Spending, kept_secret
+from coterie.engines.peer.ledger import Ledger, Spending, kept_secret
 from coterie.engines.peer.own_draws import secret_bytes
 from coterie.engines.peer.own_gradients import OwnGradients
 from coterie.engines.peer.private_gradients import PrivateGradients
@@ -134,13 +134,14 @@ class Peer:
         """
         left, private = self.left, self._private
         if private is not None and _is_count(batch_size) and _is_count(gradients):
-            asked = private.may_be_asked(batch_size)
-            left = self._spending.left(private.event(batch_size), min(gradients, MOST_PLANNED)) if asked else 0
+            refused = private.why_not_of(batch_size) is not None
+            left = 0 if refused else self._spending.left(private.event(batch_size), min(gradients, MOST_PLANNED))
         terms = {"willing": left is None or left > 0, "left": left, "size": self.size}
         terms |= {"examples": self.caps.examples}  # behind a gradient, at least
         if private is None:
             return terms
-        return terms | {"promises": private.privacy.in_words(), "promise": self._spending.told()}
+        told = {"promises": private.privacy.in_words(), "promise": self._spending.told()}
+        return terms | told | {"batch_size": private.privacy.batch_size}
 
     def promise(self, batch_size: int) -> dict[str, float] | None:
         """Return what is promised, how much of it was spent, and the noise on each number; None where nothing."""
@@ -167,7 +168,7 @@ class Peer:
 
     def noise_terms(self, batch_size: Any) -> dict[str, Any]:
         """Return what noise a masked sum must have for such batches; nothing where none is split."""
-        if self._private is None or not _is_count(batch_size) or not self._private.may_be_asked(batch_size):
+        if self._private is None or not _is_count(batch_size) or self._private.why_not_of(batch_size) is not None:
             return {}
         return self._private.noise_terms(batch_size, self.size or 1)
 
@@ -217,8 +218,8 @@ class Peer:
 
         Neither a time nor an error's kind leaves: both would tell of the sample.
         """
-        if not private.may_be_asked(request.batch_size):
-            return self.refuse(NO_OTHER_SIZE, caller, request.step)
+        if reason := private.why_not_of(request.batch_size):
+            return self.refuse(reason, caller, request.step)
         event = private.event(request.batch_size)
         if reason := private.too_little_noise(event, share, works=request.work is not None):
             return self.refuse(reason, caller, request.step)

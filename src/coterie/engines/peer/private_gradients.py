@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from coterie.engines.in_process.model_support import full_precision, warnings_as_errors
 from coterie.engines.in_process.passes import Buffers, Passes
 from coterie.engines.peer.ghost_norms import MARGIN, clipped_sum_by_layer, takes
+from coterie.engines.peer.ledger import NO_OTHER_SIZE
 from coterie.errors import CoterieError, DataError, ModelError, blaming
 from coterie.privacy.accountant import MAX_KINDS, Event
 from coterie.privacy.clipping import clipped_sum, noisy
@@ -78,9 +79,16 @@ class PrivateGradients:
             self._events[rate] = Event(rate, self.privacy.noise_at(rate, self._gradients))
         return self._events[rate]
 
-    def may_be_asked(self, batch_size: int) -> bool:
-        """Say whether the cost of such batches is looked for: that takes seconds, and user 0 chooses the sizes."""
-        return min(1.0, batch_size / len(self.user)) in self._events or len(self._events) < MAX_KINDS
+    def why_not_of(self, batch_size: int) -> str | None:
+        """Return why the cost of such batches is not looked for, if it is not.
+
+        That takes seconds, and user 0 chooses the sizes; and the site may have said which alone it gives.
+        """
+        only = self.privacy.batch_size
+        if only is not None and batch_size != only:
+            return f"it gives gradients of batches of {only} only"
+        known = min(1.0, batch_size / len(self.user)) in self._events
+        return None if known or len(self._events) < MAX_KINDS else NO_OTHER_SIZE
 
     def deviation(self, event: Event, over: float | None = None) -> float:
         """Return the standard deviation of the noise on each number of a gradient; `over` so many examples."""
