@@ -9,7 +9,7 @@ from tests.support.accountants import by_prv, exact_gaussian
 from tests.support.adaptive_sizes import delta_reached
 
 from coterie.errors import CoterieError, KnobError
-from coterie.privacy.accountant import Budget, Event, epsilon_of, least_noise
+from coterie.privacy.accountant import Budget, Event, epsilon_of, least_noise, merged
 
 
 @pytest.mark.parametrize(("noise", "count", "delta"), [(1.0, 1, 1e-5), (5.0, 50, 1e-4), (20.0, 100, 1e-6)])
@@ -63,6 +63,23 @@ def test_the_least_noise_is_just_enough() -> None:
 def test_no_other_events_are_there(rate: float, noise: float) -> None:
     with pytest.raises(KnobError, match=r"`rate`|`noise`"):
         Event(rate, noise)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_kinds_that_are_merged_cost_no_less_and_keep_their_number(most: int) -> None:
+    rates = {0.1: 8.0, 0.11: 4.0, 0.2: 2.0, 0.21: 2.0, 0.5: 9.0, 1.0: 9.0}
+    events = {Event(rate, noise): k + 1 for k, (rate, noise) in enumerate(rates.items())}
+    found = merged(events, most)
+    assert len(found) == most
+    assert found.total() == sum(events.values())
+    assert epsilon_of(events, 1e-5) < epsilon_of(found, 1e-5)
+    assert merged(events) == events, "few kinds stay as they are"
+
+
+def test_kinds_that_become_alike_are_all_counted() -> None:
+    events = {Event(0.1, 2.0): 1, Event(0.2, 1.0): 2, Event(0.2, 2.0): 4}
+    assert merged(events, 2) in ({Event(0.1, 2.0): 1, Event(0.2, 1.0): 6}, {Event(0.2, 1.0): 3, Event(0.2, 2.0): 4})
+    assert merged(events, 1) == {Event(0.2, 1.0): 7}
 
 
 def test_what_is_added_up_holds_for_one_size_and_not_for_sizes_chosen_by_what_was_seen() -> None:

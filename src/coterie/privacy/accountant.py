@@ -1,6 +1,7 @@
 """The accountant: what ε everything that was given adds up to; dp-accounting's privacy loss distributions."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ NO_PROMISE = 1000.0
 """A mean privacy loss beyond this is taken for infinite: its distribution would not fit into memory."""
 
 MAX_KINDS = 16
-"""How many kinds of events are added up: each costs time at every step, and user 0 chooses the sizes of batches."""
+"""How many kinds of events are added up: each costs time, and there is one more with each number of examples."""
 
 RATE = real("lie in (0, 1]", lambda value: 0 < value <= 1)
 NOISE = real(
@@ -67,6 +68,26 @@ def _epsilon(events: tuple[tuple[Event, int], ...], delta: float) -> float:
         sampled = accounting.PoissonSampledDpEvent(event.rate, gaussian) if event.rate < 1 else gaussian
         accountant.compose(sampled, n)
     return float(accountant.get_epsilon(delta))
+
+
+def merged(events: Mapping[Event, int], most: int = MAX_KINDS) -> Counter[Event]:
+    """Return events of at most so many kinds that cost at least as much; those of the nearest rates become alike.
+
+    A larger rate costs more, and so does less noise.
+
+    Example:
+        >>> merged({Event(0.1, 1.0): 5, Event(0.11, 2.0): 3, Event(0.5, 1.0): 1}, most=2)
+        Counter({Event(rate=0.11, noise=1.0): 8, Event(rate=0.5, noise=1.0): 1})
+    """
+    kinds = sorted(events.items())
+    while len(kinds) > most:
+        place = min(range(1, len(kinds)), key=lambda k: kinds[k][0].rate / kinds[k - 1][0].rate)
+        (low, n), (high, m) = kinds[place - 1 : place + 1]
+        kinds[place - 1 : place + 1] = [(Event(high.rate, min(low.noise, high.noise)), n + m)]
+    found = Counter[Event]()
+    for event, n in kinds:
+        found[event] += n
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,20 @@ def test_user_0_cannot_tire_the_accountant(tmp_path: Path) -> None:
     refused = [site.answer(request(batch_size=size)).refused for size in range(1, 19)]
     assert refused[:16] == [None] * 16
     assert "16 sizes" in str(refused[16])
+
+
+def test_examples_that_come_and_go_do_not_end_what_is_given(tmp_path: Path) -> None:
+    """Each number of examples is another rate; of more than 16 the nearest count as the one that costs more."""
+    before = Counter({Event((10 + k) / N, 40.0): 1 for k in range(20)})
+    for event in before:
+        assert Ledger(tmp_path / "log").spend(event, 1, lambda: None) is None
+    site = peer(tmp_path / "log", Privacy(0.5, DELTA, 1.0, 40.0))
+    exact = epsilon_of(before, DELTA)
+    assert site.epsilon is not None
+    assert exact < site.epsilon < 1.05 * exact
+    assert site.answer(request()).refused is None
+    tight = peer(tmp_path / "log", Privacy(site.epsilon + 1e-6, DELTA, 1.0, 40.0))
+    assert "would exceed its ε" in str(tight.answer(request()).refused)
 
 
 def test_user_0_cannot_have_the_noise_of_ever_other_batches_looked_for(

@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import FileError, KnobError
-from coterie.privacy.accountant import MAX_KINDS, Budget, Event, dp_accounting_packages, epsilon_of
+from coterie.privacy.accountant import MAX_KINDS, Budget, Event, dp_accounting_packages, epsilon_of, merged
 from coterie.privacy.privacy import Privacy
 from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.files import writing
 
 MAX_LOGGED_CHARACTERS = 200
 """How much of a text that comes from elsewhere, or of an error, a line holds."""
-
-
-NO_OTHER_SIZE = f"it has answered for {MAX_KINDS} sizes of batches, and answers for no other"
 
 MAX_BACK = 60.0
 """How many seconds a clock may go back, as one that is set right does."""
@@ -162,35 +159,42 @@ class Spending:
         self.privacy, self.ledger, self.most = privacy, ledger, most
         self._budget = Budget(privacy.epsilon, privacy.delta)
         dp_accounting_packages()  # one that is missing is told at once,
-        epsilon_of(ledger.spent, privacy.delta)  # and so is a damaged log
+        _ = self.epsilon  # and so is a damaged log
 
     @property
     def epsilon(self) -> float:
-        """The ε that was spent; infinite where gradients were given without noise."""
-        spent = self.ledger.spent
-        return math.inf if self.ledger.given_so_far > spent.total() else epsilon_of(spent, self.privacy.delta)
+        """The ε that was spent; infinite where gradients were given without noise.
+
+        Kinds of events beyond `MAX_KINDS` count as the next that costs more.
+        """
+        given, spent = self.ledger.given, self.ledger.spent  # in this order: another thread may add to both
+        return math.inf if given > spent.total() else epsilon_of(merged(spent), self.privacy.delta)
 
     def over_budget(self, event: Event, count: int) -> str | None:
         """Return why so many more private gradients are too many, if they are; called under the log's lock."""
-        spent, given = self.ledger.spent_so_far, self.ledger.given_so_far
-        if given > sum(spent.values()):
+        given, spent = self.ledger.given_so_far, self._beside(event)
+        if given > spent.total():
             return "it has given gradients without noise before, so that nothing can be promised of its examples"
         if self.most is not None and given + count > self.most:
             return f"it has {self.most - given} gradients left to give, and was asked for {count}"
-        if event not in spent and len(spent) >= MAX_KINDS:
-            return NO_OTHER_SIZE
-        wanted = spent.get(event, 0) + count
+        wanted = spent[event] + count
         if self._budget.most(spent, event, wanted) < wanted:
             return f"{count} more gradients would exceed its ε = {self._budget.epsilon:g}"
         return None
 
     def left(self, event: Event, wanted: int) -> int:
         """Return how many such gradients are left: `wanted` where so many are, and the exact number where not."""
-        spent, given = self.ledger.spent, self.ledger.given_so_far
-        if given > spent.total() or (event not in spent and len(spent) >= MAX_KINDS):
+        given, spent = self.ledger.given, self._beside(event)
+        if given > spent.total():
             return 0
         most = self._budget.most(spent, event, spent[event] + wanted) - spent[event]
         return max(0, min(wanted, most, wanted if self.most is None else self.most - given))
+
+    def _beside(self, event: Event) -> Counter[Event]:
+        """Return what was spent, by few kinds, of which one is this."""
+        spent = Counter(self.ledger.spent_so_far)
+        these = spent.pop(event, 0)
+        return merged(spent, MAX_KINDS - 1) + Counter({event: these})
 
     def told(self) -> dict[str, float]:
         """Return what others may know: the promise, and how much of it was spent."""

@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from coterie.engines.in_process.model_support import full_precision, warnings_as_errors
 from coterie.engines.in_process.passes import Buffers, Passes
 from coterie.engines.peer.ghost_norms import MARGIN, clipped_sum_by_layer, takes
-from coterie.engines.peer.ledger import NO_OTHER_SIZE
 from coterie.errors import CoterieError, DataError, ModelError, blaming
 from coterie.privacy.accountant import MAX_KINDS, Event
 from coterie.privacy.clipping import clipped_sum, noisy
@@ -88,7 +87,9 @@ class PrivateGradients:
         if only is not None and batch_size != only:
             return f"it gives gradients of batches of {only} only"
         known = min(1.0, batch_size / len(self.user)) in self._events
-        return None if known or len(self._events) < MAX_KINDS else NO_OTHER_SIZE
+        if known or len(self._events) < MAX_KINDS:
+            return None
+        return f"it has been asked for {MAX_KINDS} sizes of batches, and answers for no other in this run"
 
     def deviation(self, event: Event, over: float | None = None) -> float:
         """Return the standard deviation of the noise on each number of a gradient; `over` so many examples."""
