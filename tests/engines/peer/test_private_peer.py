@@ -486,6 +486,19 @@ class TestRefusal:
             PrivateGradients(user(), Passes(model, loss), Privacy(1.0, DELTA, 1.0, 1.0), None)
 
 
+def test_a_model_that_changes_what_is_frozen_is_refused() -> None:
+    """An example would act through it: what one of these reads is shortened for all that come after it."""
+
+    def model(*, trains: bool) -> nn.Module:
+        renormed = Renormed()
+        renormed.embedding.weight.requires_grad_(trains)
+        return nn.Sequential(renormed, nn.Linear(1, 1))
+
+    PrivateGradients(user(), Passes(model(trains=True), LOSS), Privacy(9.0, DELTA, 1.0, 1.0), None)
+    with pytest.raises(ModelError, match=r"changes its frozen parameter '0\.embedding\.weight'"):
+        PrivateGradients(user(), Passes(model(trains=False), LOSS), Privacy(9.0, DELTA, 1.0, 1.0), None)
+
+
 def test_examples_that_mix_are_refused_where_sums_have_no_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes of a GPU differ in their last digits, as if the model drew random numbers."""
     plain = Passes.single

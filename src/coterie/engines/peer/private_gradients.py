@@ -66,10 +66,15 @@ class PrivateGradients:
             passes.parameters.vector()[:1], 1.0, 1.0
         )  # a package that is missing is told now: later errors do not leave
         self._mapped = self._by_layer = False
-        device = passes.parameters.device
+        device, frozen = passes.parameters.device, _versions(passes)
         # Else a GPU's sums by layer, which are so precise, differ from others by hundredths.
         with full_precision(), seeded(0, user.name, 0, device):
             self._look(self._passing(min(COMPARED, len(user))))
+        if changed := [name for name, version in _versions(passes).items() if version != frozen[name]]:
+            raise ModelError(
+                f"the model changes its frozen parameter {changed[0]!r} as it computes, so that an example would "
+                "act on those after it; train it, or let it be a buffer, which is the same for every example"
+            )
 
     def event(self, batch_size: int) -> Event:
         """Return what one gradient of batches of this size costs."""
@@ -277,3 +282,8 @@ def check_apart(passes: Passes) -> None:
                 f"the layer {name!r} ({type(module).__name__}) normalises over the batch, so that examples mix and "
                 "cannot be clipped one by one; use GroupNorm or LayerNorm"
             )
+
+
+def _versions(passes: Passes) -> dict[str, int]:
+    """Return how often each frozen parameter was changed in place."""
+    return {name: p._version for name, p in passes.model.named_parameters() if not p.requires_grad}
