@@ -88,7 +88,7 @@ def test_test_rows_say_nothing() -> None:
 
 def test_own_examples_are_at_most_and_who_cannot_learn_is_left_out() -> None:
     table = pd.concat([clinics(), clinics(3).assign(who="tiny")])
-    with pytest.warns(UserWarning, match="'tiny' is left out"):
+    with pytest.warns(UserWarning, match="'tiny' is left out: 'tiny' has 3 rows, but 4 are needed"):
         found = users_from_table(table, own_examples=25, **COLUMNS)
     assert {user.name: len(user) for user in found.users} == {"a": 18, "b": 25, "c": 18}
     assert "tiny" in found.left_out

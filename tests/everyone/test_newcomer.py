@@ -81,8 +81,11 @@ def test_who_was_left_out_and_joins_is_no_longer_said_to_be(trained: coterie.Run
 
 def test_who_does_not_fit_is_told(trained: coterie.Runs) -> None:
     narrow = coterie.User("narrow", torch.randn(4, 9), torch.randn(4, 1))
-    with pytest.raises(UserCodeError, match="the newcomer 'narrow' could begin from, on its examples, raised"):
+    with pytest.raises(DataError, match=r"the inputs of the newcomer 'narrow' .* are not like those of 'a'"):
         trained.join(narrow)
+    broken = {name: replace(run, model=torch.nn.Linear(9, 1)) for name, run in trained.runs.items()}
+    with pytest.raises(UserCodeError, match="the newcomer 'wide' could begin from, on its examples, raised"):
+        replace(trained, runs=broken).join(user("wide", 1.0, 5, 7))
     stream = coterie.User.stream("stream", lambda n, seed, step: (torch.zeros(n, 10), torch.zeros(n, 1)))
     with pytest.raises(DataError, match="'stream' is a stream"):
         trained.join(stream)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.support.everyone import everyone
 from tests.support.small_runs import network, same, state_of
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import coterie
@@ -224,6 +225,15 @@ def test_rules_that_need_every_gradient_are_followed_one_by_one() -> None:
         "by itself: every peer's gradient is needed"
     }
     assert_close(runs, users, median)
+
+
+@pytest.mark.parametrize("rule", [None, coterie.WeightedAveraging(0.5)])
+def test_a_layer_that_keeps_runs_apart_is_the_reason_told(rule: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    runs = coterie.train_everyone(model, cross_entropy, everyone(3), rule, **SETTINGS | {"steps": 2})
+    told = {run.record.configuration.runs for run in runs.runs.values()}
+    assert len(told) == 1
+    assert "the model moves its buffers" in told.pop()
 
 
 def test_alignment_takes_the_step_that_most_have(tmp_path: Path) -> None:

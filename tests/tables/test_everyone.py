@@ -15,7 +15,7 @@ import torch._dynamo  # what an optimizer's first step would import in every chi
 import torch.utils.tensorboard.writer
 from tests.support import processes
 from tests.support.heart import hospitals
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from coterie.cli import app
 from coterie.data import Preparation
@@ -179,6 +179,50 @@ def test_users_with_numbers_for_names_are_found_where_one_field_is_empty(tmp_pat
         predict(out, rows.iloc[:0])
     refused = RUNNER.invoke(app, [*command, "--resume", "--tau", "1=1"])
     assert "`--tau` weighs the peers of one user" in " ".join(refused.stderr.split())
+
+
+def test_names_are_read_as_they_are_written_and_a_table_is_told_of_once(tmp_path: Path) -> None:
+    """In a column of numbers alone 001 would be 1, and beside one name 001 again."""
+    table = hospitals(tmp_path / "heart.csv")
+    names = dict(zip(dict.fromkeys(table["hospital"]), ("001", "002", "pooled", "004"), strict=True))
+    table = table.assign(hospital=table["hospital"].map(names), ward="north")
+    numbered = _written(table[table["hospital"] != "pooled"], tmp_path / "numbered.csv")
+    command = [
+        "train",
+        "--user-column",
+        "hospital",
+        "--target",
+        "ill",
+        "--me",
+        "all",
+        "--steps",
+        "2",
+        "--rule",
+        "wga",
+    ]
+    for data in (numbered, _written(table, tmp_path / "heart.csv")):
+        out = tmp_path / data.stem
+        assert RUNNER.invoke(app, [*command, "--data", str(data), "--out", str(out)]).exit_code == 0
+        places = files.read_json(out / FILE, "")["folders"]
+        assert set(places) == set(pd.read_csv(data, dtype=str)["hospital"])
+        rows = table.groupby("hospital").head(2).drop(columns="ill").assign(ward="south")
+        rows = pd.concat([rows, rows.iloc[:1].assign(hospital="X9")])
+        result = _piped(["predict", str(out)], rows)
+        of_all = "pooled (all users)" if "pooled" in places else "pooled"
+        wanted = [name if name in places else of_all for name in rows["hospital"]]
+        assert pd.read_csv(io.StringIO(result.stdout), dtype=str)["model"].tolist() == wanted
+        assert result.stderr.count(f"column 'ward' has {len(rows)} of {len(rows)} values that") == 1
+
+
+def _piped(command: list[str], rows: pd.DataFrame) -> Result:
+    """Run a command whose last argument is a pipe that holds a table."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as pipe:
+        rows.to_csv(pipe, index=False)
+    try:
+        return RUNNER.invoke(app, [*command, f"/dev/fd/{reading}"])
+    finally:
+        os.close(reading)
 
 
 def test_a_column_of_ids_is_not_written_over(tmp_path: Path) -> None:

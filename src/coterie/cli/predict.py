@@ -9,12 +9,18 @@ from typer import Argument, Option
 
 from coterie.data import read_table
 from coterie.errors import KnobError
+from coterie.tables.everyone import is_everyone, whose_folders
 from coterie.tables.predict import predict as predictions
+
+STANDARD_INPUT = Path("/dev/stdin")
+"""What `-` stands for."""
 
 
 def predict(
     folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
-    file: Annotated[Path, Argument(metavar="FILE", help="A CSV or Parquet file with the same columns.")],
+    file: Annotated[
+        Path, Argument(metavar="FILE", help="A CSV or Parquet file with the same columns; - for standard input.")
+    ],
     out: Annotated[Path | None, Option(help="Where to write the CSV; standard output when not given.")] = None,
     sep: Annotated[str, Option(help="What is between the columns of a CSV file; tab for a tab.")] = ",",
     decimal: Annotated[str, Option(help="What is before decimals in a CSV file.")] = ".",
@@ -31,8 +37,8 @@ def predict(
     """
     if out is not None and not out.absolute().parent.is_dir():
         raise KnobError(f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another")
-    predictions(folder, read_table(file, sep=sep, decimal=decimal), model).to_csv(
-        sys.stdout if out is None else out, index=False
-    )
+    names = whose_folders(folder)[0] if is_everyone(folder) else None
+    rows = read_table(STANDARD_INPUT if str(file) == "-" else file, sep=sep, decimal=decimal, names=names)
+    predictions(folder, rows, model).to_csv(sys.stdout if out is None else out, index=False)
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

@@ -57,7 +57,9 @@ def checked_table(
     import pandas as pd
 
     one_of("auto", "classification", "regression")("kind", kind)
-    frame = read_table(data, sep=sep, decimal=decimal)
+    user = columns.get("user_column")
+    names = user if isinstance(user, str) else None  # what else it may be is refused below
+    frame = read_table(data, sep=sep, decimal=decimal, names=names)
     roles = roles_in(frame, **columns)
     rows = _by_user(frame, roles, me, [str(name) for name in leave_out], is_file=data is not frame)
     numeric = _has_numbers(rows if me is None else {me: rows[me]}, roles.target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from shlex import quote
@@ -18,10 +19,13 @@ CHUNK_ROWS = 100_000
 """The number of rows of a file in memory at a time, where only one user's are kept."""
 
 
-def read_table(data: pd.DataFrame | Path | str, *, sep: str = ",", decimal: str = ".") -> pd.DataFrame:
-    """Return a DataFrame as it is, or read a CSV or Parquet file.
+def read_table(
+    data: pd.DataFrame | Path | str, *, sep: str = ",", decimal: str = ".", names: str | None = None
+) -> pd.DataFrame:
+    """Return a DataFrame as it is, or read a CSV or Parquet file, which may be a pipe.
 
-    In a CSV file `sep` is between columns ("tab" for a tab) and `decimal` is before decimals.
+    In a CSV file `sep` is between columns ("tab" for a tab) and `decimal` is before decimals. What is in the column
+    `names` is read as it is written: 007 is not 7.
 
     Example:
         >>> import pandas as pd
@@ -35,7 +39,7 @@ def read_table(data: pd.DataFrame | Path | str, *, sep: str = ",", decimal: str 
         return data
     if not isinstance(data, str | Path):
         raise DataError(f"a table must be a DataFrame or the path of a file, got {shown(data)}")
-    frame = next(_pieces(Path(data), None, sep=sep, decimal=decimal))
+    frame = next(_pieces(Path(data), None, sep=sep, decimal=decimal, names=names))
     if frame.empty:
         raise DataError(f"{data} has no rows")
     return frame
@@ -43,8 +47,8 @@ def read_table(data: pd.DataFrame | Path | str, *, sep: str = ",", decimal: str 
 
 def users_in(path: Path | str, user_column: str, *, sep: str = ",", decimal: str = ".") -> list[str]:
     """Return the users of a table, in its order; `sep` and `decimal` are as in `read_table`."""
-    names = (name for piece in _pieces(Path(path), sep=sep, decimal=decimal) for name in _whose(piece, user_column))
-    return list(dict.fromkeys(names))
+    pieces = _pieces(Path(path), sep=sep, decimal=decimal, names=user_column)
+    return list(dict.fromkeys(name for piece in pieces for name in _whose(piece, user_column)))
 
 
 def read_rows(
@@ -55,7 +59,7 @@ def read_rows(
 
     if user_column is None:
         return read_table(path, sep=sep, decimal=decimal)
-    pieces = _pieces(Path(path), sep=sep, decimal=decimal)
+    pieces = _pieces(Path(path), sep=sep, decimal=decimal, names=user_column)
     rows = pd.concat([piece[_whose(piece, user_column) == user] for piece in pieces])
     if rows.empty:
         raise DataError(f"{path} has no row of {user!r} in column {user_column!r}")
@@ -75,11 +79,12 @@ def _whose(piece: pd.DataFrame, user_column: str) -> pd.Series[str]:
 
 
 def _pieces(
-    path: Path, rows: int | None = CHUNK_ROWS, *, sep: str = ",", decimal: str = "."
+    path: Path, rows: int | None = CHUNK_ROWS, *, sep: str = ",", decimal: str = ".", names: str | None = None
 ) -> Iterator[pd.DataFrame]:
     """Read a file some rows at a time; Parquet, and every file where `rows` is None, at once."""
     import pandas as pd
 
+    as_written = None if names is None else {names: str}
     sep = "\t" if sep == "tab" else sep
     for option, value in (("sep", sep), ("decimal", decimal)):
         if len(value) != 1 or value.isalnum():
@@ -92,14 +97,17 @@ def _pieces(
         if path.suffix in (".parquet", ".pq"):
             yield pd.read_parquet(path)
             return
+        source = path if path.is_file() else io.BytesIO(path.read_bytes())  # what a pipe holds can be read once
         # pandas would rename the second column of a name without a word
-        head = pd.read_csv(path, header=None, nrows=1, dtype=str, sep=sep).iloc[0].dropna()
+        head = pd.read_csv(source, header=None, nrows=1, dtype=str, sep=sep).iloc[0].dropna()
         check_names(head, str(path))
         _check_separated(head.tolist(), sep, path)
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
         if rows is None:
-            yield pd.read_csv(path, sep=sep, decimal=decimal)
+            yield pd.read_csv(source, sep=sep, decimal=decimal, dtype=as_written)
         else:
-            yield from pd.read_csv(path, chunksize=rows, sep=sep, decimal=decimal)
+            yield from pd.read_csv(source, chunksize=rows, sep=sep, decimal=decimal, dtype=as_written)
     except DataError:
         raise
     except UnicodeDecodeError as error:

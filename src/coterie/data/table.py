@@ -151,11 +151,11 @@ def split_rows(
     left = len(own) - sum(sizes)
     wanted = left if own_examples is None else own_examples
     if not 2 <= wanted <= left:
+        has = f"{whose} has {len(own)} row{'' if len(own) == 1 else 's'}"
+        if len(own) < (least := 2 + sum(map(bool, sizes))):
+            raise DataError(f"{has}, but {least} are needed: 2 for training, the others held out; add rows")
         remedy = f"ask for 2 to {left}, or hold out less" if left >= 2 else "2 are needed, hold out less"
-        raise DataError(
-            f"{whose} has {len(own)} rows, of which {sum(sizes)} are held out; {wanted} cannot be for training: "
-            f"{remedy}"
-        )
+        raise DataError(f"{has}, of which {sum(sizes)} are held out; {wanted} cannot be for training: {remedy}")
     cut = partial(_cut, by_class=target if kind == "classification" else None, seed=seed)
     tested, rest = cut(own, sizes[1])
     held_out, rest = cut(rest, sizes[0])

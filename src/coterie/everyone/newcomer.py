@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from coterie.choosing.adaptive.when import standard_error
+from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, KnobError, blaming
 from coterie.evaluation.evaluate import example_losses
 from coterie.everyone.folders import folder_names
@@ -31,6 +32,7 @@ def joined(runs: Runs, user: User, steps: int | None) -> Runs:
             f"{user.name!r} is a stream, and examples judge which model a newcomer begins from; give some"
         )
     like = runs.specs[0]
+    check_alike(like.me, user.examples, f"the newcomer {user.name!r}")
     with blaming(f"a model that the newcomer {user.name!r} could begin from, on its examples,"):
         whose, model = best_start(runs, user, like.loss)
     spec = replace(like, model=model, me=user, peers=[each.me for each in runs.specs])

@@ -99,11 +99,11 @@ def heat_map(weights: "pd.DataFrame") -> str:
         >>> heat_map(pd.DataFrame([[0.0, 1.0], [0.0, 0.0]], index=["a", "b"], columns=["a", "b"])).count("<td")
         4
     """
-    head = "".join(f'<th scope="col">{escape(str(name))}</th>' for name in weights.columns)
+    head = "".join(f'<th scope="col"><span>{escape(str(name))}</span></th>' for name in weights.columns)
     rows = []
     for name, row in zip(weights.index, weights.to_numpy().tolist(), strict=True):
         cells = "".join(_cell(share, other == name) for share, other in zip(row, weights.columns, strict=True))
-        rows.append(f'<tr><th scope="row">{escape(str(name))}</th>{cells}</tr>')
+        rows.append(f'<tr><th scope="row"><span>{escape(str(name))}</span></th>{cells}</tr>')
     return f'<div class="scroll"><table class="heat"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
 
 

@@ -88,7 +88,7 @@ def _why_by_itself(loop: TrainingLoop) -> str | None:
         "the optimizer has several groups of parameters": parts,
     }
     told = next((reason for reason, holds in reasons.items() if holds), None)
-    return told or learner.engine.capabilities.not_stacked or why_not_stacked(optimizer)
+    return learner.engine.capabilities.not_stacked or told or why_not_stacked(optimizer)
 
 
 def _kind(loop: TrainingLoop) -> tuple[object, ...]:

@@ -33,6 +33,8 @@ FILE = "everyone.json"
 """Says whose model is in which folder."""
 SERVED_BY = "model"
 """The column of predictions that says whose model made them."""
+ALL_USERS = "pooled (all users)"
+"""What it says of the pooled model where a user is called "pooled"."""
 
 
 def fit_everyone(
@@ -110,6 +112,13 @@ def is_everyone(folder: Path) -> bool:
     return (folder / FILE).exists()
 
 
+def whose_folders(folder: Path) -> tuple[str, Mapping[str, str]]:
+    """Return the column with the users of rows, and by user the name of the folder of its model."""
+    remedy = "train again: `coterie train --me all` with `--resume` writes it anew"
+    about = files.read_json(folder / FILE, remedy, ("user_column", "folders"))
+    return str(about["user_column"]), _checked(about["folders"], folder / FILE, remedy)
+
+
 def routed(
     folder: Path, rows: "pd.DataFrame", predict: Callable[[Path, "pd.DataFrame"], "pd.DataFrame"]
 ) -> "pd.DataFrame":
@@ -120,22 +129,19 @@ def routed(
     """
     import pandas as pd
 
-    remedy = "train again: `coterie train --me all` with `--resume` writes it anew"
-    about = files.read_json(folder / FILE, remedy, ("user_column", "folders"))
-    column, folders = str(about["user_column"]), _checked(about["folders"], folder / FILE, remedy)
+    column, folders = whose_folders(folder)
     if column not in rows.columns:
         raise DataError(f"the table has no column {column!r}, which says whose model each row goes to; add it")
     rows = rows.reset_index(drop=True)
     names = rows[column].astype(str).where(rows[column].notna(), "")
-    if pd.api.types.is_float_dtype(rows[column]):  # one empty field makes whole numbers such
-        names = names.where(names.isin(list(folders)), names.str.removesuffix(".0"))
+    names = names.where(names.isin(list(folders)), names.str.removesuffix(".0"))  # of numbers beside an empty field
     places = names.map(folders).fillna(POOLED)
     if (pooled := names[places == POOLED]).size:
         warnings.warn(_pooled(pooled, column), stacklevel=3)
     parts = []
     for place, own in rows.groupby(places, sort=False):
         predictions = predict(folder / str(place), own.reset_index(drop=True)).set_axis(own.index)
-        whose = POOLED if place == POOLED else names[own.index]
+        whose = (ALL_USERS if POOLED in folders else POOLED) if place == POOLED else names[own.index]
         parts.append(predictions.assign(**{SERVED_BY: whose}))
     return pd.concat(parts).sort_index()
 

@@ -10,7 +10,7 @@ import torch
 from coterie.data import Preparation
 from coterie.errors import DataError
 from coterie.evaluation.evaluate import evaluation_mode
-from coterie.tables.everyone import is_everyone, routed
+from coterie.tables.everyone import is_everyone, routed, whose_folders
 from coterie.tables.model_files import load_model
 
 if TYPE_CHECKING:
@@ -30,15 +30,25 @@ def predict(folder: Path | str, rows: "pd.DataFrame", model: str | None = None) 
     folder = Path(folder)
     if not len(rows):
         raise DataError("the table has no rows to predict for")
+    apply = functools.partial(_applied, model=model)
     if is_everyone(folder):
-        return routed(folder, rows, functools.partial(predict, model=model))
+        predictions = routed(folder, rows, apply)
+        folder = folder / next(iter(whose_folders(folder)[1].values()))  # all have the same preparation
+    else:
+        predictions = apply(folder, rows)
+    preparation = Preparation.load(folder)
+    for told in preparation.unfamiliar(rows):
+        warnings.warn(told, stacklevel=2)
+    if preparation.ids not in (None, *rows.columns):
+        warnings.warn(f"the table has no column {preparation.ids!r}, so predictions carry no ids", stacklevel=2)
+    return predictions
+
+
+def _applied(folder: Path, rows: "pd.DataFrame", model: str | None) -> "pd.DataFrame":
+    """Return the predictions of one model for these rows, after their ids."""
     made, preparation = load_model(folder, model), Preparation.load(folder)
     with torch.no_grad(), evaluation_mode(made):
         predictions = preparation.predictions(made(preparation.inputs(rows)))
-    for told in preparation.unfamiliar(rows):
-        warnings.warn(told, stacklevel=2)
     if preparation.ids in rows.columns:
         predictions.insert(0, preparation.ids, rows[preparation.ids].to_numpy())
-    elif preparation.ids is not None:
-        warnings.warn(f"the table has no column {preparation.ids!r}, so predictions carry no ids", stacklevel=2)
     return predictions
