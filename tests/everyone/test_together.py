@@ -168,7 +168,10 @@ def test_one_whose_gradient_is_not_finite_ends_and_the_others_go_on() -> None:
         users = everyone()
         inputs, targets = users[2].examples.take(torch.arange(12))
         users[2] = coterie.User("user 2", inputs * torch.nan, targets)
-        runs = train(RULES[rule], users)
+        with pytest.warns(
+            UserWarning, match=r"the run of 'user 2' has ended early: .* not finite at step 0 \(loss"
+        ):
+            runs = train(RULES[rule], users)
         assert runs.runs["user 2"].stopped is Stopped.NOT_FINITE
         others = [run for name, run in runs.runs.items() if name != "user 2"]
         assert all(run.stopped is None and run.step == 12 for run in others)
@@ -181,7 +184,8 @@ def test_where_nobodys_gradient_is_finite_all_end() -> None:
         for user in everyone():
             inputs, targets = user.examples.take(torch.arange(12))
             bad.append(coterie.User(user.name, inputs * torch.nan, targets))
-        runs = train(RULES[rule], bad)
+        with pytest.warns(UserWarning, match="has ended early"):
+            runs = train(RULES[rule], bad)
         assert [run.stopped for run in runs.runs.values()] == [Stopped.NOT_FINITE] * len(bad)
 
 
@@ -215,6 +219,13 @@ def test_code_of_ones_own_that_raises_for_the_pooled_model_does_not_lose_the_oth
     runs = caught.value.run
     assert isinstance(runs, coterie.Runs)
     assert [run.stopped for run in runs.runs.values()] == [None] * len(users)
+
+
+def test_with_fewer_exchanges_nothing_is_said_of_the_pooled_model() -> None:
+    """It is trained alone, on everybody's examples; a warning would be an error here."""
+    runs = train(RULES["wga"], everyone(3), exchange_every=3)
+    assert runs.pooled is not None
+    assert (runs.specs[0].exchange_every, runs.pooled.record.configuration.exchange_every) == (3, 1)
 
 
 def test_rules_that_need_every_gradient_are_followed_one_by_one() -> None:

@@ -26,7 +26,7 @@ def pooled_spec(specs: Sequence[RunSpec]) -> RunSpec | None:
         for parts in zip(*((user.validation, user.test) for user in users), strict=True)
     )
     size = specs[0].batch_size * len(users)
-    return replace(specs[0], me=all_of, peers=(), rule=Alone(), batch_size=size)
+    return replace(specs[0], me=all_of, peers=(), rule=Alone(), batch_size=size, exchange_every=1)
 
 
 def _joined(parts: Sequence[Examples]) -> InMemory | None:

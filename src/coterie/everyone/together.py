@@ -1,6 +1,7 @@
 """Everybody's runs taken together: one loop, in which each keeps its own folder, record, guard and end."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -180,6 +181,7 @@ class TogetherLoop:
             try:
                 result = do(loop)
             except GradientError as error:
+                _warn_of(loop, error)
                 self._leave(place, error.run)
             except UserCodeError as error:
                 self.errors.append(error if error.run is not None else loop.failed(error))
@@ -209,8 +211,15 @@ class TogetherLoop:
             self.ended[place] = run.loop.finish(stopped, time.monotonic() - began)
             self.stopped = stopped is Stopped.CTRL_C
         except GradientError as error:
+            _warn_of(run.loop, error)
             self.ended[place] = error.run
         except UserCodeError as error:
             self.errors.append(error)
             if error.run is not None:
                 self.ended[place] = error.run
+
+
+def _warn_of(loop: TrainingLoop, error: GradientError) -> None:
+    """Say whose run has ended and why, since the others go on."""
+    what, *_ = str(error).split(";")  # where the state is, its run says
+    warnings.warn(f"the run of {loop.spec.me.name!r} has ended early: {what}", stacklevel=2)
