@@ -212,6 +212,11 @@ def test_weights_by_name_and_a_model_of_ones_own(
         (["--rule", "magic"], "unknown rule 'magic'; the rules are alone, pooled, wga, bc"),
         (["--rule", "magic"], ", data-interpolation, and the methods fedavg, fedavg-tuned"),
         (["--rule", "fedavg", "--tau", "b=1"], "'fedavg' takes no `--tau`"),
+        (
+            ["--rule", "fedavg", "--knob", "local_steps=0"],
+            "`--knob local_steps` must be a whole number, at least 1",
+        ),
+        (["--rule", "selfish", "--knob", "internal=z"], "`internal` names 'z', who is no peer"),
         (["--rule", "fedavg", "--local-steps", "2"], "a method has rounds of its own: leave `--exchange-every`"),
         (["--rule", "fedavg", "--me", "all"], "`--me all` trains each user by a rule, which 'fedavg' is not"),
         (["--rule", "fedbn"], "BatchNorm"),

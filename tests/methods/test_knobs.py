@@ -8,6 +8,7 @@ import pytest
 from tests.support.least_squares import PROBLEM
 
 from coterie import methods
+from coterie.aggregators import CoordinateMedian
 from coterie.errors import KnobError
 
 
@@ -32,6 +33,12 @@ from coterie.errors import KnobError
         (lambda: methods.averaging_weights([3, 3], 1.0, 1.0, "medium"), "`grain`"),  # type: ignore[arg-type]
         (lambda: methods.averaging_error([0.5, 0.6], [3, 3], 1.0, 1.0), "`weights`"),
         (lambda: methods.FedAvg(0), "`local_steps`"),
+        (lambda: methods.FedAvg(aggregator="median"), "`aggregator`.*command line"),  # type: ignore[arg-type]
+        (lambda: methods.FedAvg(aggregator=CoordinateMedian), "`aggregator`.*knobs"),  # type: ignore[arg-type]
+        (
+            lambda: PROBLEM.train(methods.FedAvg(aggregator=lambda rows: rows), rounds=1, lr=0.1),
+            r"`aggregator` must make one move .* of shape \(4, 3\), not \(3,\)",
+        ),
         (lambda: methods.Mime(3, momentum=1.0), "`momentum`"),
         (lambda: methods.MVR(3, rate=0.0), "`rate`"),
         (lambda: methods.SVRG(0), "`local_steps`"),
@@ -41,6 +48,7 @@ from coterie.errors import KnobError
         (lambda: methods.UserCentric(3, clusters=0), "`clusters`"),
         (lambda: methods.UserCentric(3, blocks=1), "`blocks`"),
         (lambda: methods.Selfish(3, alpha=1.5), "`alpha`"),
+        (lambda: methods.Selfish(3, internal="user 2"), "`internal` must be a list.*write"),  # type: ignore[arg-type]
         (lambda: PROBLEM.train(methods.Selfish(3, ("nobody",)), rounds=1, lr=0.1), "nobody"),
         (lambda: methods.FedProx(3, penalty=-0.1), "`penalty`"),
         (lambda: methods.AFL(weight_lr=0.0), "`weight_lr`"),

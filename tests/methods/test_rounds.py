@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,19 @@ def test_what_a_method_cannot_use_is_refused() -> None:
         coterie.train(model, loss, me, peers, methods.FedAvg(), optimizer=torch.optim.Adam)
     with pytest.raises(KnobError, match="no validation examples"):
         coterie.train(model, loss, me, peers, methods.FedAvg(), guard="held-out")
+    with pytest.raises(KnobError, match="`norm_bound` is for gradients that a rule"):
+        coterie.train(model, loss, me, peers, methods.FedAvg(), norm_bound=2.0)
     with pytest.raises(KnobError, match="local_steps"):
         methods.FedAvg(0)
+
+
+def test_a_scheduler_changes_the_step_size_from_round_to_round() -> None:
+    """And torch does not warn that it was called before the optimizer, as warnings are errors here."""
+    half = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    run, x = PROBLEM.train(methods.FedAvg(2, "equal"), rounds=3, lr=0.2, scheduler=half), START
+    for lr in (0.2, 0.1, 0.05):
+        x = torch.stack([PROBLEM.walk(k, x, 2, lr) for k in range(N)]).mean(0)
+    assert torch.allclose(weights_of(run), x, atol=1e-12)
 
 
 def test_rules_count_what_they_cost_too() -> None:

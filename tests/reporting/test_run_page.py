@@ -51,6 +51,16 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         assert not any(word in source for word in ("<script", 'src="', "@import", "http"))
 
 
+def test_who_has_no_weights_is_not_drawn_as_if_nobody_were_heard(tmp_path: Path) -> None:
+    users, model = users_with_validation(), nn.Linear(20, 1).double()
+    for method, draws in ((coterie.methods.FedAvg(2), False), (coterie.methods.FedFomo(2), True)):
+        run = coterie.train(model, mse_loss, users[0], users[1:], method, lr=1e-3, steps=4, guard="off")
+        page = run.report(tmp_path / "report.html")
+        told = "FedAvg(local_steps=2) does not say how much it listens to each peer: it gives them no weights."
+        assert (told in text_of(page)) is not draws
+        assert ("whom the model listens to" in page.read_text(encoding="utf-8")) is draws
+
+
 def test_what_private_peers_promise_stands_beside_them(tmp_path: Path) -> None:
     record = Record(configuration(rule="WeightedAveraging(alpha=0.5)", peers={"a": 1, "b": 2}))
     told = {"epsilon": 4.0, "delta": 1e-5, "clip": 1.0, "spent": 1.83, "noise": 0.1}

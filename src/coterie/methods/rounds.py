@@ -88,6 +88,8 @@ class Rounds(Learner):
         """Take over what a round gave."""
         self.state = state
         self.x.copy_(model)
+        self.optimizer.zero_grad()
+        self.optimizer.step()  # moves nothing: a scheduler expects a step of its optimizer before its own
         self.finish_step()
 
     def tau(self) -> Mapping[str, float]:

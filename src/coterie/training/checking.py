@@ -15,6 +15,7 @@ from coterie.errors import DataError, KnobError, ModelError, blaming
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import ignored_class, is_over_classes
 from coterie.evaluation.metrics import binary_accuracy, metrics_for
+from coterie.gradients.norm_bound import FACTOR
 from coterie.learners.spec import RunSpec
 from coterie.methods.averaging.fine_tuning import FineTuning
 from coterie.methods.averaging.sampled import Sampled
@@ -49,6 +50,11 @@ def with_rule(spec: RunSpec) -> RunSpec:
         return replace(spec, rule=AdaptiveAveraging()) if spec.rule is None else spec
     if spec.clip_norm is not None:
         raise KnobError("a method takes plain gradient steps of its own: leave `clip_norm` out")
+    if spec.norm_bound not in (None, FACTOR):
+        raise KnobError(
+            "`norm_bound` is for gradients that a rule makes a direction of: leave it out; `FedAvg` takes a robust "
+            "`aggregator`"
+        )
     if spec.optimizer not in (None, torch.optim.SGD):
         raise KnobError("a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`")
     method = spec.rule.method if isinstance(spec.rule, Sampled) else spec.rule

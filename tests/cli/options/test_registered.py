@@ -12,6 +12,7 @@ import coterie
 from coterie.aggregators import Aggregator, Bucketing, CoordinateMedian, MultiKrum, NearestNeighbourMixing
 from coterie.cli.options.registered import knobs_of
 from coterie.errors import KnobError
+from coterie.methods import METHODS, FedAvg
 from coterie.registry import Registry, RunFacts
 from coterie.rules import RULES
 
@@ -32,6 +33,7 @@ class Everything:
     by_name: Mapping[str, float] | None = None
     anything: Any = None
     call: Sequence[int] | None = None
+    names: Sequence[str] | None = None
 
 
 def test_options_and_pairs_are_knobs_together() -> None:
@@ -53,6 +55,10 @@ def test_options_and_pairs_are_knobs_together() -> None:
         ('by_name={"a": 0.5, "b": 0.5}', {"a": 0.5, "b": 0.5}),
         ("anything=[1]", [1]),
         ("anything=a=b", "a=b"),
+        ("names=2.bias", ("2.bias",)),
+        ("names=ward 3, 2", ("ward 3", "2")),
+        ("names=['a, b']", ["a, b"]),
+        ("names=none", None),
     ],
 )
 def test_a_knob_has_the_type_of_its_field(pair: str, value: object) -> None:
@@ -71,6 +77,8 @@ def test_a_knob_has_the_type_of_its_field(pair: str, value: object) -> None:
         ("maybe=many", "`--knob maybe` must be a number or none, got 'many'"),
         ("kind=c", '`--knob kind` must be "a" or "2", got \'c\''),
         ("by_name=3", "`--knob by_name` must be a mapping like"),
+        ("pair=many", "`--knob pair` must be a list like (1, 2), got 'many'"),
+        ("call=many", "`--knob call` must be a list like (1, 2) or none, got 'many'"),
         ("other=3", "`--knob other` does not fit 'all', which takes whole, share"),
     ],
 )
@@ -98,3 +106,9 @@ def test_an_aggregator_by_name(text: str, aggregator: Aggregator) -> None:
     assert entry.build(knobs, RUN) == coterie.WeightedAveraging("auto", aggregator=aggregator)
     with pytest.raises(KnobError, match=r"must be an aggregator \(mean, .*\) or none"):
         knobs_of(entry, ["aggregator=krum(2"])
+    assert knobs_of(entry, ["aggregator=none"]) == {"aggregator": None}
+
+
+def test_a_method_takes_an_aggregator_by_name() -> None:
+    entry = METHODS.entry("fedavg")
+    assert entry.build(knobs_of(entry, ["aggregator=median"]), RUN) == FedAvg(aggregator=CoordinateMedian())

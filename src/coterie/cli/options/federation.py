@@ -10,6 +10,7 @@ from coterie.cli.options.registered import knobs_of
 from coterie.cli.options.training import LR, STEPS
 from coterie.errors import KnobError
 from coterie.methods import entry_of
+from coterie.registry import FromRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class SettingsRuleOptions:
     def settings(self) -> dict[str, Any]:
         """Return the rule as it is written to the settings."""
         knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
-        for name in [name for name, value in knobs.items() if name == "aggregator" or value is None]:
+        for name in [name for name, value in knobs.items() if isinstance(value, FromRun) or value is None]:
             raise KnobError(f"`--knob {name}` cannot be written to the settings; import a rule of your own")
         return {"rule": self.rule, "knobs": knobs}
 

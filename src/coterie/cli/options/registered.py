@@ -83,7 +83,7 @@ def _knob(entry: Entry[Any], option: str, name: str, text: str) -> Any:
     except NameError:  # a type that is known to type checkers alone
         hint = Any
     kinds = _members(hint)
-    for kind in kinds:
+    for kind in sorted(kinds, key=lambda kind: kind is not type(None)):  # `none` names no aggregator
         try:
             return _read(kind, text)
         except KnobError:
@@ -95,10 +95,16 @@ def _knob(entry: Entry[Any], option: str, name: str, text: str) -> Any:
 
 
 def _members(hint: Any) -> list[Any]:
-    """Return the members of a union, text last, since any text is one."""
+    """Return the members of a union, text and names last, since any text is one."""
     if get_origin(hint) not in (Union, types.UnionType):
         return [hint]
-    return sorted((kind for part in get_args(hint) for kind in _members(part)), key=lambda kind: kind is str)
+    members = (kind for part in get_args(hint) for kind in _members(part))
+    return sorted(members, key=lambda kind: kind is str or _is_names(kind))
+
+
+def _is_names(kind: Any) -> bool:
+    """Say whether a kind of value is a list of texts."""
+    return CONTAINERS.get(get_origin(kind)) is Sequence and get_args(kind)[0] is str
 
 
 def _read(kind: Any, text: str) -> Any:
@@ -108,12 +114,14 @@ def _read(kind: Any, text: str) -> Any:
         return kind(text)
     if isinstance(kind, type) and issubclass(kind, Aggregator):
         return _aggregator(text)
+    if _is_names(kind) and text[:1] not in ("(", "["):
+        return tuple(name.strip() for name in text.split(","))
     if kind is Any or origin in CONTAINERS:
         try:
             value = ast.literal_eval(text)
         except (SyntaxError, ValueError):
             value = text
-        if kind is Any or isinstance(value, CONTAINERS[origin]):
+        if kind is Any or (isinstance(value, CONTAINERS[origin]) and not isinstance(value, str)):
             return value
         raise ValueError(text)
     words: dict[str, Any] = {"true": True, "false": False} if kind is bool else {}
@@ -141,6 +149,6 @@ def _words(kind: Any) -> list[str]:
         return [f'"{value}"' for value in get_args(kind)]
     known = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     known |= {type(None): "none", Aggregator: f"an aggregator ({', '.join(AGGREGATORS)})"}
-    kinds = {tuple: "a list like (1, 2)", Mapping: 'a mapping like {"a": 1}'}
+    kinds = {tuple: "a list like (1, 2)", Sequence: "a list like (1, 2)", Mapping: 'a mapping like {"a": 1}'}
     word = known.get(kind) or kinds.get(get_origin(kind))
     return [word] if word else []

@@ -135,8 +135,14 @@ class RuleOptions:
         return self.rule not in RULES
 
     def build(self, facts: RunFacts) -> Any:
-        """Return the rule or method for a run."""
-        return build(self.rule, self.knobs, facts)
+        """Return the rule or method for a run; what is wrong with a knob is told by the option that gave it."""
+        try:
+            return build(self.rule, self.knobs, facts)
+        except KnobError as error:
+            message = str(error)
+            for name in (pair.partition("=")[0] for pair in self.knob):
+                message = message.replace(f"`{name}`", f"`--knob {name}`")
+            raise KnobError(message) from error
 
 
 @dataclass(frozen=True, kw_only=True)

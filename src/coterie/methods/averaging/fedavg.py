@@ -6,10 +6,19 @@ from typing import Literal
 
 from torch import Tensor
 
-from coterie.arguments import one_of
+from coterie.aggregators import Aggregator
+from coterie.arguments import function, one_of, optional
+from coterie.errors import KnobError, blaming
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, local_steps
 from coterie.rules import State
+
+_AGGREGATOR = optional(
+    function(
+        "an aggregator, or another function from the users' moves, one a row, to one move",
+        {type: "give it its knobs: `CoordinateMedian()`", str: "names are for the command line"},
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +49,12 @@ class FedAvg(LocalSteps):
 
     local_steps: int = 1
     shares: Literal["examples", "equal"] = "examples"
-    aggregator: Callable[[Tensor], Tensor] | None = None
+    aggregator: Aggregator | Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("examples", "equal")("shares", self.shares)
+        _AGGREGATOR("aggregator", self.aggregator)
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x."""
@@ -60,7 +70,16 @@ class FedAvg(LocalSteps):
         points = self.walk(users, x.expand(len(users.names), -1), step, lr)
         users.exchange(down=x.numel(), up=x.numel())
         if self.aggregator is not None:
-            x = x + self.aggregator(users.taking_part(points - x))
+            x = x + self._aggregated(users.taking_part(points - x))
         else:
             x = users.shares @ points if self.shares == "examples" else users.mean(points)
         return {"step": step + self.local_steps, "x": x}
+
+    def _aggregated(self, moves: Tensor) -> Tensor:
+        """Return the one move that the aggregator makes of these, one a row."""
+        with blaming("the aggregator"):
+            move: Tensor = self.aggregator(moves)  # type: ignore[misc]  # there is one
+        if move.shape != moves.shape[1:]:
+            shapes = f"{tuple(move.shape)}, not {tuple(moves.shape[1:])} as one row"
+            raise KnobError(f"`aggregator` must make one move of the users' moves; it gave one of shape {shapes}")
+        return move

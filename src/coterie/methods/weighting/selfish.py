@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.arguments import SHARE, optional
+from coterie.arguments import SHARE, instance, listed, optional
 from coterie.errors import KnobError
 from coterie.methods.clients import Clients
 from coterie.methods.local import LocalSteps, weighed
 from coterie.rules import State
+
+_NAMES = listed(instance(str, ""), "a list of names of peers", {str: 'write `internal=["ward 3"]`'})
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Selfish(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "internal", _NAMES("internal", self.internal))
         optional(SHARE)("alpha", self.alpha)  # None gives all users equal weight
 
     def init(self, users: Clients, x: Tensor) -> State:
