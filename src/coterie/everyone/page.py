@@ -136,7 +136,8 @@ def _links(gains: list[Gain], pages: Mapping[str, str]) -> str:
         if gain.name in pages:
             name = f'<a href="{quote(pages[gain.name])}">{name}</a>'
         said = f"<b>{HEADLINES[gain.verdict.finding]}</b>. {escape(gain.verdict.sentence)}"
-        rows.append(f'<tr class="{gain.verdict.finding}"><td>{name}</td><td class="said">{said}</td></tr>')
+        cells = f'<td><span class="name">{name}</span></td><td class="said">{said}</td>'
+        rows.append(f'<tr class="{gain.verdict.finding}">{cells}</tr>')
     return f'<div class="scroll"><table class="everybody">{"".join(rows)}</table></div>'
 
 
