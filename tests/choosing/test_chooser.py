@@ -56,7 +56,8 @@ def test_a_choice_is_a_rule_that_its_account_gives_again(make: Callable[[], Any]
     assert isinstance(choice.rule, coterie.Rule)
     assert chooser_for(choice.rule) is None
     assert chooser.rule_from(json.loads(json.dumps(choice.account))) == choice.rule
-    assert "peers" in choice.account["sentence"]
+    kept = len(choice.account["tau"])
+    assert f"for {kept} peer{'s' if kept > 1 else ''} by the theory" in choice.account["sentence"]
     assert choice.estimates is not None
     assert all(torch.equal(p, old) for p, old in zip(run.model.parameters(), before, strict=True))
 

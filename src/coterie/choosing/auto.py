@@ -192,6 +192,6 @@ def _account(measured: Estimates, knobs: Mapping[str, float], tau: Array, claim:
         **knobs,
         "tau": kept,
         "left_out": dict(measured.left_out),
-        "sentence": f"{values} for {len(kept)} peers by the theory and measured constants",
+        "sentence": f"{values} for {len(kept)} peer{'s' * (len(kept) != 1)} by the theory and measured constants",
         "claim": claim,  # of the theory; what the run gave is the verdict's to say
     }

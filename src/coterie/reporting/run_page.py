@@ -75,7 +75,7 @@ def _first(record: Record) -> list[Section]:
     comparison = said.comparison
     rows = beside_alone(record)
     if comparison is None:
-        return [*sections, Section("The model served", tables=[rows])]
+        return [*sections, *([Section("The model served", tables=[rows])] if rows else [])]
     intervals = [interval(name, one, said.clear.get(name)) for name, one in comparison.measures.items()]
     text = f"On {comparison.on}. Lines are two standard errors to either side; right of the mark is better."
     charts = [interval_chart([one], f"difference of {one.name} to training alone") for one in intervals]

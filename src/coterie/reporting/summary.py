@@ -27,8 +27,7 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     lines.append(_validated(end))
     if end.test:
         lines.append(f"test: {_numbers(end.test)} ({configuration.me.test} examples)")
-    of_another = serves_alone(end) or end.account.get("path") == "pooled"
-    if weight is not None and not of_another:  # else it is that of a model which is not served
+    if weight is not None and not (serves_alone(end) or end.account):  # else it is that of a model not served
         lines.append(f"weight on peers in the last step: {weight:.3g}")
     lines += _constants(record)
     lines += _traffic(configuration.me.name, end.traffic) + promised(end)

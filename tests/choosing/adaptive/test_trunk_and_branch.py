@@ -365,6 +365,15 @@ def test_the_weight_of_a_copy_that_is_not_served_is_not_told() -> None:
     run = train(me, peers, steps=24, optimizer=torch.optim.Adam)
     assert run.record.end.account["path"] == "pooled"
     assert "weight on peers in the last step" not in run.summary()
+    run = train(*users("wrong"))  # the branch, which may be served as of long before its last step
+    assert run.record.end.account["path"] == "branch"
+    assert "weight on peers in the last step" not in run.summary()
+
+
+def test_a_page_has_no_section_of_nothing(tmp_path: Path) -> None:
+    run = train(*users("alike"))
+    assert run.record.end.account["path"] != "alone"
+    assert "The model served" not in run.report(tmp_path / "page.html").read_text()
 
 
 def test_an_optimizer_that_fails_is_named() -> None:
@@ -386,6 +395,13 @@ def test_the_branch_does_not_begin_where_the_loss_is_no_number() -> None:
 
     run = train(*users("alike"), rule=Watched(), hooks=[lose])
     assert (run.record.end.account["trunk"], run.record.end.account["path"]) == ("fitted", "branch")
+
+
+@pytest.mark.parametrize(("own", "told"), [(5, False), (6, True)])
+def test_no_loss_is_told_of_very_few_examples(own: int, told: bool) -> None:
+    account = train(*users("alike", own=own)).record.end.account
+    assert ("crossed_loss" in account) is told
+    assert ("loss" in account["sentence"]) is told
 
 
 def test_one_trunk_claims_no_loss() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coterie.choosing.adaptive.account import sentence
-from coterie.choosing.adaptive.when import Path, Resampled, best_path, best_paths, standard_error
+from coterie.choosing.adaptive.when import Path, Resampled, best_path, best_paths, skewed_error, standard_error
 
 
 def test_a_look_that_is_better_on_every_example_is_always_the_best() -> None:
@@ -21,6 +21,19 @@ def test_the_path_of_least_mean_loss_is_served() -> None:
 
 def test_the_standard_error_of_a_mean() -> None:
     assert standard_error([0.0, 2.0]) == 1.0
+
+
+def test_the_error_of_skewed_losses_covers_their_mean() -> None:
+    """Of log-normal numbers e^z, z of variance 2, the mean is known: e."""
+    rng, truth = np.random.default_rng(0), math.e
+    covers = dict.fromkeys((skewed_error, standard_error), 0)
+    for _ in range(300):
+        losses = np.exp(math.sqrt(2) * rng.normal(size=30))
+        for error in covers:
+            covers[error] += abs(losses.mean() - truth) <= 2 * error(losses)
+    assert covers[skewed_error] > covers[standard_error] + 10
+    assert covers[skewed_error] > 0.84 * 300
+    assert skewed_error(np.ones(8)) == 0.0
 
 
 def test_no_more_is_said_than_is_known() -> None:

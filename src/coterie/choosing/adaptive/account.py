@@ -7,8 +7,11 @@ import numpy as np
 
 from coterie.choosing.adaptive.looks import Looks
 from coterie.choosing.adaptive.peer_weights import PeerWeights
-from coterie.choosing.adaptive.when import Path, standard_error
+from coterie.choosing.adaptive.when import Path, skewed_error, standard_error
 from coterie.choosing.adaptive.whom import Array
+
+FEWEST = 6
+"""With fewer own examples no loss by cross-validation is told: the error of so few numbers says nothing."""
 
 
 def account_of(
@@ -68,7 +71,7 @@ def compared(served: Array, alone: Array, n_own: int, *, nested: bool) -> dict[s
 
     With validation examples it is the paired difference on those. Without, the two losses by cross-validation;
     their difference overstates, since Alone suffers most from the examples that its blind copies lack. With one
-    trunk nothing.
+    trunk, or fewer own examples than `FEWEST`, nothing.
     """
     if len(served) > n_own + 1:
         change = served[n_own:] - alone[n_own:]
@@ -77,11 +80,11 @@ def compared(served: Array, alone: Array, n_own: int, *, nested: bool) -> dict[s
             "difference": float(change.mean()),
             "error": standard_error(change),
         }
-    if not nested:
+    if not nested or n_own < FEWEST:
         return {}
     return {
         "crossed_loss": float(served[:n_own].mean()),
-        "crossed_error": standard_error(served[:n_own]),
+        "crossed_error": skewed_error(served[:n_own]),
         "alone_crossed_loss": float(alone[:n_own].mean()),
     }
 
