@@ -205,7 +205,7 @@ OWN: dict[str, Callable[[], dict[str, Any]]] = {
     "an optimizer and lr": lambda: {"model": MODEL, "optimizer": SGD, "lr": 0.1},
     "a method with an optimizer": lambda: {"rule": methods.FedAvg(), "optimizer": torch.optim.Adam},
     "a method with a norm": lambda: {"rule": methods.FedAvg(), "clip_norm": 1.0},
-    "a method with a guard": lambda: {"rule": methods.FedAvg(), "guard": "held-out"},
+    "a method with a norm bound": lambda: {"rule": methods.FedAvg(), "norm_bound": 2.0},
     "tuning that never begins": lambda: {"rule": methods.FineTuning(3), "steps": 3},
     "tuning of a sample that never begins": lambda: {"rule": methods.Sampled(methods.FineTuning(9), 1), "steps": 3},
     "trackers without a folder": lambda: {"trackers": ["mlflow"], "out": None},
