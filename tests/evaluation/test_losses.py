@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import coterie
 from coterie.errors import DataError, ModelError
 from coterie.evaluation.evaluate import evaluate, example_losses
 from coterie.evaluation.losses import known_per_example, on_device
+from coterie.training import setup
 from coterie.users.examples import InMemory
 
 
@@ -75,6 +76,28 @@ def test_weights_of_classes_are_used_on_a_gpu_wherever_they_are(rule: Any, held:
         )
         losses.append(run.record.curve("validation_loss")[1])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_of_classes_are_used_on_a_gpu_by_runs_that_are_taken_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their models' outputs are scored on the host."""
+    held_out = some(30)
+    me, *peers = (coterie.User(name, *some(40 + k), validation=held_out) for k, name in enumerate("mab"))
+    torch.manual_seed(0)
+    model, loss, rule = nn.Linear(4, 3), nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0])), coterie.Alone()
+    ends: dict[str, list[float]] = {}
+    monkeypatch.setattr(setup, "captured", lambda *_: (None, "off"))  # captured steps are each run's own
+    for device in ("cuda", "cpu"):
+        spec = coterie.RunSpec(model, loss, me, peers, rule, lr=0.01, steps=4, device=device)
+        everybody = coterie.train_everyone(
+            *(model, loss, [me, *peers], coterie.WeightedAveraging(0.5)), lr=0.01, steps=4, device=device
+        )
+        runs = [*coterie.train_many([spec, replace(spec, seed=1)]), everybody.runs["m"]]
+        assert all(run.record.configuration.runs.startswith("one program") for run in runs)
+        ends[device] = [run.record.curve("validation_loss")[1][-1] for run in runs]
+    assert ends["cuda"] == pytest.approx(ends["cpu"], rel=1e-3)
 
 
 def some(n: int = 40, ignored: bool = False) -> tuple[Tensor, Tensor]:

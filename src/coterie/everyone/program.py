@@ -9,13 +9,14 @@ from torch.optim import Optimizer
 
 from coterie.choosing.adaptive.branch import mixed
 from coterie.choosing.adaptive.trunk import followed
+from coterie.evaluation.losses import PerExample, on_device
 from coterie.everyone.members import AnsweredEngine, TrunkMember
 from coterie.everyone.passes import SharedPasses, WeightedSums
 from coterie.everyone.rows import RowOptimizer, join
 from coterie.gradients.gradients import Gradients, is_finite
 from coterie.learners.learner import Learner
 from coterie.learners.points import Own, Sums
-from coterie.learners.program import HeldOut
+from coterie.learners.program import HOST, HeldOut
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
 from coterie.training.loop import TrainingLoop
@@ -222,8 +223,9 @@ class EvaluatedTogether:
     def __init__(self, passes: SharedPasses, loops: Mapping[int, TrainingLoop]) -> None:
         self._loops = loops
         self._rows = [(place, learner) for place, loop in loops.items() for learner in _learners(loop)]
-        self._loss, x = passes.copies.passes.per_example, self._points()
-        self._held_out = HeldOut(passes.copies, [loops[place].spec.me for place, _ in self._rows], x)
+        loss, users = passes.copies.passes.per_example, [loops[place].spec.me for place, _ in self._rows]
+        self._loss = None if loss is None else cast("PerExample", on_device(loss, HOST))
+        self._held_out = HeldOut(passes.copies, users, self._points())
 
     def _points(self) -> Tensor:
         return torch.stack([learner.x for _, learner in self._rows])

@@ -15,11 +15,13 @@ from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError, UserCodeError
 from coterie.evaluation.evaluate import scores
+from coterie.evaluation.losses import on_device
 from coterie.everyone.folders import align
 from coterie.everyone.members import TrunkMember, member_of
 from coterie.everyone.passes import SharedPasses
 from coterie.everyone.program import EvaluatedTogether, LearnersTogether, Program, TrunksTogether
 from coterie.learners.learner import Learner
+from coterie.learners.program import HOST
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import why_not_stacked
 from coterie.recording.interruption import interruptible
@@ -169,7 +171,8 @@ class TogetherLoop:
 
         def go_on(loop: TrainingLoop) -> None:
             there = held_out[id(loop)]
-            validation = None if there is None else scores(*there, loop.spec.loss, loop.spec.metrics)
+            loss = on_device(loop.spec.loss, HOST)
+            validation = None if there is None else scores(*there, loss, loop.spec.metrics)
             loop.taken(*taken[id(loop)], validation)
 
         self._each(go_on)

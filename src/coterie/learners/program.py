@@ -127,6 +127,10 @@ class Program:
         return self._held_out.outputs(self.stack.x)
 
 
+HOST = torch.device("cpu")
+"""Where outputs on validation sets are scored."""
+
+
 class HeldOut:
     """The validation sets of many runs, whose models pass over them together; of `users`, one for each row of x."""
 

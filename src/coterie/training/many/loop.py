@@ -11,10 +11,11 @@ import torch
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import UserCodeError
 from coterie.evaluation.evaluate import scores
+from coterie.evaluation.losses import on_device
 from coterie.learners.blocks import StackBlock
 from coterie.learners.capturable import why_not_capturable
 from coterie.learners.learner import Learner
-from coterie.learners.program import Program
+from coterie.learners.program import HOST, Program
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
 from coterie.recording.configuration import Configuration
@@ -120,8 +121,9 @@ class ManyLoop:
             loop = self._at_step(run)
             loop.losses = [losses[run]] if program.step else []
             spec = self.ready[run].spec
+            loss = on_device(spec.loss, HOST)
             try:
-                validation = scores(*held_out[run], spec.loss, spec.metrics) if run in held_out else None
+                validation = scores(*held_out[run], loss, spec.metrics) if run in held_out else None
                 points[run] = loop.evaluate(validation)
             except UserCodeError as error:
                 self._end_by(error, run)
