@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 import torch
 from tests.support.folders import claimed_elsewhere
+from tests.support.members import with_known_draws
 from typer.testing import CliRunner
 
 import coterie
@@ -67,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(place / "trial" / "sites" / site, place / "kits" / site)  # as it came
         accept(place / "trial" / "sites" / site, fingerprint)
         patients(40, seed).to_csv(place / "trial" / "sites" / site / "data.csv", index=False)
+        with_known_draws(place / "trial" / "sites" / site, seed)
     return place / "trial"
 
 

@@ -20,7 +20,7 @@ from coterie.errors import PeerLost
 from coterie.federation import kits
 from coterie.federation.everyone.member import MemberRun
 from coterie.federation.manifest import CERTIFICATES
-from coterie.federation.participants import lead_participant
+from coterie.federation.participants import LOG, lead_participant
 from coterie.federation.provisioning import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, site_settings
 
@@ -47,6 +47,15 @@ def set_up(folder: Path, training: Training) -> None:
     for name in NAMES[1:]:
         kits.accept(folder / "sites" / name, prints[name])
         tables[name].to_csv(folder / "sites" / name / "data.csv", index=False)
+    for seed, name in enumerate(NAMES):
+        with_known_draws(folder / "sites" / name, seed)
+
+
+def with_known_draws(kit: Path, seed: int) -> None:
+    """Give a site the secret that its batches are drawn by: a test's numbers must not depend on chance."""
+    path = kit / f"{LOG}.secret"
+    path.touch(0o600)
+    path.write_text(f"the secret of a site in a test, {seed}")
 
 
 def without_certificates(consortium: Consortium, folder: Path, size: int) -> None:
