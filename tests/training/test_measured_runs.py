@@ -49,3 +49,10 @@ def test_alone_and_huge_models_are_not_measured(monkeypatch: pytest.MonkeyPatch)
     assert "constants not measured: every peer's gradient" in run.summary()
     configuration = trained(coterie.WeightedAveraging("auto")).record.configuration  # who asks for it gets it
     assert configuration.estimates["peers"]
+
+
+@pytest.mark.parametrize("rule", [coterie.Alone(), coterie.methods.FedAvg()])
+def test_what_averages_no_gradients_says_that_it_is_not_measured(rule: Any) -> None:
+    users = users_with_validation()
+    run = coterie.train(nn.Linear(20, 1).double(), mse_loss, users[0], users[1:], rule, steps=2, measure=True)
+    assert "constants not measured: they are for a rule that averages gradients of peers" in run.summary()

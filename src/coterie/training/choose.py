@@ -59,7 +59,10 @@ def with_estimates(
     """
     if configuration.estimates or configuration.not_measured:
         return configuration
-    if isinstance(rule, Alone | Method) or not (engine.capabilities.local or anywhere):
+    if isinstance(rule, Alone | Method):
+        why = "they are for a rule that averages gradients of peers" if anywhere else ""
+        return replace(configuration, not_measured=why)
+    if not (engine.capabilities.local or anywhere):
         return configuration
     if not engine.capabilities.local:
         require(engine, "rows", "`measure`")

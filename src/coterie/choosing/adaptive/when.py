@@ -20,6 +20,9 @@ weights were fitted to the examples that judge it."""
 WORST = 1e9
 """What a loss that is not finite, or larger, counts as: such a look is never the best. It is in losses usual at the
 start, where those are above 1: squares of large numbers are large."""
+BURMAN = 2 / 3
+"""How much of Burman's correction is told. All of it is right for least squares, and too much where copies fit all
+that they see; with this much, regression is within two standard errors (`benchmarks/honesty.py`)."""
 
 
 Kind: TypeAlias = Literal["losses", "corrected", "full"]
@@ -31,7 +34,7 @@ class Path:
 
     Losses, of shape (n + v,), are of each own example by the copy that is blind to it, then of each validation
     example; looks and paths are chosen by them. A blind copy has had fewer examples than the one that sees all:
-    Burman's correction adds the latter's loss less the blind copies' mean loss, by example; half of it is told.
+    Burman's correction adds the latter's loss less the blind copies' mean loss, by example; `BURMAN` of it is told.
     The losses of the copy that sees all are kept, too.
     """
 
@@ -109,8 +112,7 @@ class Resampled:
 
         Looks are chosen without the example's fold, the path without the example: one chosen without the whole fold
         is often a worse one. What is served is a mean of points; its loss is lower than the mean of theirs. By how
-        much is seen from the copy that sees all examples, by `losses_at` its mean point. Half of Burman's
-        correction is told: all of it is right for least squares, and too much for models that fit all they see.
+        much is seen from the copy that sees all examples, by `losses_at` its mean point.
         """
         worst = worst_loss(paths)
 
@@ -118,7 +120,7 @@ class Resampled:
             path, without = paths[name], chosen.without[name]
             crossed, corrected, full = (path.table(kind, worst) for kind in ("losses", "corrected", "full"))
             lower = [losses_at(path.mean_point(looks)) - looks @ full for looks in without]
-            return self._own_fold(without @ (crossed + corrected) / 2 + np.stack(lower))
+            return self._own_fold(without @ (crossed + BURMAN * (corrected - crossed)) + np.stack(lower))
 
         alone = of("alone")
         served = alone.copy()
