@@ -88,7 +88,7 @@ def trunk_and_branch(
         if blind:
             each = np.array([losses(w, own) for w in blind])
             crossed = np.array([each[folds[i], i] for i in range(n)])
-            told = crossed + 2 / 3 * (losses(full, own) - each.mean(0))  # of Burman's correction
+            told = crossed + losses(full, own) - each.mean(0)
         paths[name]["x"].append(full.copy())
         for key, values in (("l", crossed), ("c", told), ("f", losses(full, own))):
             paths[name][key].append(np.concatenate([values, losses(full, held_out)]))

@@ -136,6 +136,12 @@ def is_over_classes(loss: Loss) -> bool:
     return loss in functions or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
+def is_squared(loss: Loss) -> bool:
+    """Say whether a loss is torch's of least squares."""
+    loss = loss.each if isinstance(loss, PerExample) else loss
+    return loss is nn.functional.mse_loss or isinstance(loss, nn.MSELoss)
+
+
 def ignored_class(loss: Loss) -> int:
     """Return the class that a loss ignores."""
     return int(getattr(loss.each if isinstance(loss, PerExample) else loss, "ignore_index", IGNORED))

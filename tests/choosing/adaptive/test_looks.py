@@ -1,11 +1,18 @@
-"""Folds of user 0's examples."""
+"""Folds of user 0's examples, and losses of copies that lack one."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from coterie import User
-from coterie.choosing.adaptive.looks import split
+from coterie.choosing.adaptive.looks import Looks, split
+from coterie.evaluation.losses import per_example
 
 
 def test_folds_are_even_in_size_and_in_targets() -> None:
@@ -25,3 +32,21 @@ def test_folds_are_even_in_size_and_in_targets() -> None:
     assert split(short, 4, 0).bincount().tolist() == [5] * 4
     labels = User("a", torch.zeros(6, 1), [0, 0, 0, 1, 1, 1])
     assert sorted(split(labels, 3, seed=0)[:3].tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "squared"),
+    [
+        (functional.mse_loss, True),
+        (nn.MSELoss(), True),
+        (per_example(nn.MSELoss(reduction="none")), True),
+        (functional.cross_entropy, False),
+        (nn.BCEWithLogitsLoss(), False),
+    ],
+)
+def test_burmans_correction_is_for_least_squares(loss: Any, squared: bool) -> None:
+    """One example of two folds: .9 by the copy blind to it, .3 by the other, .5 by the one that sees all."""
+    looks = SimpleNamespace(spec=SimpleNamespace(loss=loss))
+    each = torch.tensor([[0.5], [0.9], [0.3]])
+    told = Looks.corrected(looks, torch.tensor([0.9]), each)  # type: ignore[arg-type]  # all that it needs of them
+    assert told.tolist() == pytest.approx([0.9 + 0.5 - 0.6 if squared else 0.9])

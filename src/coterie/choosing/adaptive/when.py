@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,12 +20,6 @@ weights were fitted to the examples that judge it."""
 WORST = 1e9
 """What a loss that is not finite, or larger, counts as: such a look is never the best. It is in losses usual at the
 start, where those are above 1: squares of large numbers are large."""
-BURMAN = 2 / 3
-"""How much of Burman's correction is told. All of it is right for least squares, and too much where copies fit all
-that they see; with this much, regression is within two standard errors (`benchmarks/honesty.py`)."""
-
-
-Kind: TypeAlias = Literal["losses", "corrected", "full"]
 
 
 @dataclass
@@ -33,9 +27,8 @@ class Path:
     """One path: the points of the copy that sees all examples, and losses of examples that the judged copy has not.
 
     Losses, of shape (n + v,), are of each own example by the copy that is blind to it, then of each validation
-    example; looks and paths are chosen by them. A blind copy has had fewer examples than the one that sees all:
-    Burman's correction adds the latter's loss less the blind copies' mean loss, by example; `BURMAN` of it is told.
-    The losses of the copy that sees all are kept, too.
+    example; looks and paths are chosen by them. A blind copy has had fewer examples than the one that sees all: see
+    `Looks.corrected` for what is told. The losses of the copy that sees all are kept, too.
     """
 
     steps: list[int] = field(default_factory=list)  # of the looks
@@ -52,7 +45,7 @@ class Path:
         self.corrected.append(corrected)
         self.full.append(full)
 
-    def table(self, kind: Kind = "losses", worst: float = WORST) -> Array:
+    def table(self, kind: Literal["losses", "corrected", "full"] = "losses", worst: float = WORST) -> Array:
         """Return losses of all looks, of shape (looks, n + v), none above the worst."""
         losses = torch.stack(getattr(self, kind)).double()
         return np.asarray(losses.nan_to_num(worst, worst, worst).clamp(max=worst).numpy())
@@ -118,9 +111,9 @@ class Resampled:
 
         def of(name: str) -> Array:
             path, without = paths[name], chosen.without[name]
-            crossed, corrected, full = (path.table(kind, worst) for kind in ("losses", "corrected", "full"))
+            full, corrected = path.table("full", worst), path.table("corrected", worst)
             lower = [losses_at(path.mean_point(looks)) - looks @ full for looks in without]
-            return self._own_fold(without @ (crossed + BURMAN * (corrected - crossed)) + np.stack(lower))
+            return self._own_fold(without @ corrected + np.stack(lower))
 
         alone = of("alone")
         served = alone.copy()
