@@ -13,12 +13,12 @@ from coterie.errors import CoterieError, MaskError, printable
 _SIGNED = b"coterie: a key for masked sums, of "
 
 
-class Guard(IntEnum):
-    """How a site guards its gradients. What it gives elsewhere can be taken off a sum, and leaves the others'."""
+class Giving(IntEnum):
+    """How a site gives its gradients. What it gives elsewhere can be taken off a sum, and leaves the others'."""
 
-    NONE = 0  # it gives them on their own too
-    MASKS = 1  # under masks only
-    KEYS = 2  # under masks only, with sites whose keys it knows
+    PLAIN = 0  # on their own too
+    MASKED = 1  # under masks only
+    KNOWN_KEYS = 2  # under masks only, with sites whose keys it knows
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Offer:
     site: str
     key: bytes  # X25519, 32 bytes
     identity: bytes  # Ed25519, 32 bytes
-    signature: bytes  # of the site's name, its guard and its key, by its identity
-    guard: Guard = Guard.NONE
+    signature: bytes  # of the site's name, its giving and its key, by its identity
+    giving: Giving = Giving.PLAIN
 
     @property
     def fingerprint(self) -> str:
@@ -39,7 +39,7 @@ class Offer:
     def message(self) -> dict[str, str]:
         """Return it as plain data."""
         told = {name: getattr(self, name).hex() for name in ("key", "identity", "signature")}
-        return {"site": self.site, "guard": self.guard.name, **told}
+        return {"site": self.site, "giving": self.giving.name, **told}
 
     @classmethod
     def read(cls, site: str, message: Any) -> Self:
@@ -50,15 +50,15 @@ class Offer:
         fields = message if isinstance(message, dict) else {}
         texts = [fields.get(name) for name in ("key", "identity", "signature")]
         try:
-            guard = Guard[str(fields.get("guard"))]
+            giving = Giving[str(fields.get("giving"))]
             key, identity, signature = (bytes.fromhex(text) for text in texts if isinstance(text, str))
-            Ed25519PublicKey.from_public_bytes(identity).verify(signature, _signed(site, guard, key))
+            Ed25519PublicKey.from_public_bytes(identity).verify(signature, _signed(site, giving, key))
         except (LookupError, ValueError, InvalidSignature) as error:
             raise MaskError(f"the key of {printable(site, 50)!r} is not signed by that site") from error
         named = fields.get("site")
         if not isinstance(named, str) or named != site or len(key) != 32:
             raise MaskError(f"the key of {printable(site, 50)!r} is not one")
-        return cls(site, key, identity, signature, guard)
+        return cls(site, key, identity, signature, giving)
 
 
 class Identity:
@@ -89,14 +89,14 @@ class Identity:
         """What people compare."""
         return fingerprint(self._key.public_key().public_bytes_raw())
 
-    def offer(self, guard: Guard = Guard.NONE) -> tuple[Any, Offer]:
-        """Return a new private key, and what the others may see of it and of how the site guards its gradients."""
+    def offer(self, giving: Giving = Giving.PLAIN) -> tuple[Any, Offer]:
+        """Return a new private key, and what the others may see of it and of how the site gives its gradients."""
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         private = X25519PrivateKey.generate()
         key = private.public_key().public_bytes_raw()
-        signature = self._key.sign(_signed(self.site, guard, key))
-        return private, Offer(self.site, key, self._key.public_key().public_bytes_raw(), signature, guard)
+        signature = self._key.sign(_signed(self.site, giving, key))
+        return private, Offer(self.site, key, self._key.public_key().public_bytes_raw(), signature, giving)
 
 
 def check_installed() -> None:
@@ -129,5 +129,5 @@ def fingerprint(identity: bytes) -> str:
     return "-".join(digest[start : start + 4] for start in range(0, 32, 4))
 
 
-def _signed(site: str, guard: Guard, key: bytes) -> bytes:
-    return _SIGNED + site.encode() + b": %d: " % guard + key
+def _signed(site: str, giving: Giving, key: bytes) -> bytes:
+    return _SIGNED + site.encode() + b": %d: " % giving + key

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from coterie.errors import KnobError, MaskError, printable
-from coterie.privacy.keys import Guard, Identity, check_known
+from coterie.privacy.keys import Giving, Identity, check_known
 from coterie.privacy.masks import LEAST_UNITS, Agreement, Masks
 from coterie.privacy.sums import SumsOnly
 
@@ -22,8 +22,8 @@ class Member:
         identity: by what the others know it.
         sums: which sums it takes part in.
         margin: it splits its noise with the other sites, of which so many may tell theirs; see `Privacy`.
-        masked_only: it gives gradients under masks only. Sites that guard theirs less then do not count: user 0
-            could have their gradients otherwise, and take them off the sum.
+        masked_only: it gives gradients under masks only. Sites that give theirs more freely then do not count:
+            user 0 could have their gradients otherwise, and take them off the sum.
 
     Example:
         >>> members = {site: Member(Identity(site), SumsOnly()) for site in ("basel", "bern", "biel")}
@@ -44,7 +44,7 @@ class Member:
     ) -> None:
         check_margin(margin, sums)
         self.identity, self.sums, self.margin = identity, sums, margin
-        self.guard = Guard.NONE if not masked_only else Guard.KEYS if sums.keys else Guard.MASKS
+        self.giving = Giving.PLAIN if not masked_only else Giving.KNOWN_KEYS if sums.keys else Giving.MASKED
         self._private: Any = None  # the key of the offer that is open
         self._masks: Masks | None = None
         self._last: Agreement | None = None  # what it has agreed to last
@@ -52,7 +52,7 @@ class Member:
 
     def offer(self) -> dict[str, str]:
         """Return a new key for one agreement."""
-        self._private, offer = self.identity.offer(self.guard)
+        self._private, offer = self.identity.offer(self.giving)
         return offer.message()
 
     def join(self, message: Any) -> Agreement:
@@ -82,11 +82,11 @@ class Member:
         if me not in weights or agreed.offers[me].key != key:
             raise MaskError("it has not offered this key")
         check_known(agreed.offers, self.sums.keys, me)
-        less = [site for site, offer in agreed.offers.items() if site != me and offer.guard < self.guard]
-        counted = [weight for site, weight in weights.items() if site not in less]
+        freer = [site for site, offer in agreed.offers.items() if site != me and offer.giving < self.giving]
+        counted = [weight for site, weight in weights.items() if site not in freer]
         if not self.sums.allowed(torch.tensor([counted], dtype=torch.float64)).item():
-            how = "know the others' keys" if self.guard is Guard.KEYS else "give masked sums only"
-            but = f"; {printable(less[0], 50)!r} does not {how}, and does not count" if less else ""
+            how = "know the others' keys" if self.giving is Giving.KNOWN_KEYS else "give masked sums only"
+            but = f"; {printable(freer[0], 50)!r} does not {how}, and does not count" if freer else ""
             raise MaskError(f"it gives {self.sums}{but}")
         self._check_noise(agreed)
         if self._last is not None:

@@ -21,7 +21,7 @@ from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.errors import CoterieError, KnobError, MaskError
-from coterie.privacy.keys import Guard, Identity
+from coterie.privacy.keys import Giving, Identity
 from coterie.privacy.masked_sums import MASKED
 from coterie.privacy.masks import Agreement, Masks, digest_of, total
 from coterie.privacy.privacy import Privacy
@@ -292,7 +292,7 @@ def test_sites_that_give_gradients_on_their_own_do_not_count() -> None:
     wanted = {"refused": f"{said}; 'peer 2' does not give masked sums only, and does not count"}
     assert [replies["peer 1"], replies["peer 3"]] == [wanted, wanted]
     assert "joined" in replies["peer 2"], "who gives rows too has nothing to hide"
-    told["offers"]["peer 2"] |= {"guard": "MASKS"}  # as user 0 would have it
+    told["offers"]["peer 2"] |= {"giving": "MASKED"}  # as user 0 would have it
     assert sites["peer 1"].join(told) == {"refused": "the key of 'peer 2' is not signed by that site"}
     four = sites_with(SumsOnly(), None, SumsOnly(), SumsOnly())
     told = told_to(four)
@@ -322,7 +322,7 @@ def test_a_lead_in_the_middle_is_found_by_fingerprints_alone() -> None:
 
     def seen(sums: SumsOnly) -> Any:
         victim = Responder(peer_of(users(3)[1]), sums)
-        mine = {name: Identity(name).offer(Guard.KEYS) for name in ("peer 2", "peer 3")}
+        mine = {name: Identity(name).offer(Giving.KNOWN_KEYS) for name in ("peer 2", "peer 3")}
         offers = {"peer 1": victim.offer()} | {name: offer.message() for name, (_, offer) in mine.items()}
         told = {"weights": tau_of(3), "largest": 16.0, "offers": offers}
         return victim.join(told), victim, mine, told
