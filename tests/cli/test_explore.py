@@ -57,6 +57,25 @@ def test_runs_are_compared_on_one_page(runs: Path, tmp_path: Path) -> None:
     assert "holds no run" in missing.stderr
 
 
+def test_a_method_without_weights_is_not_drawn_as_if_nobody_were_heard(runs: Path, tmp_path: Path) -> None:
+    users, page = users_with_validation(), tmp_path / "runs.html"
+    options: dict[str, Any] = {
+        "lr": 1e-3,
+        "steps": 4,
+        "guard": "off",
+        "progress": False,
+        "out": tmp_path / "fedavg",
+    }
+    model, method = nn.Linear(20, 1).double(), coterie.methods.FedAvg(2)
+    coterie.train(model, mse_loss, users[0], users[1:], method, **options)
+    result = RUNNER.invoke(app, ["explore", str(runs / "alone"), str(tmp_path / "fedavg"), "--out", str(page)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text(encoding="utf-8")
+    assert text.count("whom the model listens to") == 1, "for the run alone, which asks nobody"
+    assert "FedAvg(local_steps=2) does not say how much it listens to each peer" in text
+    assert "Against training alone" not in text, "there is nothing to compare"
+
+
 def test_a_run_gives_the_constants_of_a_plan(runs: Path) -> None:
     result = RUNNER.invoke(app, ["plan", str(runs / "wga"), "--steps", "500", "--json"])
     assert result.exit_code == 0, result.output

@@ -9,7 +9,7 @@ from coterie.reporting.charts import Points, interval_chart, line_chart
 from coterie.reporting.page import Lead, Section, write_page
 from coterie.reporting.run_page import HEADLINES, interval
 from coterie.reporting.verdict import verdict
-from coterie.reporting.whom import whom_chart
+from coterie.reporting.whom import whom_section
 
 CURVES = 6
 """How many runs a chart of curves has."""
@@ -25,7 +25,7 @@ def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
     )
     sections = [
         Section("Side by side", tables=[[_row(name, record) for name, record in records.items()]]),
-        Section("Against training alone", ["Right of the mark is better."], charts=_intervals(records)),
+        *_against_alone(records),
         *_curves(records),
         *(_of_run(name, record) for name, record in records.items()),
     ]
@@ -48,15 +48,16 @@ def _row(name: str, record: Record) -> dict[str, Any]:
     }
 
 
-def _intervals(records: Mapping[str, Record]) -> list[str]:
-    """Return for each measure the differences of all runs that have it."""
+def _against_alone(records: Mapping[str, Record]) -> list[Section]:
+    """Return for each measure the differences of all runs that have it; nothing where none has one."""
     intervals: dict[str, list[Any]] = {}
     for name, record in records.items():
         said = verdict(record.configuration, record.end)
         for measure, one in said.measures.items():
             shown = interval(f"{name}, {measure}", one, said.clear.get(measure))
             intervals.setdefault(measure, []).append(shown)
-    return [interval_chart(some, f"difference to alone in {measure}") for measure, some in intervals.items()]
+    charts = [interval_chart(some, f"difference to alone in {measure}") for measure, some in intervals.items()]
+    return [Section("Against training alone", ["Right of the mark is better."], charts=charts)] if charts else []
 
 
 def _curves(records: Mapping[str, Record]) -> list[Section]:
@@ -70,5 +71,5 @@ def _curves(records: Mapping[str, Record]) -> list[Section]:
 
 def _of_run(name: str, record: Record) -> Section:
     """Return what one run says by itself."""
-    said = verdict(record.configuration, record.end).sentence
-    return Section(name, [said], charts=[whom_chart(record.configuration, record.end)], folded=True)
+    said, whom = verdict(record.configuration, record.end).sentence, whom_section(record.configuration, record.end)
+    return Section(name, [said, *whom.text], charts=whom.charts, folded=True)

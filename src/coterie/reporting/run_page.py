@@ -11,7 +11,7 @@ from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.run_details import details
 from coterie.reporting.summary import beside_alone
 from coterie.reporting.verdict import Verdict, difference, verdict
-from coterie.reporting.whom import weighs, whom_chart
+from coterie.reporting.whom import whom_section
 
 HEADLINES = {
     "better": "Better than alone",
@@ -65,12 +65,7 @@ def _cost(configuration: Configuration, end: End) -> Tile:
 
 def _first(record: Record) -> list[Section]:
     configuration, end = record.configuration, record.end
-    weights, charts = "Shares of the weight that the peers have together, in what is served.", []
-    if weighs(configuration, end):
-        charts = [whom_chart(configuration, end)]
-    else:
-        weights = f"{configuration.rule} does not say how much it listens to each peer: it gives them no weights."
-    sections = [Section("Whom the model listens to", [weights], charts=charts)]
+    sections = [whom_section(configuration, end)]
     said = verdict(configuration, end)
     comparison = said.comparison
     rows = beside_alone(record)

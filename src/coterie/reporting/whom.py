@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from coterie.recording.configuration import Configuration
 from coterie.recording.result import End
 from coterie.reporting.charts import Bar, bar_chart
+from coterie.reporting.page import Section
 from coterie.reporting.verdict import asks_nobody, serves_alone
 
 SMALL = 0.001
@@ -52,6 +53,16 @@ def _reason(name: str, configuration: Configuration, end: End, listened: bool) -
         "the own examples did not ask for it": end.account,
     }
     return next((reason for reason, holds in reasons.items() if holds), "by the rule's knobs")
+
+
+def whom_section(configuration: Configuration, end: End) -> Section:
+    """Return bars of whom the model listens to, or that it gives no weights."""
+    title = "Whom the model listens to"
+    if not weighs(configuration, end):
+        told = f"{configuration.rule} does not say how much it listens to each peer: it gives them no weights."
+        return Section(title, [told])
+    told = "Shares of the weight that the peers have together, in what is served."
+    return Section(title, [told], charts=[whom_chart(configuration, end)])
 
 
 def whom_chart(configuration: Configuration, end: End) -> str:
