@@ -74,6 +74,7 @@ def test_a_method_without_weights_is_not_drawn_as_if_nobody_were_heard(runs: Pat
     assert text.count("whom the model listens to") == 1, "for the run alone, which asks nobody"
     assert "FedAvg(local_steps=2) does not say how much it listens to each peer" in text
     assert "Against training alone" not in text, "there is nothing to compare"
+    assert all(told in text for told in ("4 rounds", "20 steps", "steps or rounds"))
 
 
 def test_a_run_gives_the_constants_of_a_plan(runs: Path) -> None:

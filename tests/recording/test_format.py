@@ -25,6 +25,7 @@ CONFIGURATION: dict[str, Any] = {
     "batch_size": 32,
     "seed": 4,
     "steps": 10,
+    "counts": "steps",
     "engine": {"engine": "in process", "device": "cpu", "average": "one pass", "rows": "by layer"},
     "guard": "held-out: 100 validation examples",
     "evaluate_every": 5,
@@ -104,6 +105,14 @@ def test_a_record_is_read(tmp_path: Path) -> None:
     assert end.left_out == {"b": {"not finite": 3}}
     assert configuration.to_plain() == CONFIGURATION
     assert end.to_plain() == END
+
+
+def test_a_record_from_before_methods_had_a_guard_is_read(tmp_path: Path) -> None:
+    before = {name: value for name, value in CONFIGURATION.items() if name != "counts"}
+    decision = {name: value for name, value in END["guard"].items() if name != "alone_step"}
+    record = Record.load(written(tmp_path / "record.jsonl", before, END | {"guard": decision}))
+    assert record.configuration.counts == "steps"
+    assert record.end.guard == GuardDecision(served="collaborative", difference=-0.1, error=0.02)
 
 
 REMEDY = r"with the version that wrote it \(coterie 0.0.9\), or train again"

@@ -56,6 +56,8 @@ def test_who_has_no_weights_is_not_drawn_as_if_nobody_were_heard(tmp_path: Path)
     for method, draws in ((coterie.methods.FedAvg(2), False), (coterie.methods.FedFomo(2), True)):
         run = coterie.train(model, mse_loss, users[0], users[1:], method, lr=1e-3, steps=4, guard="off")
         page = run.report(tmp_path / "report.html")
+        assert any(told.startswith("4 rounds; ") for told in text_of(page))
+        assert ", 4 rounds of SGD(lr=0.001)" in run.summary()
         told = "FedAvg(local_steps=2) does not say how much it listens to each peer: it gives them no weights."
         assert (told in text_of(page)) is not draws
         assert ("whom the model listens to" in page.read_text(encoding="utf-8")) is draws

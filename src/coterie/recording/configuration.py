@@ -31,6 +31,7 @@ class Configuration:
     me: UserSummary  # user 0
     peers: Mapping[str, int | str]  # how many examples each has, by name, or in words why that is not known
     steps: int  # how many steps the run was to take
+    counts: str = "steps"  # what those are: "rounds" of a method
     optimizer: str = ""  # its class and step sizes
     parameter_groups: Sequence[Mapping[str, str]] = field(default_factory=list)  # of the optimizer
     scheduler: str = "None"  # of the step size

@@ -42,7 +42,7 @@ def _row(name: str, record: Record) -> dict[str, Any]:
         "rule": configuration.rule,
         "verdict": HEADLINES[verdict(configuration, end).finding],
         "numbers": f"{which}: {numbers}" if measures else "–",
-        "steps": f"{end.step:,}",
+        "length": f"{end.step:,} {configuration.counts}",
         "seconds": f"{end.seconds:.3g}",
         "peers' gradients": f"{end.gradients_of_others(configuration.me.name):,}",
     }
@@ -64,9 +64,9 @@ def _curves(records: Mapping[str, Record]) -> list[Section]:
     lines: dict[str, Points] = {name: record.curve("validation_loss") for name, record in records.items()}
     lines = {name: line for name, line in list(lines.items())[:CURVES] if line[0]}
     more = [f"The first {CURVES} runs."] if len(records) > CURVES else []
-    return (
-        [Section("Validation loss", more, charts=[line_chart(lines, "steps", "validation loss")])] if lines else []
-    )
+    counts = " or ".join(dict.fromkeys(records[name].configuration.counts for name in lines))
+    charts = [line_chart(lines, counts, "validation loss")]
+    return [Section("Validation loss", more, charts=charts)] if lines else []
 
 
 def _of_run(name: str, record: Record) -> Section:

@@ -79,13 +79,13 @@ def differences(values: Mapping[str, Mapping[str, tuple[float, float]]], title: 
 
 
 def curves(record: Record, quantities: Sequence[str] = ()) -> Figure:
-    """Draw quantities of a record over the steps: the losses where none is named."""
+    """Draw quantities of a record over the steps or rounds: the losses where none is named."""
     known = list(record.frame().columns)
     for name in quantities:
         if name not in known:
             raise KnobError(f"the record has no {name!r}; it has {', '.join(known) or 'no point yet'}")
     drawn = quantities or [name for name in known if name.endswith("loss")]
-    figure, axes = _new_figure(3.6, record.configuration.rule, "steps", "")
+    figure, axes = _new_figure(3.6, record.configuration.rule, record.configuration.counts, "")
     for i, name in enumerate(drawn):
         steps, values = record.curve(name)
         axes.plot(steps, values, color=COLOURS[i % 6], linestyle=DASHES[i % 6], label=name.replace("_", " "))

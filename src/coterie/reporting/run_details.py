@@ -36,15 +36,15 @@ def _curves(record: Record) -> list[Section]:
     }
     restarts = max(record.curve("guard_restarts")[1], default=0)
     text = [f"The guard let the run start again from the model trained alone {restarts} times."] if restarts else []
-    charts = [line_chart(curves, "steps", "loss")]
+    charts = [line_chart(curves, record.configuration.counts, "loss")]
     return [Section("Learning curves", text, charts=charts, folded=True)] if curves else []
 
 
 def _weights(record: Record) -> list[Section]:
-    charts = []
+    charts, counts = [], record.configuration.counts
     steps, weight = record.curve("weight")
     if any(weight):
-        charts.append(line_chart({"all peers": (steps, weight)}, "steps", "weight of the peers in the run"))
+        charts.append(line_chart({"all peers": (steps, weight)}, counts, "weight of the peers in the run"))
     account = record.end.account
     if account.get("weights"):
         peers = sorted(account["weights"].items(), key=lambda one: one[1][-1], reverse=True)

@@ -17,7 +17,7 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     counted = f"{peers} peer" if peers == 1 else f"{peers} peers"
     lines = [
         verdict(configuration, end).sentence,
-        f"{configuration.rule}, {counted}, {steps} steps of {configuration.optimizer}",
+        f"{configuration.rule}, {counted}, {steps} {configuration.counts} of {configuration.optimizer}",
     ]
     if configuration.choice:
         lines.append(configuration.choice["sentence"])

@@ -91,6 +91,7 @@ def configuration_of(
         batch_size=spec.batch_size,
         seed=spec.seed,
         steps=spec.steps,
+        counts="rounds" if isinstance(spec.rule, Method) else "steps",
         evaluate_every=spec.every,
         norm_bound=spec.norm_bound,
         exchange_every=spec.exchange_every,
