@@ -123,20 +123,18 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
     problems = []
     whose = "this run" if askers == 1 else f"{askers} sites"
     for name in settings.sites:
-        terms = replies.get(name)
-        left, least = (terms.get("left"), terms.get("examples")) if isinstance(terms, dict) else (None, None)
-        promised = terms.get("promises") if isinstance(terms, dict) else None
+        terms = reply if isinstance(reply := replies.get(name), dict) else {}
+        left, least, only, sums_of = (terms.get(key) for key in ("left", "examples", "batch_size", "sums_of"))
+        promised = terms.get("promises")
         if isinstance(promised, str):
             said = "%s promises %s; a run with it does not have the same bits again"
             logging.getLogger(__name__).warning(said, name, printable(promised))
-        only = terms.get("batch_size") if isinstance(terms, dict) else None
         if isinstance(only, int) and only != size:
             problems.append(f"{name} gives gradients of batches of {only} only, and `batch_size` is {size}")
         elif isinstance(left, int) and left < wanted:
             problems.append(f"{name} gives {left} more gradients, and {whose} may ask for {wanted}")
         if isinstance(least, int) and least > size:
             problems.append(f"{name} gives no gradient of fewer than {least} rows, and `batch_size` is {size}")
-        sums_of = terms.get("sums_of") if isinstance(terms, dict) else None
         if isinstance(sums_of, int) and not settings.training.secure_sums:
             problems.append(f"{name} gives masked sums only, and `secure_sums` is not set")
         elif isinstance(sums_of, int) and sums_of > (n := _n_summed_with(name, settings, replies)):
