@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from tests.support.records import configuration
 
-from coterie.recording import End, GuardDecision, Point, Record, Traffic
+from coterie.recording import Comparison, Difference, End, GuardDecision, Point, Record, Traffic
 from coterie.reporting.summary import beside_alone, summary
+from coterie.reporting.verdict import judged
+from coterie.reporting.whom import heard
 
 
 def test_a_run_that_was_stopped_with_nothing_held_out() -> None:
@@ -23,6 +26,19 @@ def test_a_run_that_was_stopped_with_nothing_held_out() -> None:
         "constants not measured: no gradient can be used",
         "left out: a in 3 steps",
     ]
+
+
+def test_one_of_a_thing_is_told_as_one() -> None:
+    me = replace(configuration().me, test=1)
+    record = Record(replace(configuration(), me=me))
+    record.finish(End(step=1, best_step=1, test={"loss": 0.6}, tau={"a": 1.0}, left_out={"a": {"no answer": 1}}))
+    lines = summary(record)
+    assert lines[1].partition(" of ")[0].endswith(", 1 peer, 1 step")
+    assert {"test: loss 0.6 (1 example)", "left out: a in 1 step"} < set(lines)
+    assert heard(record.configuration, record.end)[0].reason == "left out at times: no answer in 1 step"
+    one = Difference(ours=0.5, alone=0.4, error=math.nan, less_is_better=True)
+    few = judged("me", Comparison(on="1 test example", examples=1, measures={"loss": one}))
+    assert few.sentence.endswith("; 1 example is too few to be sure.")
 
 
 def test_the_numbers_are_those_of_the_model_served() -> None:

@@ -117,6 +117,20 @@ def add_up(
     return *complete(own, total, answered), left_out
 
 
+def gave_nothing(left_out: Mapping[str, str]) -> list[str]:
+    """Return the peers that were not asked, did not answer or refused; others were left out for what they gave.
+
+    Example:
+        >>> gave_nothing({"a": "no answer", "b": "not waited for", "c": "refused: too often", "d": "not finite"})
+        ['a', 'b', 'c']
+    """
+    return [
+        name
+        for name, why in left_out.items()
+        if why in ("no answer", "not waited for") or why.startswith("refused:")
+    ]
+
+
 def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float]:
     """Give the weight that did not answer back to g_0; exactly g_0 when nobody did."""
     answered = present([answered])

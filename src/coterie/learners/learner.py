@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Answers, Engine, LocalWork, Question
 from coterie.errors import GradientError, KnobError, PeerLost, blaming
-from coterie.gradients.gradients import Gradients, complete, cut, is_finite
+from coterie.gradients.gradients import Gradients, complete, cut, gave_nothing, is_finite
 from coterie.gradients.norm_bound import NormBound
 from coterie.gradients.parameters import Parameters
 from coterie.gradients.trained_part import copied, load_trained_state, trained_state
@@ -89,7 +89,8 @@ class Learner:
         rows = self.rule.needs_rows
         at_hand = self.bound is not None and self.engine.capabilities.rows_at_hand
         g = self._asked(weights, rows=rows or at_hand)
-        self.count([*weights])
+        silent = gave_nothing(g.left_out)
+        self.count([name for name in weights if name not in silent])
         return g if self.bound is None or not weights else self.bound.kept(g, weights, rows=rows)
 
     def _holds(self) -> bool:
@@ -129,7 +130,7 @@ class Learner:
         return Gradients(followed, x=self.x, own_loss=torch.stack(losses).mean())
 
     def count(self, asked: list[str], steps: int = 1) -> None:
-        """Count what steps cost: the gradients of everybody asked, and the parameters sent there and back."""
+        """Count what steps cost: gradients of everybody asked who gave one, and parameters sent there and back."""
         self.costs.compute([self.costs.me, *asked], times=steps * self.local_steps)
         self.costs.exchange(asked, down=self.x.numel(), up=self.x.numel(), times=steps)
 

@@ -12,6 +12,7 @@ from coterie.engines.engine import Answers, Engine, LocalWork, Question
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.requests import MAX_POINTS
 from coterie.errors import KnobError
+from coterie.gradients.gradients import gave_nothing
 from coterie.methods.clients import Clients, Pull, losses_held_out
 from coterie.recording.costs import Costs
 from coterie.users.user import User
@@ -124,8 +125,12 @@ class ClientsElsewhere(Clients):
     def _answers(self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None = None) -> Tensor:
         """Return what the peers that take part give at their rows of `points`; zeros where one gives nothing."""
         here = range(len(self.names)) if self.present is None else self.present.nonzero().flatten().tolist()
-        self.costs.compute(self._asked()[1:], times=1 if work is None else work.count)
-        return self._given(points, step, work, batch_size, list(here)[1:])
+        before, self.left_out = self.left_out, {}
+        rows = self._given(points, step, work, batch_size, list(here)[1:])
+        silent, self.left_out = gave_nothing(self.left_out), before | self.left_out
+        gave = [name for name in self._asked()[1:] if name not in silent]
+        self.costs.compute(gave, times=1 if work is None else work.count)
+        return rows
 
     def _given(
         self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None, asked: list[int]

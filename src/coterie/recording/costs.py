@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Cost:
     """What a run has cost one user."""
 
-    gradients: int = 0  # how many it computed
+    gradients: int = 0  # how many it computed; of a peer those that it gave
     examples: int = 0  # over how many examples, counted every time
     numbers_sent: int = 0
     numbers_received: int = 0

@@ -1,4 +1,4 @@
-"""What a rule, a loss or a model is, in one line."""
+"""What a rule, a loss or a model is, in one line, and how many of a thing there are."""
 
 import functools
 from dataclasses import fields, is_dataclass
@@ -21,3 +21,13 @@ def describe(thing: Any) -> str:
     if callable(thing):
         return str(getattr(thing, "__qualname__", getattr(thing, "__name__", type(thing).__name__)))
     return repr(thing)
+
+
+def counted(n: int, thing: str) -> str:
+    """Return how many there are of a thing.
+
+    Example:
+        >>> counted(1, "step"), counted(0, "step"), counted(1200, "step")
+        ('1 step', '0 steps', '1200 steps')
+    """
+    return f"{n} {thing}" if n == 1 else f"{n} {thing}s"

@@ -7,6 +7,7 @@ from torch import nn
 from coterie.evaluation.comparing import compare
 from coterie.learners.spec import RunSpec
 from coterie.recording.configuration import Configuration
+from coterie.recording.describe import counted
 from coterie.recording.result import Comparison, End
 from coterie.reporting.verdict import serves_alone, verdict
 
@@ -24,7 +25,7 @@ def _compared(end: End, spec: RunSpec, model: nn.Module, alone: nn.Module) -> Co
     """Compare on the test examples where there are any, else on the validation examples, which also chose."""
     test, validation = spec.me.test, spec.me.validation
     if end.test and test is not None:
-        on = f"{len(test)} test examples that neither was chosen by"
+        on = f"{counted(len(test), 'test example')} that neither was chosen by"
         return compare(model, alone, spec.loss, test, spec.metrics, on=on)
     if test is None and validation is not None and not end.account:
         on = f"{len(validation)} validation examples, which also chose both, so that it may look larger than it is"

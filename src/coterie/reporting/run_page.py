@@ -59,7 +59,8 @@ def _cost(configuration: Configuration, end: End) -> Tile:
     theirs = end.gradients_of_others(me)
     sent = end.traffic[me].bytes_sent + end.traffic[me].bytes_received if me in end.traffic else 0
     travelled = f", {sent / 1e6:.3g} MB" if sent else ""
-    note = f"{end.step:,} {configuration.counts}; {own:,} own gradients, {theirs:,} of peers{travelled}"
+    length = configuration.counts.removesuffix("s") if end.step == 1 else configuration.counts
+    note = f"{end.step:,} {length}; {own:,} own gradients, {theirs:,} of peers{travelled}"
     return Tile("it took", f"{end.seconds:.3g} s", note)
 
 

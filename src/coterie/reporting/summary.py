@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from coterie.recording.describe import counted
 from coterie.recording.record import Record
 from coterie.recording.result import End
 from coterie.recording.traffic import Traffic
@@ -13,26 +14,26 @@ from coterie.theory.estimates import Estimates
 def summary(record: Record, weight: float | None = None) -> list[str]:
     """Return the lines of an ended run's summary, with the peers' weight in the last step where there is one."""
     configuration, end = record.configuration, record.end
-    peers, steps = len(configuration.peers), end.step
-    counted = f"{peers} peer" if peers == 1 else f"{peers} peers"
+    peers = counted(len(configuration.peers), "peer")
+    length = counted(end.step, configuration.counts.removesuffix("s"))
     lines = [
         verdict(configuration, end).sentence,
-        f"{configuration.rule}, {counted}, {steps} {configuration.counts} of {configuration.optimizer}",
+        f"{configuration.rule}, {peers}, {length} of {configuration.optimizer}",
     ]
     if configuration.choice:
         lines.append(configuration.choice["sentence"])
     lines += [line for line in (followed(end), listened_to(configuration, end)) if line]
     if end.stopped:
-        lines.append(f"stopped by {end.stopped} at step {steps} of {configuration.steps}")
+        lines.append(f"stopped by {end.stopped} at step {end.step} of {configuration.steps}")
     lines.append(_validated(end))
     if end.test:
-        lines.append(f"test: {_numbers(end.test)} ({configuration.me.test} examples)")
+        lines.append(f"test: {_numbers(end.test)} ({counted(configuration.me.test, 'example')})")
     if weight is not None and not (serves_alone(end) or end.account):  # else it is that of a model not served
         lines.append(f"weight on peers in the last step: {weight:.3g}")
     lines += _constants(record)
     lines += _traffic(configuration.me.name, end.traffic) + promised(end)
     if end.left_out:
-        counts = (f"{name} in {sum(reasons.values())} steps" for name, reasons in end.left_out.items())
+        counts = (f"{name} in {counted(sum(reasons.values()), 'step')}" for name, reasons in end.left_out.items())
         lines.append("left out: " + ", ".join(counts))
     return lines
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from scipy import special
 
 from coterie.recording.configuration import Configuration
+from coterie.recording.describe import counted
 from coterie.recording.result import Comparison, Difference, End
 
 LEVEL = 0.05
@@ -98,7 +99,8 @@ def judged(name: str, comparison: Comparison) -> Verdict:
         least = {key: _least_clear(one, n, len(measures)) for key, one in measures.items() if one.error}
         could = ", ".join(f"{value:.2g} in {key}" for key, value in least.items())
         if len(measures) * 2.0 ** (1 - n) >= LEVEL:
-            told += f"; {n} {'splits' if comparison.splits else 'examples'} are too few to be sure"
+            few = counted(n, "split" if comparison.splits else "example")
+            told += f"; {few} {'is' if n == 1 else 'are'} too few to be sure"
         elif could:
             told += f"; clear would be {could}"
         sentence = f"It is not clear whether {which} is better or worse than one trained alone: {told}."
@@ -131,10 +133,12 @@ def with_error(value: float, error: float) -> str:
         ('-0.072 ± 0.038', '+1234 ± 321', '+0 ± 0', '+0.5')
         >>> with_error(1.234e-9, 5.6e-11)
         '+1.23e-09 ± 5.6e-11'
+        >>> with_error(3616538624.0, 18609725676.0)
+        '+3.62e+09 ± 1.9e+10'
     """
     if not math.isfinite(error):
         return f"{value:+.3g}"
-    if error < 1e-6:
+    if not 1e-6 <= error < 1e6:  # too many digits
         return f"{value:+.3g} ± {error:.2g}"
     decimals = max(0, 1 - math.floor(math.log10(error)))
     return f"{value:+.{decimals}f} ± {error:.{decimals}f}"
@@ -177,7 +181,7 @@ def _why_alone(configuration: Configuration, end: End) -> str:
         return f"the run was stopped by {end.stopped} before one trained with peers was judged"
     if end.account.get("trunk") == "none":
         return "no peer sent a gradient that could be followed while peers were judged"
-    held_out = f"{validation} validation example{'s' if validation > 1 else ''}"
+    held_out = counted(validation, "validation example")
     if end.guard is not None and end.guard.served == "alone":
         where = f"{held_out} (loss {with_error(end.guard.difference, end.guard.error)})"
     else:  # chosen by the looks, at which both kinds of examples judge

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coterie.recording.configuration import Configuration
+from coterie.recording.describe import counted
 from coterie.recording.result import End
 from coterie.reporting.charts import Bar, bar_chart
 from coterie.reporting.page import Section
@@ -41,7 +42,7 @@ def weighs(configuration: Configuration, end: End) -> bool:
 
 def _reason(name: str, configuration: Configuration, end: End, listened: bool) -> str:
     """Say why a peer has no weight, or when it was left out; "" where nothing is to be said."""
-    missed = ", ".join(f"{why} in {count} steps" for why, count in end.left_out.get(name, {}).items())
+    missed = ", ".join(f"{why} in {counted(count, 'step')}" for why, count in end.left_out.get(name, {}).items())
     if listened:
         return missed and f"left out at times: {missed}"
     reasons = {

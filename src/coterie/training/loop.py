@@ -14,6 +14,7 @@ from coterie.learners.spec import RunSpec
 from coterie.recording.checkpoint import RunFolder
 from coterie.recording.claim import Claim
 from coterie.recording.configuration import Configuration
+from coterie.recording.describe import counted
 from coterie.recording.record import Record
 from coterie.recording.result import End, GuardDecision, Point
 from coterie.recording.traffic import total
@@ -289,13 +290,13 @@ class TrainingLoop(ResumableRun):
             run = self.finish(Stopped.USER_CODE, 0.0)
         except UserCodeError as second:  # the same code fails at the end too
             run = second.run
-        return UserCodeError(f"{error}, after {self.learner.step} steps; {self.folder.where()}", run)
+        return UserCodeError(f"{error}, after {counted(self.learner.step, 'step')}; {self.folder.where()}", run)
 
     def _lost(self, lost: PeerLost) -> PeerLost:
         """Save the state before this step, and return the error with where it is."""
         path, run = self.save(), self.finish(Stopped.PEER_LOST, 0.0)
         where = f"saved in {path}; start everybody again and resume" if path else "in this error's `run`"
-        return PeerLost(f"{lost}. The state after {self.learner.step} steps is {where}", lost.peers, run)
+        return PeerLost(f"{lost}. The state after {counted(self.learner.step, 'step')} is {where}", lost.peers, run)
 
     def _not_finite(self, step: NextStep, of_rule: str | None = None) -> GradientError:
         """Save the state before this step, and return an error that says where it is."""

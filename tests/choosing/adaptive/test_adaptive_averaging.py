@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -231,8 +232,9 @@ def test_budgets() -> None:
 
 
 def test_wrong_uses_are_named() -> None:
-    with pytest.raises(KnobError, match="`budget` must be at least 3 runs, or None, got 2"):
-        AdaptiveAveraging(budget=2)
+    for budget in (2, math.inf):
+        with pytest.raises(KnobError, match=f"be a finite number of runs, at least 3, or None, got {budget}"):
+            AdaptiveAveraging(budget=budget)
     assert not isinstance(AdaptiveAveraging(), coterie.Rule)  # it has no member that only raises
     with pytest.raises(KnobError, match="no peers"):
         adaptive(user("me", 10, TRUTH), [])

@@ -27,6 +27,7 @@ from coterie.engines.peer import Caps, Peer
 from coterie.engines.requests import Reply, Request
 from coterie.engines.torch_distributed.engine import TorchDistributed, serve
 from coterie.gradients.parameters import Parameters
+from coterie.methods import FedAvg
 from coterie.privacy.sums import SumsOnly
 
 STEPS = 60
@@ -134,16 +135,22 @@ def test_an_attacker_who_behaves_while_it_is_judged_is_survived_by_sums() -> Non
 
 
 class Absent(LocalSites):
-    """Sites of which one is silent in some steps."""
+    """Sites of which one, or as many as are told, are silent in some steps."""
 
-    def __init__(self, peers: Sequence[User], silent: Callable[[int], bool]) -> None:
+    def __init__(
+        self, peers: Sequence[User], silent: Callable[[int], bool], who: Sequence[str] = ("alike 1",)
+    ) -> None:
         super().__init__({peer.name: Peer(peer, Passes(nn.Linear(D, 1), mse_loss)) for peer in peers})
-        self.silent = silent
+        self.silent, self.who = silent, who
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
         silent = method == "gradients" and self.silent(arguments["request"]["step"])
-        there = [name for name in names if name != "alike 1" or not silent]
+        there = [name for name in names if name not in self.who or not silent]
         return super().ask(there, method, timeout, **arguments)
+
+    def given(self) -> dict[str, int]:
+        """How many gradients each site has given, as it counts them."""
+        return {name: one.peer.ledger.given for name, one in self.responders.items()}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +169,35 @@ def test_a_site_that_is_late_or_lost_is_judged_by_what_it_answered(silent: Calla
     assert account["tau"].get("contrary", 0.0) < 0.05
     assert account["weights"]["alike 1"][-1] > 0
     assert distance(run) < distance(train(me, peers, rule=coterie.Alone()))
+
+
+@pytest.mark.parametrize("rule", [coterie.AdaptiveAveraging(), coterie.WeightedAveraging(0.5), FedAvg(2)])
+@pytest.mark.parametrize("misses", [2, STEPS], ids=["not waited for", "asked in vain"])
+def test_a_silent_site_is_counted_with_what_it_gave(rule: Any, misses: int) -> None:
+    """By the site's own ledger, whether it is asked in vain or, after two misses, not at all."""
+    me, peers = users()
+    sites = Absent(peers, lambda step: step % 7 > 3)
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=sites, names=list(sites.responders), misses=misses, probe_every=4, **options)
+
+    costs = train(me, [], engine=flare, rule=rule).record.end.costs
+    assert {name: costs[name].gradients for name in sites.given()} == sites.given()
+    assert 0 < sites.given()["alike 1"] < sites.given()["alike 0"]
+
+
+def test_sites_that_come_when_peers_have_been_judged_are_not_asked_for_nothing() -> None:
+    """Nobody can be followed any more and Alone is served: a gradient would be of no use."""
+    me, peers = users()
+    sites = Absent(peers, lambda step: step < STEPS // 2, [peer.name for peer in peers])
+
+    def flare(*given: Any, **options: Any) -> Flare:
+        return Flare(*given[:3], sites=sites, names=list(sites.responders), misses=STEPS, **options)
+
+    end = train(me, [], engine=flare).record.end
+    assert (end.account["trunk"], end.account["path"], end.account["tau"]) == ("none", "alone", {})
+    assert set(sites.given().values()) == {0}
+    assert end.account["cost"]["runs"] == 4 / 2, "three trunks and pooled, for half of the steps"
 
 
 def test_a_killed_peer_ends_the_run_which_resumes_to_the_same_bits(tmp_path: Path) -> None:

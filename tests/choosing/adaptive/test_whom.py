@@ -17,6 +17,13 @@ def test_a_peer_that_points_the_other_way_has_no_weight() -> None:
     assert fitted.tau().tolist() == [1.0, 0.0]
 
 
+def test_where_nobody_counts_weights_are_equal_among_those_who_answered() -> None:
+    fitted, away = FittedWeights(3), [torch.nan, torch.nan]
+    fitted.add(torch.tensor([[-1.0, 0.0], [-1.0, 0.1], away]), own=torch.tensor([1.0, 0.0]))
+    assert fitted.kappa[-1].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert fitted.tau().tolist() == [0.5, 0.5, 0.0]
+
+
 def test_the_gram_matrix_of_long_gradients_is_that_of_double_precision() -> None:
     generator = torch.Generator().manual_seed(0)
     rows, own = torch.randn(3, 100_001, generator=generator), torch.randn(100_001, generator=generator)

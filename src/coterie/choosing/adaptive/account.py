@@ -9,6 +9,7 @@ from coterie.choosing.adaptive.looks import Looks
 from coterie.choosing.adaptive.peer_weights import PeerWeights
 from coterie.choosing.adaptive.when import Path, skewed_error, standard_error
 from coterie.choosing.adaptive.whom import Array
+from coterie.recording.describe import counted
 
 FEWEST = 6
 """With fewer own examples no loss by cross-validation is told: the error of so few numbers says nothing."""
@@ -29,7 +30,7 @@ def account_of(
         looks: all paths, and which is served.
         weights: of the peers.
         judged: the steps that judged every peer.
-        unheard: how many steps of the branch went without the peers.
+        unheard: in how many steps of the branch the peers sent too much to be followed.
         cost: what it took, by what is counted.
         overruled: whether a guard serves Alone, whichever path was chosen.
     """
@@ -115,7 +116,7 @@ def sentence(account: Mapping[str, Any], examples: int, *, overruled: bool = Fal
 
 
 def _why_alone(account: Mapping[str, Any], examples: int, *, overruled: bool) -> str:
-    held_out = f"{examples} validation example{'s' if examples > 1 else ''}"
+    held_out = counted(examples, "validation example")
     if overruled:
         return f"its loss is lower on {held_out}"
     if account.get("trunk") == "none":

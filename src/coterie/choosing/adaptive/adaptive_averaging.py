@@ -80,7 +80,8 @@ class AdaptiveAveraging:
 
     Args:
         budget: what the run may cost of the peers' gradients, in runs; at least 3, and 4.5 when None. With less
-            than that there is one trunk, and no loss by cross-validation is claimed.
+            than that there is one trunk, and no loss by cross-validation is claimed. Streams cost one run, which is
+            within every budget.
 
     Example:
         >>> import torch, coterie
@@ -101,7 +102,9 @@ class AdaptiveAveraging:
 
     def __post_init__(self) -> None:
         least = PLANS[-1].cost
-        optional(real(f"be at least {least:g} runs", lambda runs: runs >= least))("budget", self.budget)
+        optional(real(f"be a finite number of runs, at least {least:g}", lambda runs: runs >= least))(
+            "budget", self.budget
+        )
 
     @property
     def plan(self) -> Plan:

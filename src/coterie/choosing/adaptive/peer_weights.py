@@ -57,9 +57,11 @@ class PeerWeights:
         return [*(fitted.weights for fitted in self.fitted), self.by_size]
 
     def of_branch(self) -> list[Array]:
-        """Return the weights in each of the branch's copies, then in pooled."""
+        """Return the weights in each of the branch's copies, then in pooled; zeros where nobody can be followed."""
         if self.trunk == "pooled":
             return [self.by_size] * (self.n_folds + 2)
+        if self.trunk == "none":
+            return [np.zeros_like(self.by_size)] * (self.n_folds + 2)
         taus = [fitted.tau() for fitted in self.fitted]
         tau = np.mean(taus, axis=0)
         return [tau, *(taus if self.nested else [tau] * self.n_folds), self.by_size]

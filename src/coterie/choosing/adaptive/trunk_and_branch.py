@@ -38,6 +38,7 @@ from coterie.choosing.adaptive.trunk import Near, followed
 from coterie.choosing.adaptive.when import Path
 from coterie.choosing.adaptive.whom import Array
 from coterie.engines.engine import Engine
+from coterie.gradients.gradients import gave_nothing
 from coterie.gradients.trained_part import copied, load_trained_state, trained_state
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.points import Own, Sums
@@ -75,6 +76,7 @@ class TrunkAndBranch(Learner):
         self.longest = self.x.new_zeros(len(self.peers.x))  # how long what peers send to the trunks may be
         self._second_half: SecondHalf | None = None
         self._asks = True  # in the last step; else it used what the peers said before
+        self._silent: list[str] = []  # the peers that gave nothing in the last step
         self._pooled = self.peer_weights.by_size  # by which pooled was asked for in the last step that judged
 
     @property
@@ -182,6 +184,7 @@ class TrunkAndBranch(Learner):
 
     def _keep(self, asked: Sums) -> None:
         """Keep what the peers said for the steps up to the next exchange, where there are any."""
+        self._silent = gave_nothing(asked.left_out)
         if self.exchange_every > 1 and self._asks:
             self.heard = {"sums": asked.sums.clone(), "answered": asked.answered.clone()}
 
@@ -276,7 +279,7 @@ class TrunkAndBranch(Learner):
         return torch.cat([x, buffers], dim=1) if buffers.shape[1] else x
 
     def _count(self, n: int) -> None:
-        """Count n steps: own gradients, and at every point a gradient of each peer that has weight there."""
+        """Count n steps: own gradients, and at every point one of each peer that has weight there and gave it."""
         if self.step < self.half:
             own, weights = self.n_folds + 1, self.peer_weights.of_trunks()
             if self.schedule.judges(self.step):  # everybody is asked at every trunk
@@ -286,9 +289,10 @@ class TrunkAndBranch(Learner):
         self.costs.compute([self.costs.me], times=own * n)
         if not self._asks:
             return
-        self.gradients_asked += len(weights) * n
         for row in weights:
             asked = [name for name, weight in zip(self.engine.names, row, strict=True) if weight]
+            self.gradients_asked += n * bool(asked)
+            asked = [name for name in asked if name not in self._silent]
             self.costs.compute(asked, times=n)
             self.costs.exchange(asked, down=self.points.d, up=self.points.d, times=n)
 

@@ -83,12 +83,15 @@ class FittedWeights:
         return np.diag(self.added * np.minimum(1.0, 1 / self.steps + unknown))
 
     def tau(self) -> Array:
-        """Return the weights averaged over the last third, small ones set to zero; equal where nobody counted."""
+        """Return the weights averaged over the last third, small ones set to zero.
+
+        Where nobody counted they are equal, among all who ever answered.
+        """
         late = np.array(self.kappa[self._late()])[:, 1:]
         late = late[late.sum(1) > 1e-9]
-        n = len(self.weights)
+        n, answered = len(self.weights), np.diag(self.counts)[1:] > 0
         if not len(late):
-            return np.full(n, 1 / n)
+            return np.asarray(answered / answered.sum() if answered.any() else np.full(n, 1 / n))
         tau = (late / late.sum(1, keepdims=True)).mean(0)
         tau[tau < MIN_SHARE / n] = 0.0
         return np.asarray(tau / tau.sum())
