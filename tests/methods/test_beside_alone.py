@@ -124,7 +124,7 @@ def test_steps_that_are_too_long_alone_do_not_end_a_method() -> None:
     assert run.step == 120
     assert run.alone is not None
     assert run.verdict.finding == "better"
-    assert run.verdict.sentence.endswith("first step: its steps may be too long, try a lower `lr`.")
+    assert run.verdict.sentence.endswith("first step: steps may be too long, try a lower `lr`.")
     assert not any(math.isnan(loss) for loss in run.record.curve("alone_validation_loss")[1])
     assert all(parameter.isfinite().all() for parameter in run.alone.parameters()), "the best before that"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,18 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
         verdict(configuration(alone=True), end()).sentence
         == "The model for me was trained alone: no peer was asked."
     )
+
+
+@pytest.mark.parametrize(
+    ("best", "alone", "said"),
+    [(5, 5, ""), (5, 0, "The model trained alone was never"), (0, 0, "Neither of both was ever")],
+)
+def test_models_that_training_made_no_better_are_told(best: int, alone: int, said: str) -> None:
+    decision = GuardDecision(served="collaborative", difference=0.0, error=0.0, alone_step=alone)
+    found = compared((0.1, 0.02), (-0.2, 0.03))
+    sentence = verdict(configuration(), replace(found, best_step=best, guard=decision)).sentence
+    told = f" {said} better than before its first step: steps may be too long, try a lower `lr`."
+    assert sentence.endswith(told) if said else "first step" not in sentence
 
 
 def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:
