@@ -108,7 +108,7 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
 
 @pytest.mark.parametrize(
     ("best", "alone", "said"),
-    [(5, 5, ""), (5, 0, "The model trained alone was never"), (0, 0, "Neither of both was ever")],
+    [(5, 5, ""), (5, 0, "The model trained alone was never"), (0, 0, "Neither was ever")],
 )
 def test_models_that_training_made_no_better_are_told(best: int, alone: int, said: str) -> None:
     decision = GuardDecision(served="collaborative", difference=0.0, error=0.0, alone_step=alone)

@@ -55,7 +55,7 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
     found = judged(name, comparison)
     if end.guard is None or end.guard.alone_step != 0:
         return found
-    which = "Neither of both was ever" if end.best_step == 0 else "The model trained alone was never"
+    which = "Neither was ever" if end.best_step == 0 else "The model trained alone was never"
     learned = f"{which} better than before its first step: steps may be too long, try a lower `lr`."
     return replace(found, sentence=f"{found.sentence} {learned}")
 
