@@ -176,6 +176,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    if asked.write and asked.name and stored()["machine"] != machine():
+        parser.error("bits of two machines cannot be mixed: --compare shows what changed, --write alone writes all")
     names = [name for name in CASES if not asked.name or any(part in name for part in asked.name)]
     times, now = {}, {}
     for name in names:

@@ -11,8 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from coterie import User
+from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.choosing.adaptive.looks import Looks, split
+from coterie.choosing.adaptive.when import hellinger
 from coterie.evaluation.losses import per_example
+from coterie.learners.spec import RunSpec
 
 
 def test_folds_are_even_in_size_and_in_targets() -> None:
@@ -50,3 +53,25 @@ def test_burmans_correction_is_for_least_squares(loss: Any, squared: bool) -> No
     each = torch.tensor([[0.5], [0.9], [0.3]])
     told = Looks.corrected(looks, torch.tensor([0.9]), each)  # type: ignore[arg-type]  # all that it needs of them
     assert told.tolist() == pytest.approx([0.9 + 0.5 - 0.6 if squared else 0.9])
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets", "bounded"),
+    [
+        (functional.cross_entropy, 3, torch.arange(8) % 3, True),
+        (nn.CrossEntropyLoss(weight=torch.ones(3), reduction="none"), 3, torch.arange(8) % 3, True),
+        (nn.BCEWithLogitsLoss(), 1, torch.arange(8.0)[:, None] % 2, True),
+        (per_example(nn.BCEWithLogitsLoss(reduction="none")), 1, torch.arange(8.0)[:, None] % 2, True),
+        (functional.mse_loss, 1, torch.arange(8.0)[:, None], False),
+        (per_example(lambda output, target: (output - target).abs()), 1, torch.arange(8.0)[:, None], False),
+    ],
+)
+def test_looks_are_chosen_by_a_bounded_distance_where_the_loss_is_that_of_a_probability(
+    loss: Any, outputs: int, targets: torch.Tensor, bounded: bool
+) -> None:
+    users = [User(name, torch.randn(8, 2), targets) for name in ("me", "a", "b")]
+    spec = RunSpec(nn.Linear(2, outputs), loss, users[0], users[1:], steps=4).prepared()
+    folds, _ = AdaptiveAveraging().parts(spec)
+    chosen_by = Looks(spec, None, folds, nested=True)._resampled.distance  # type: ignore[arg-type]  # no points yet
+    losses = torch.tensor([0.0, 1.0, 50.0]).numpy()
+    assert chosen_by(losses).tolist() == (hellinger(losses) if bounded else losses).tolist()

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from coterie.choosing.adaptive.account import sentence
-from coterie.choosing.adaptive.when import Path, Resampled, best_path, best_paths, skewed_error, standard_error
+from coterie.choosing.adaptive.when import (
+    Path,
+    Resampled,
+    best_path,
+    best_paths,
+    hellinger,
+    skewed_error,
+    standard_error,
+)
 
 
 def test_a_look_that_is_better_on_every_example_is_always_the_best() -> None:
@@ -34,6 +42,35 @@ def test_the_error_of_skewed_losses_covers_their_mean() -> None:
     assert covers[skewed_error] > covers[standard_error] + 10
     assert covers[skewed_error] > 0.84 * 300
     assert skewed_error(np.ones(8)) == 0.0
+
+
+def test_the_distance_to_what_was_true_is_hellingers() -> None:
+    """By its definition, ½ Σ (√p_i − √q_i)², from predictions of four classes."""
+    predicted = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).double().mul(3).softmax(1)
+    classes = torch.arange(50) % 4
+    true = torch.nn.functional.one_hot(classes, 4).double()
+    by_definition = 0.5 * (predicted.sqrt() - true.sqrt()).square().sum(1)
+    losses = torch.nn.functional.nll_loss(predicted.log(), classes, reduction="none").numpy()
+    np.testing.assert_allclose(hellinger(losses), by_definition, atol=1e-12)
+    assert np.isfinite(hellinger(np.array([-1e9, 1e9]))).all()  # a loss that is no −log p
+
+
+def test_one_sure_mistake_does_not_stop_a_path_that_learns() -> None:
+    """At the last look 39 of 40 examples are right, and one is wrong for sure: −log p is higher than before."""
+    before, after = torch.full((40,), 2.0), torch.tensor([0.05] * 39 + [160.0])
+    assert after.mean() > before.mean()
+    paths = {"alone": Path()}
+    for step, losses in enumerate((before, after)):
+        paths["alone"].add(step, torch.tensor([float(step)]), losses, losses, losses)
+    folds = np.arange(40) % 2
+    by_loss = Resampled(folds, seed=0).choose(paths, nested=True)
+    resampled = Resampled(folds, seed=0, distance=hellinger)
+    by_distance = resampled.choose(paths, nested=True)
+    assert by_loss.frequencies["alone"][0] > 0.5
+    assert by_distance.frequencies["alone"].tolist() == [0.0, 1.0]
+    served, alone = resampled.told(by_distance, paths, lambda point: (after if point == 1 else before).numpy())
+    np.testing.assert_allclose(served, after)  # what is told is the loss
+    np.testing.assert_allclose(alone, after)
 
 
 def test_no_more_is_said_than_is_known() -> None:

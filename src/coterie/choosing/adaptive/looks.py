@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.adaptive.when import Chosen, Path, Resampled, standard_error
+from coterie.choosing.adaptive.when import Chosen, Path, Resampled, hellinger, standard_error
 from coterie.choosing.adaptive.whom import Array
-from coterie.evaluation.losses import is_squared
+from coterie.evaluation.losses import is_log_likelihood, is_squared
 from coterie.gradients.trained_part import copied
 from coterie.learners.points import Points
 from coterie.learners.spec import RunSpec
@@ -28,7 +28,9 @@ class Looks:
         self.paths = {"alone": Path()}
         self.held_out = 0 if spec.me.validation is None else len(spec.me.validation)
         everyone = np.concatenate([folds.numpy(), np.arange(self.held_out) % (int(folds.max()) + 1)])
-        self._resampled = Resampled(everyone, random_key(spec.seed, f"{spec.me.name}/resamples") % 2**63)
+        distance = hellinger if is_log_likelihood(spec.loss) else np.asarray
+        drawn = random_key(spec.seed, f"{spec.me.name}/resamples") % 2**63
+        self._resampled = Resampled(everyone, drawn, distance)
         self.chosen: Chosen | None = None
 
     def add(self, step: int, copies: Mapping[str, Tensor]) -> None:

@@ -70,11 +70,16 @@ class Chosen:
 
 
 class Resampled:
-    """Bootstrap resamples of examples, each of which lies in a fold, drawn once."""
+    """Bootstrap resamples of examples, each of which lies in a fold, drawn once.
 
-    def __init__(self, folds: NDArray[np.int64], seed: int) -> None:
+    `distance` makes of losses that by which looks and paths are chosen; what is told of them are the losses.
+    """
+
+    def __init__(
+        self, folds: NDArray[np.int64], seed: int, distance: Callable[[Array], Array] = np.asarray
+    ) -> None:
         n = len(folds)
-        self.folds, self.count = folds, int(folds.max()) + 1
+        self.folds, self.count, self.distance = folds, int(folds.max()) + 1, distance
         drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), RESAMPLES)
         self.counts = np.minimum(drawn, 255).astype(np.uint8)
 
@@ -87,11 +92,11 @@ class Resampled:
     def choose(self, paths: Mapping[str, Path], *, nested: bool) -> Chosen:
         """Choose a path, and the frequencies of its looks.
 
-        Paths are compared by each example's loss with frequencies made without its fold. `nested`: the branch's
-        weights were fitted without the examples that judge it.
+        Paths are compared by each example's distance with frequencies made without its fold. `nested`: the
+        branch's weights were fitted without the examples that judge it.
         """
         worst = worst_loss(paths)
-        tables = {name: path.table(worst=worst) for name, path in paths.items()}
+        tables = {name: self.distance(path.table(worst=worst)) for name, path in paths.items()}
         folds = range(self.count)
         without = {name: np.stack([self.frequencies(t, q) for q in folds]) for name, t in tables.items()}
         scores = {name: self._own_fold(without[name] @ tables[name]) for name in paths}
@@ -127,6 +132,19 @@ class Resampled:
         return np.asarray(by_fold[self.folds, np.arange(len(self.folds))])
 
 
+def hellinger(losses: Array) -> Array:
+    """Return 1 − √p of losses −log p: the squared Hellinger distance from a prediction to what was true.
+
+    It is at most 1. The loss has no bound: the longer a network is trained, the surer it becomes also where it is
+    wrong, and a few such examples would stop it long before it makes the fewest mistakes.
+
+    Example:
+        >>> hellinger(np.array([0.0, 2 * np.log(2), np.log(100), 1e9])).round(2).tolist()
+        [0.0, 0.5, 0.9, 1.0]
+    """
+    return np.asarray(-np.expm1(-0.5 * np.maximum(losses, -100.0)))  # finite where a loss is no −log p, and below 0
+
+
 def worst_loss(paths: Mapping[str, Path]) -> float:
     """Return what losses count as at most: `WORST` losses that are usual at the start, from which all paths go."""
     start = paths["alone"].losses[0].double()
@@ -135,7 +153,7 @@ def worst_loss(paths: Mapping[str, Path]) -> float:
 
 
 def best_path(scores: Mapping[str, Array], nested: bool = True) -> str:
-    """Return the path of least mean loss: branch or pooled, or Alone where it is not worse."""
+    """Return the path of least mean score: branch or pooled, or Alone where it is not worse."""
     if "branch" not in scores:
         return "alone"
     lead = scores["pooled"] - scores["branch"]
