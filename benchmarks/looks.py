@@ -7,7 +7,8 @@ validation examples. The same run is judged by −log p, where p is what it gave
 library takes; and by 1 − p. *Served* is the difference in accuracy to the last point of a run by `Alone`, paired by
 user, ± one standard error; *alone* the same of the model trained alone beside it, stopped by the same measure;
 *loss* the difference in the loss of what is served. A user is *harmed* if its accuracy is below that last point's
-by more than two binomial standard errors.
+by more than two binomial standard errors. The tables of `r_tables` can be named, too; `--sets r-classes` is all of
+those with classes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 from unittest import mock
 
 import numpy as np
+import r_tables  # so that its sets can be named
 import torch
 from users_in_turn import options, problem_of, users_of
 
@@ -79,6 +81,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.01)
     settings = parser.parse_args()
+    of_classes = [f"r-{name}" for name, table in r_tables.TABLES.items() if table.classes]
+    settings.sets = settings.sets.replace("r-classes", ",".join(of_classes))
     torch.set_num_threads(1)
     print("| model, condition | chosen by | served | alone | loss | harmed |\n|---|---|---|---|---|---|")
     for model in settings.models.split(","):
