@@ -244,9 +244,16 @@ def test_a_private_site_says_what_it_promises(
     answer = CliRunner().invoke(app, ["federate", "check", str(kit)])
     assert "promised: ε = 4 at δ = 1e-05 for every example, clipped to norm 1" in answer.output
     assert f"ε = {peer.epsilon:.3g} spent before" in answer.output
+    assert "of the 20 gradients of 16 rows that me plans, ε and the caps allow 0" in answer.output
     with pytest.raises(KnobError, match="basel gives 0 more gradients, and this run may ask for 20"):
         check_plan(lead_settings(folder), LocalSites({"basel": peer}), tmp_path)  # of its ε
     assert "a run with it does not have the same bits again" in caplog.text
+    (kit / "coterie.toml").write_text(proposed.replace("norm = 10.0", "").replace("noise = 1.0", "noise = 2.0"))
+    spent = ({Event(16 / 40, 1.0): 1, Event(16 / 40, 2.0): more} for more in range(20))
+    most = sum(epsilon_of(events, 1e-5) <= 4.0 for events in spent) - 1
+    assert 0 < most < 18
+    answer = CliRunner().invoke(app, ["federate", "check", str(kit)])
+    assert f"of the 20 gradients of 16 rows that me plans, ε and the caps allow {most}" in answer.output
     (kit / "coterie.toml").write_text(proposed.replace("# batch_size", "batch_size"))
     promised = site_settings(kit).privacy
     assert promised is not None

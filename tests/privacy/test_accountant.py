@@ -77,6 +77,12 @@ def test_no_delta_is_so_small_that_the_accountant_has_lost_it(events: dict[Event
         Privacy(4.0, LEAST_DELTA / 2, 1.0)
 
 
+def test_the_promise_in_the_docs_lasts_as_long_as_they_say() -> None:
+    lasts = [by_prv(32 / 1000, 1.0, count, 1e-5) for count in (370, 378)]
+    assert lasts[0] < 4.0 < lasts[1]
+    assert Budget(4.0, 1e-5).most({}, Event(32 / 1000, 1.0), at_least=10_000) == 374
+
+
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_kinds_that_are_merged_cost_no_less_and_keep_their_number(most: int) -> None:
     rates = {0.1: 8.0, 0.11: 4.0, 0.2: 2.0, 0.21: 2.0, 0.5: 9.0, 1.0: 9.0}

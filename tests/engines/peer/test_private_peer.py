@@ -464,6 +464,12 @@ class TestRefusal:
         with pytest.raises(KnobError, match="`norm`"):
             peer(tmp_path / "log", caps=Caps(norm=1.0))
 
+    def test_a_batch_size_that_the_caps_refuse(self, tmp_path: Path) -> None:
+        promise = Privacy(1.0, DELTA, 1.0, 1.0, batch_size=4)
+        with pytest.raises(KnobError, match="`batch_size` must be at least `examples` of the caps, 5, got 4"):
+            peer(tmp_path / "log", promise, Caps(examples=5))
+        assert peer(tmp_path / "log", promise, Caps(examples=4)).answer(request(batch_size=4)).gradients is not None
+
     def test_a_delta_of_one_over_n(self, tmp_path: Path) -> None:
         with pytest.raises(KnobError, match="`delta`"):
             peer(tmp_path / "log", Privacy(1.0, 1 / N, 1.0, 1.0))

@@ -94,6 +94,11 @@ class Peer:
                 f"`norm` must be left out (in [caps] `inf`) where there is `privacy`, got {self.caps.norm:g}: each "
                 "example is clipped to `clip`, and a gradient with noise has no norm to keep to"
             )
+        if privacy.batch_size is not None and privacy.batch_size < self.caps.examples:
+            raise KnobError(
+                f"`batch_size` must be at least `examples` of the caps, {self.caps.examples}, got "
+                f"{privacy.batch_size}: batches of no other size are answered for, and none of fewer examples"
+            )
         private = PrivateGradients(self.user, self.passes, privacy, self.caps.gradients)
         self._spending = Spending(privacy, self.ledger, self.caps.gradients)
         return private
@@ -142,6 +147,13 @@ class Peer:
             return terms
         told = {"promises": private.privacy.in_words(), "promise": self._spending.told()}
         return terms | told | {"batch_size": private.privacy.batch_size}
+
+    def of_planned(self, batch_size: int, gradients: int) -> int:
+        """Return how many of so many gradients of such batches would be given, as far as is known before."""
+        if min(batch_size, len(self.user)) < self.caps.examples:
+            return 0
+        left = self.terms(batch_size, gradients)["left"]
+        return gradients if left is None else min(left, gradients)
 
     def promise(self, batch_size: int) -> dict[str, float] | None:
         """Return what is promised, how much of it was spent, and the noise on each number; None where nothing."""
