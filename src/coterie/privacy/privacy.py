@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coterie.arguments import COUNT, POSITIVE, check_fields, optional, real, whole
+from coterie.arguments import COUNT, POSITIVE, check_fields, instance, optional, real, whole
 from coterie.errors import KnobError
 from coterie.privacy.accountant import NOISE, least_noise
 
@@ -74,3 +74,7 @@ class Privacy:
         return (
             f"{said}, split over the sites of masked sums: against who sees these, with {self.margin} of the sites"
         )
+
+
+PROMISE = instance(Privacy, "a `coterie.privacy.Privacy`")
+"""What a promise must be."""

@@ -27,7 +27,7 @@ from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import NoiseShare
-from coterie.privacy.privacy import Privacy
+from coterie.privacy.privacy import PROMISE, Privacy
 from coterie.users.user import User
 
 MOST_PLANNED = 10**6
@@ -89,6 +89,7 @@ class Peer:
 
     def _promised(self, privacy: Privacy) -> PrivateGradients:
         """Return what gives private gradients, where the log and the caps go with it."""
+        PROMISE("privacy", privacy)
         if self.caps.norm is not None:
             raise KnobError(
                 f"`norm` must be left out (in [caps] `inf`) where there is `privacy`, got {self.caps.norm:g}: each "
