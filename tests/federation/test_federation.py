@@ -35,7 +35,7 @@ from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
 from coterie.federation.lead import RUN, SUMMARY, check_plan, lead, planned_gradients, rule_of
 from coterie.federation.manifest import Kit
-from coterie.federation.participants import lead_participant, peer_of, responder_of, site_participant
+from coterie.federation.participants import _known, _rows, lead_participant, peer_of, responder_of, site_participant
 from coterie.federation.provisioning import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
 from coterie.federation.workspace import run_process, site_workspace
@@ -212,6 +212,20 @@ def test_masked_sums_are_refused_for_rules_that_need_rows(rule: str) -> None:
         rule_of(LeadSettings("me", ("basel", "bern"), Data(), Model(), training))
     with pytest.raises(KnobError, match="takes neither `compress`"):
         Training(rule="wga", secure_sums=True, compress="bf16")
+
+
+@needs_nvflare
+@pytest.mark.parametrize("classes", [[0, 1], [1.5, 2.5], [False, True]], ids=str)
+def test_a_row_of_an_unknown_class_is_left_out_and_changes_no_other(classes: list[Any], tmp_path: Path) -> None:
+    preparation = Preparation.fit(patients()[["age"]], pd.Series(classes), pd.Series(classes), "classification")
+    rows = [f"{40 + k},{classes[k % 2]}" for k in range(5)]
+    for table, more in (("some.csv", []), ("one_more.csv", ["50,unknown"])):
+        (tmp_path / table).write_text("\n".join(["age,ill", *rows, *more]))
+        data = Data(table=table, target="ill")
+        inputs, targets = preparation.examples(_known(_rows(tmp_path, data), data, preparation), "ill")
+        assert isinstance(targets, torch.Tensor)
+        assert targets.tolist() == [0, 1, 0, 1, 0]
+        assert len(inputs) == 5
 
 
 @needs_nvflare

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from coterie.data import Preparation, from_table, read_table
+from coterie.data.columns import as_category
 from coterie.data.table import TableTask
 from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.passes import Passes
@@ -108,8 +109,11 @@ def _rows(folder: Path, data: Data) -> Any:
 
 
 def _known(rows: Any, data: Data, preparation: Preparation) -> Any:
-    """Return the rows of classes that user 0 knew when it made the kits."""
+    """Return the rows of classes that user 0 knew when it made the kits; one of another kind changes no other."""
     if preparation.classes:
+        values, by_text = rows[data.target], {as_category(each): each for each in preparation.classes}
+        named = values.map(lambda value: by_text.get(as_category(value), value))
+        rows = rows.assign(**{data.target: values.where(values.isin(preparation.classes), named)})
         rows = rows[rows[data.target].isin(preparation.classes)]
     if rows.empty:
         known = ", ".join(map(str, preparation.classes))
