@@ -267,7 +267,10 @@ def test_a_private_site_says_what_it_promises(
     most = sum(epsilon_of(events, 1e-5) <= 4.0 for events in spent) - 1
     assert 0 < most < 18
     answer = CliRunner().invoke(app, ["federate", "check", str(kit)])
-    assert f"of the 20 gradients of 16 rows that me plans, ε and the caps allow {most}" in answer.output
+    assert (
+        f"of the 20 gradients of 16 rows that me plans, ε and the caps allow {most}, with noise of 0.125"
+        in answer.output
+    )
     (kit / "coterie.toml").write_text(proposed.replace("# batch_size", "batch_size"))
     promised = site_settings(kit).privacy
     assert promised is not None
