@@ -228,6 +228,21 @@ def test_a_row_of_an_unknown_class_is_left_out_and_changes_no_other(classes: lis
         assert len(inputs) == 5
 
 
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"age": "Alter"}, r"no column 'Alter', which stands under \[data.columns\]"),
+        ({"ill": "sex"}, r"2 columns called 'ill'"),
+    ],
+)
+def test_names_of_columns_that_cannot_be_meant_are_told(columns: dict[str, str], said: str, tmp_path: Path) -> None:
+    patients().to_csv(tmp_path / "data.csv", index=False)
+    with pytest.raises(DataError, match=said):
+        _rows(tmp_path, Data(table="data.csv", target="ill", columns=columns))
+    rows = _rows(tmp_path, Data(table="data.csv", target="ill", columns={"age": "sex", "sex": "age"}))
+    assert rows["age"].isin(["f", "m"]).all(), "two that change places"
+
+
 @needs_nvflare
 def test_check_says_what_a_site_would_give(folder: Path) -> None:
     answer = CliRunner().invoke(app, ["federate", "check", str(folder / "sites" / "basel")])

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from coterie.data import Preparation, from_table, read_table
-from coterie.data.columns import as_category
+from coterie.data.columns import as_category, check_names
+from coterie.data.reading import some
 from coterie.data.table import TableTask
 from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.passes import Passes
@@ -98,7 +99,13 @@ def lead_task(
 
 def _rows(folder: Path, data: Data) -> Any:
     rows = read_table(folder / data.table)
+    if absent := [theirs for theirs in data.columns.values() if theirs not in rows.columns]:
+        raise DataError(
+            f"{data.table} has no column {absent[0]!r}, which stands under [data.columns] of {FILE}; it has "
+            f"{some(rows.columns)}"
+        )
     rows = rows.rename(columns={theirs: ours for ours, theirs in data.columns.items()})
+    check_names(rows.columns, f"{data.table}, with the names under [data.columns] of {FILE},")
     if data.target not in rows.columns:
         raise DataError(
             f"{data.table} has no column {data.target!r}, which is `target` in [data] of {FILE}; it has "
