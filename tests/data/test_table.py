@@ -14,7 +14,7 @@ import torch
 import coterie
 from coterie.data import Preparation, from_table
 from coterie.data.checking import distinct_targets
-from coterie.data.reading import read_rows, some, users_in
+from coterie.data.reading import read_rows, read_table, some, users_in
 from coterie.data.statistics import Statistics
 from coterie.errors import DataError
 
@@ -99,6 +99,17 @@ def test_categories_are_one_hot_missing_is_one_and_unknown_ones_are_zero() -> No
     preparation = Preparation.fit(frame, targets, targets, "classification")
     new = pd.DataFrame({"c": ["y", None, "z"]})
     assert preparation.inputs(new).tolist() == [[0, 0, 1], [1, 0, 0], [0, 0, 0]]  # (missing), x, y
+
+
+@pytest.mark.parametrize("other", ["", "7", "1.5", "unknown", "TRUE", "9" * 30], ids=str)
+@pytest.mark.parametrize("codes", [["1", "2"], ["1.0", "2.0"], ["01", "02"]], ids=str)
+def test_no_row_changes_what_another_is(codes: list[str], other: str, tmp_path: Path) -> None:
+    """What pandas makes of a column depends on all its rows; a private site promises that one changes little."""
+    fitted = pd.DataFrame({"c": [1, 2, 1]})
+    targets = pd.Series([0, 1, 0])
+    preparation = Preparation.fit(fitted, targets, targets, "classification", ["c"])
+    (tmp_path / "rows.csv").write_text("\n".join(["c,d", *(f"{code},0" for code in (*codes, other))]))
+    assert preparation.inputs(read_table(tmp_path / "rows.csv")).tolist() == [[1, 0], [0, 1], [0, 0]]
 
 
 def test_numbers_named_as_categories_are() -> None:

@@ -35,7 +35,7 @@ from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
 from coterie.federation.lead import RUN, SUMMARY, check_plan, lead, planned_gradients, rule_of
 from coterie.federation.manifest import Kit
-from coterie.federation.participants import lead_participant, peer_of, responder_of, site_participant
+from coterie.federation.participants import _known, _rows, lead_participant, peer_of, responder_of, site_participant
 from coterie.federation.provisioning import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
 from coterie.federation.workspace import run_process, site_workspace
@@ -215,6 +215,35 @@ def test_masked_sums_are_refused_for_rules_that_need_rows(rule: str) -> None:
 
 
 @needs_nvflare
+@pytest.mark.parametrize("classes", [[0, 1], [1.5, 2.5], [False, True]], ids=str)
+def test_a_row_of_an_unknown_class_is_left_out_and_changes_no_other(classes: list[Any], tmp_path: Path) -> None:
+    preparation = Preparation.fit(patients()[["age"]], pd.Series(classes), pd.Series(classes), "classification")
+    rows = [f"{40 + k},{classes[k % 2]}" for k in range(5)]
+    for table, more in (("some.csv", []), ("one_more.csv", ["50,unknown"])):
+        (tmp_path / table).write_text("\n".join(["age,ill", *rows, *more]))
+        data = Data(table=table, target="ill")
+        inputs, targets = preparation.examples(_known(_rows(tmp_path, data), data, preparation), "ill")
+        assert isinstance(targets, torch.Tensor)
+        assert targets.tolist() == [0, 1, 0, 1, 0]
+        assert len(inputs) == 5
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"age": "Alter"}, r"no column 'Alter', which stands under \[data.columns\]"),
+        ({"ill": "sex"}, r"2 columns called 'ill'"),
+    ],
+)
+def test_names_of_columns_that_cannot_be_meant_are_told(columns: dict[str, str], said: str, tmp_path: Path) -> None:
+    patients().to_csv(tmp_path / "data.csv", index=False)
+    with pytest.raises(DataError, match=said):
+        _rows(tmp_path, Data(table="data.csv", target="ill", columns=columns))
+    rows = _rows(tmp_path, Data(table="data.csv", target="ill", columns={"age": "sex", "sex": "age"}))
+    assert rows["age"].isin(["f", "m"]).all(), "two that change places"
+
+
+@needs_nvflare
 def test_check_says_what_a_site_would_give(folder: Path) -> None:
     answer = CliRunner().invoke(app, ["federate", "check", str(folder / "sites" / "basel")])
     assert answer.exit_code == 0, answer.output
@@ -244,9 +273,19 @@ def test_a_private_site_says_what_it_promises(
     answer = CliRunner().invoke(app, ["federate", "check", str(kit)])
     assert "promised: ε = 4 at δ = 1e-05 for every example, clipped to norm 1" in answer.output
     assert f"ε = {peer.epsilon:.3g} spent before" in answer.output
+    assert "of the 20 gradients of 16 rows that me plans, ε and the caps allow 0" in answer.output
     with pytest.raises(KnobError, match="basel gives 0 more gradients, and this run may ask for 20"):
         check_plan(lead_settings(folder), LocalSites({"basel": peer}), tmp_path)  # of its ε
     assert "a run with it does not have the same bits again" in caplog.text
+    (kit / "coterie.toml").write_text(proposed.replace("norm = 10.0", "").replace("noise = 1.0", "noise = 2.0"))
+    spent = ({Event(16 / 40, 1.0): 1, Event(16 / 40, 2.0): more} for more in range(20))
+    most = sum(epsilon_of(events, 1e-5) <= 4.0 for events in spent) - 1
+    assert 0 < most < 18
+    answer = CliRunner().invoke(app, ["federate", "check", str(kit)])
+    assert (
+        f"of the 20 gradients of 16 rows that me plans, ε and the caps allow {most}, with noise of 0.125"
+        in answer.output
+    )
     (kit / "coterie.toml").write_text(proposed.replace("# batch_size", "batch_size"))
     promised = site_settings(kit).privacy
     assert promised is not None

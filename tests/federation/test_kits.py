@@ -315,6 +315,15 @@ def test_a_run_beyond_a_sites_caps_is_refused_before_it_begins(
         assert "Take fewer steps" in (tmp_path / REFUSED).read_text()
 
 
+def test_a_site_of_too_few_rows_is_told_before_the_run_begins(tmp_path: Path) -> None:
+    user = coterie.User("a", torch.ones(20, 2), torch.ones(20, 1))
+    passes = Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+    few, enough = (LocalSites({"a": Peer(user, passes, Caps(examples=least))}) for least in (21, 20))
+    with pytest.raises(KnobError, match=r"^a gives no gradient of fewer than 21 rows, and has fewer"):
+        check_plan(lead_of(rule="wga", steps=5, batch_size=32), few, tmp_path)
+    check_plan(lead_of(rule="wga", steps=5, batch_size=32), enough, tmp_path)
+
+
 def test_batches_of_another_size_than_a_site_promised_are_refused_before_the_run_begins(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")
     user = coterie.User("a", torch.ones(20, 2), torch.ones(20, 1))

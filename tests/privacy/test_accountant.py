@@ -1,15 +1,16 @@
-"""The accountant against three others: the exact ε of a Gaussian, Microsoft's, and dp-accounting's own defaults."""
+"""The accountant against others: the exact ε of a Gaussian, Microsoft's, Rényi's, dp-accounting's own defaults."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from tests.support.accountants import by_prv, exact_gaussian
+from tests.support.accountants import by_prv, by_renyi, exact_gaussian
 from tests.support.adaptive_sizes import delta_reached
 
 from coterie.errors import CoterieError, KnobError
-from coterie.privacy.accountant import Budget, Event, epsilon_of, least_noise, merged
+from coterie.privacy.accountant import MAX_KINDS, Budget, Event, epsilon_of, least_noise, merged
+from coterie.privacy.privacy import LEAST_DELTA, Privacy
 
 
 @pytest.mark.parametrize(("noise", "count", "delta"), [(1.0, 1, 1e-5), (5.0, 50, 1e-4), (20.0, 100, 1e-6)])
@@ -63,6 +64,23 @@ def test_the_least_noise_is_just_enough() -> None:
 def test_no_other_events_are_there(rate: float, noise: float) -> None:
     with pytest.raises(KnobError, match=r"`rate`|`noise`"):
         Event(rate, noise)
+
+
+@pytest.mark.parametrize(
+    "events", [{Event(0.01, 1.0): 1000}, {Event(0.01 * k, 2.0): 10 for k in range(1, MAX_KINDS + 1)}]
+)
+def test_no_delta_is_so_small_that_the_accountant_has_lost_it(events: dict[Event, int]) -> None:
+    """Rényi divergences give a looser bound, of which no tail is left away; below, it would be the tighter one."""
+    assert epsilon_of(events, LEAST_DELTA) < by_renyi(events, LEAST_DELTA)
+    assert epsilon_of(events, LEAST_DELTA / 100) > by_renyi(events, LEAST_DELTA / 100)
+    with pytest.raises(KnobError, match=r"`delta` must lie in \[1e-12, 1\)"):
+        Privacy(4.0, LEAST_DELTA / 2, 1.0)
+
+
+def test_the_promise_in_the_docs_lasts_as_long_as_they_say() -> None:
+    lasts = [by_prv(32 / 1000, 1.0, count, 1e-5) for count in (370, 378)]
+    assert lasts[0] < 4.0 < lasts[1]
+    assert Budget(4.0, 1e-5).most({}, Event(32 / 1000, 1.0), at_least=10_000) == 374
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])

@@ -166,8 +166,13 @@ def _checked(folder: Path) -> tuple[Any, Any]:
         rule_of(settings.as_lead())  # what cannot be built is told now
         typer.echo(f"trained here: {settings.training.steps} steps by {settings.training.rule!r}")
         typer.echo(f"asked and answered: {', '.join(settings.sites)}")
-    if settings.privacy is not None:
+    if settings.privacy is not None and (promise := peer.promise(kit.batch_size)) is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
+        given = peer.of_planned(kit.batch_size, kit.gradients)
+        planned = f"{kit.gradients} gradients of {kit.batch_size} rows that {kit.lead} plans"
+        typer.echo(
+            f"of the {planned}, ε and the caps allow {given}, with noise of {promise['noise']:.3g} on each number"
+        )
     if responder.only_sums:
         typer.echo(f"given only under masks: {responder.sums}")
         typer.echo(f"its key has the fingerprint {responder.peer.identity.fingerprint}, to tell the other sites")

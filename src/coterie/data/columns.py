@@ -36,6 +36,28 @@ def check_names(columns: Iterable[object], where: str = "the table") -> None:
             raise DataError(f"{where} has {names.count(name)} columns called {name!r}; rename or drop all but one")
 
 
+def as_category(value: object) -> str:
+    """Return a category as text: a number is the same one however it is written.
+
+    What pandas makes of 1 depends on the other rows: 1.0 where one of them is empty, "1" as it is written where one
+    is text. But a row must not change what others are.
+
+    Example:
+        >>> [as_category(value) for value in (1, 1.0, "1", "01", "1.50", True, "TRUE", "a")]
+        ['1', '1', '1', '1', '1.5', 'True', 'True', 'a']
+    """
+    text = str(value)
+    if text.lower() in ("true", "false"):
+        return text.capitalize()
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if "_" in text:  # which Python takes for a part of a number
+        return text
+    return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
+
+
 def with_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """Return the rows of a file that are kept; what was text because of other rows only is numbers again.
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.data.columns import MAX_CATEGORIES, first_in
+from coterie.data.columns import MAX_CATEGORIES, as_category, first_in
 from coterie.errors import DataError, FileError
 from coterie.recording import files
 
@@ -269,5 +269,5 @@ def tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str])
             raise DataError(f"{problem}; leave it empty where the value is unknown")
         tidy[column] = numbers
     for column in categorical:
-        tidy[column] = ["(missing)" if pd.isna(value) else str(value) for value in rows[column]]
+        tidy[column] = ["(missing)" if pd.isna(value) else as_category(value) for value in rows[column]]
     return pd.DataFrame(tidy, index=rows.index)

@@ -135,6 +135,8 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
             problems.append(f"{name} gives {left} more gradients, and {whose} may ask for {wanted}")
         if isinstance(least, int) and least > size:
             problems.append(f"{name} gives no gradient of fewer than {least} rows, and `batch_size` is {size}")
+        elif terms.get("size") == 0:
+            problems.append(f"{name} gives no gradient of fewer than {least} rows, and has fewer")
         if isinstance(sums_of, int) and not settings.training.secure_sums:
             problems.append(f"{name} gives masked sums only, and `secure_sums` is not set")
         elif isinstance(sums_of, int) and sums_of > (n := _n_summed_with(name, settings, replies)):

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from coterie.data import Preparation, from_table, read_table
+from coterie.data.columns import as_category, check_names
+from coterie.data.reading import some
 from coterie.data.table import TableTask
 from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.passes import Passes
@@ -97,7 +99,13 @@ def lead_task(
 
 def _rows(folder: Path, data: Data) -> Any:
     rows = read_table(folder / data.table)
+    if absent := [theirs for theirs in data.columns.values() if theirs not in rows.columns]:
+        raise DataError(
+            f"{data.table} has no column {absent[0]!r}, which stands under [data.columns] of {FILE}; it has "
+            f"{some(rows.columns)}"
+        )
     rows = rows.rename(columns={theirs: ours for ours, theirs in data.columns.items()})
+    check_names(rows.columns, f"{data.table}, with the names under [data.columns] of {FILE},")
     if data.target not in rows.columns:
         raise DataError(
             f"{data.table} has no column {data.target!r}, which is `target` in [data] of {FILE}; it has "
@@ -108,8 +116,11 @@ def _rows(folder: Path, data: Data) -> Any:
 
 
 def _known(rows: Any, data: Data, preparation: Preparation) -> Any:
-    """Return the rows of classes that user 0 knew when it made the kits."""
+    """Return the rows of classes that user 0 knew when it made the kits; one of another kind changes no other."""
     if preparation.classes:
+        values, by_text = rows[data.target], {as_category(each): each for each in preparation.classes}
+        named = values.map(lambda value: by_text.get(as_category(value), value))
+        rows = rows.assign(**{data.target: values.where(values.isin(preparation.classes), named)})
         rows = rows[rows[data.target].isin(preparation.classes)]
     if rows.empty:
         known = ", ".join(map(str, preparation.classes))

@@ -118,7 +118,7 @@ def check_margin(margin: int | None, sums: SumsOnly | None) -> None:
     if not sums.keys:
         raise KnobError(
             "`margin` splits the noise over other sites, and user 0 could be all of them: tell the fingerprints of "
-            "their keys (`keys` in [sums]), or leave `margin` out"
+            "their keys (`keys` in [sums]; a site sees its own while it leaves `margin` out), or leave `margin` out"
         )
     if not margin < sums.peers:
         raise KnobError(f"`margin` must be less than `peers` of a sum, {sums.peers}, got {margin}")

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
-from coterie.arguments import COUNT, POSITIVE, check_fields, optional, real, whole
+from coterie.arguments import COUNT, POSITIVE, check_fields, instance, optional, real, whole
 from coterie.errors import KnobError
 from coterie.privacy.accountant import NOISE, least_noise
 
-DELTA = real("lie in (0, 1)", lambda value: 0 < value < 1)
+LEAST_DELTA = 1e-12
+"""A smaller δ is lost in the tails that the accountant leaves away, some 10⁻¹⁵ of each kind of events."""
+
+DELTA = real(f"lie in [{LEAST_DELTA:g}, 1)", lambda value: LEAST_DELTA <= value < 1)
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Privacy:
 
     Args:
         epsilon: ε, spent over all runs; a request beyond it is refused.
-        delta: δ, less than one over the number of examples.
+        delta: δ, less than one over the number of examples, and at least 1e-12: the accountant is no finer.
         clip: the norm that each example's gradient is clipped to.
         noise: the noise on the sum of a batch, its standard deviation in multiples of `clip`. When None the least
             with which `epsilon` lasts for all the gradients that the peer gives.
@@ -71,3 +74,7 @@ class Privacy:
         return (
             f"{said}, split over the sites of masked sums: against who sees these, with {self.margin} of the sites"
         )
+
+
+PROMISE = instance(Privacy, "a `coterie.privacy.Privacy`")
+"""What a promise must be."""

@@ -14,6 +14,9 @@ from torch import nn
 
 import coterie
 from coterie.engines import PrivatePeers
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Peer
+from coterie.engines.peer.ledger import Ledger
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.errors import KnobError
 from coterie.methods import AFL, FedAvg
@@ -67,13 +70,29 @@ def test_the_record_has_what_was_promised_and_spent_by_every_accountant(tmp_path
         assert told["noise"] == pytest.approx(event.noise / (N // 2)), "on each number of a gradient"
 
 
-def test_who_has_spent_all_is_left_out_and_has_promised_all_the_same() -> None:
+@pytest.mark.parametrize("privacy", [3.0, (4.0, DELTA, 1.0), {"a": 4.0}, {1: Privacy(4.0, DELTA, 1.0)}])
+def test_what_is_no_promise_is_refused(privacy: Any) -> None:
+    with pytest.raises(KnobError, match=r"`privacy` must be a `coterie\.privacy\.Privacy`, or one by the name"):
+        engine(privacy, gradients=2)
+    with pytest.raises(KnobError, match=r"`privacy` must be a `coterie\.privacy\.Privacy`, got"):
+        Peer(users()[0], Passes(nn.Linear(WIDTH, 1), LOSS), log=Ledger(), privacy=privacy)
+
+
+def test_a_promise_of_another_batch_size_is_refused_before_the_run() -> None:
+    with pytest.raises(KnobError, match=f"`batch_size` of `privacy`, 8, must be that of the run, {N}"):
+        engine({"b": Privacy(4.0, DELTA, 1.0, batch_size=8)}, gradients=2)
+    promised = engine(Privacy(4.0, DELTA, 1.0, batch_size=N), gradients=2)
+    assert promised.gradients(torch.zeros(WIDTH + 1), 0, {"a": 0.5, "b": 0.5}).answered == 1.0
+
+
+def test_who_has_spent_all_is_left_out_and_has_promised_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     once = engine(Privacy(0.5, DELTA, 1.0), gradients=2)
     x, weights = torch.zeros(WIDTH + 1), {"a": 0.5, "b": 0.5}
     answered = [once.gradients(x, step, weights) for step in range(6)]
     assert [g.answered for g in answered] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert "2" in answered[2].left_out["a"]
     assert once.dropped == ("a", "b")
+    assert "step 4: a gave nothing 3 times (refused: it has given all the gradients it gives, 2)" in caplog.text
     assert {name: told["spent"] for name, told in once.promises().items()} == {
         name: peer.epsilon for name, peer in once.peers.items()
     }

@@ -421,8 +421,8 @@ class TestDamage:
             with pytest.raises(FileError, match="damaged"):
                 peer(log)
         log.unlink()
-        with pytest.raises(FileError, match="damaged"):
-            peer(log).answer(request())
+        with pytest.raises(FileError, match="damaged"):  # at once: nothing may say that ε = 0 was spent
+            peer(log)
 
     @pytest.mark.parametrize(
         "line",
@@ -464,6 +464,12 @@ class TestRefusal:
         with pytest.raises(KnobError, match="`norm`"):
             peer(tmp_path / "log", caps=Caps(norm=1.0))
 
+    def test_a_batch_size_that_the_caps_refuse(self, tmp_path: Path) -> None:
+        promise = Privacy(1.0, DELTA, 1.0, 1.0, batch_size=4)
+        with pytest.raises(KnobError, match="`batch_size` must be at least `examples` of the caps, 5, got 4"):
+            peer(tmp_path / "log", promise, Caps(examples=5))
+        assert peer(tmp_path / "log", promise, Caps(examples=4)).answer(request(batch_size=4)).gradients is not None
+
     def test_a_delta_of_one_over_n(self, tmp_path: Path) -> None:
         with pytest.raises(KnobError, match="`delta`"):
             peer(tmp_path / "log", Privacy(1.0, 1 / N, 1.0, 1.0))
@@ -486,17 +492,50 @@ class TestRefusal:
             PrivateGradients(user(), Passes(model, loss), Privacy(1.0, DELTA, 1.0, 1.0), None)
 
 
-def test_a_model_that_changes_what_is_frozen_is_refused() -> None:
-    """An example would act through it: what one of these reads is shortened for all that come after it."""
+class Following(nn.Module):
+    """A model whose frozen codes follow its inputs, unseen by autograd, or a loss with a memory."""
 
-    def model(*, trains: bool) -> nn.Module:
-        renormed = Renormed()
-        renormed.embedding.weight.requires_grad_(trains)
-        return nn.Sequential(renormed, nn.Linear(1, 1))
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.linear, zero = nn.Linear(WIDTH, 1), torch.zeros(WIDTH)
+        self.seen = nn.Parameter(zero, requires_grad=False) if frozen else nn.Buffer(zero)
 
-    PrivateGradients(user(), Passes(model(trains=True), LOSS), Privacy(9.0, DELTA, 1.0, 1.0), None)
-    with pytest.raises(ModelError, match=r"changes its frozen parameter '0\.embedding\.weight'"):
-        PrivateGradients(user(), Passes(model(trains=False), LOSS), Privacy(9.0, DELTA, 1.0, 1.0), None)
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is not None:
+            self.seen.add_(inputs.detach().mean())
+            return LOSS(inputs - self.seen.mean(), targets)
+        self.seen.data.add_(inputs[inputs.abs().amax(1) > 50].sum(0))
+        output: Tensor = self.linear(inputs - self.seen)
+        return output
+
+
+@pytest.mark.parametrize("make", [Renormed, lambda: Following(frozen=True)], ids=["renormed", "following"])
+def test_what_an_example_changes_in_frozen_parameters_is_nothing_to_the_next(make: Callable[[], nn.Module]) -> None:
+    """Nor does it matter when: user 0 may send frozen parameters that the model begins to change."""
+    torch.manual_seed(1)
+    model = nn.Sequential(make(), nn.Linear(1, 1))
+    for name, parameter in model.named_parameters():
+        if "embedding" in name or "seen" in name:
+            parameter.requires_grad = False
+            parameter.mul_(1e-3)
+    private = PrivateGradients(user(), Passes(model, LOSS), Privacy(9.0, DELTA, 1.0, 1.0), None)
+    private.user.examples.inputs[0] *= 100  # type: ignore[attr-defined]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.mul_(1e4)
+    before = [parameter.clone() for parameter in frozen]
+    x = private.passes.parameters.vector()
+    totals = [private._clipped(x, chosen, None, 0, 0) for chosen in (torch.arange(1, N), torch.arange(N))]
+    assert 0.1 < float((totals[0] - totals[1]).norm()) <= 1
+    assert all(torch.equal(*pair) for pair in zip(before, frozen, strict=True))
+
+
+def test_a_loss_that_changes_its_own_tensors_is_refused() -> None:
+    """An example would act on those after it, and on those of every later gradient."""
+    with pytest.raises(ModelError, match="the loss changes its own 'seen'"):
+        PrivateGradients(
+            user(), Passes(nn.Linear(WIDTH, 1), Following(frozen=False)), Privacy(9.0, DELTA, 1.0, 1.0), None
+        )
 
 
 def test_examples_that_mix_are_refused_where_sums_have_no_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,7 +296,7 @@ class Flare:
         """Return a site's gradients, or why there are none."""
         answer = read_reply(name, reply, step, points)
         if answer is None or (isinstance(answer, str) and answer.startswith("refused")):
-            self._standings.miss(name, step)
+            self._standings.miss(name, step, answer)
         else:
             self._standings.answered(name)
         if isinstance(answer, Tensor):

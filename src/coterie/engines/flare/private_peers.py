@@ -5,15 +5,19 @@ from typing import Any
 
 from torch import nn
 
+from coterie.arguments import either, mapped
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
 from coterie.errors import KnobError
-from coterie.privacy.privacy import Privacy
+from coterie.privacy.privacy import PROMISE, Privacy
 from coterie.recording.traffic import Traffic
 from coterie.users.user import PEERS, Loss, User
+
+PROMISES = either(PROMISE, mapped(PROMISE, "a `coterie.privacy.Privacy`, or one by the name of each private peer"))
+"""What peers may promise."""
 
 
 class PrivatePeers(Flare):
@@ -52,9 +56,16 @@ class PrivatePeers(Flare):
         seed: int = 0,
     ) -> None:
         names = [peer.name for peer in PEERS("peers", peers)]
+        PROMISES("privacy", privacy)
         self.privacy = dict.fromkeys(names, privacy) if isinstance(privacy, Privacy) else dict(privacy)
         if unknown := [name for name in self.privacy if name not in names]:
             raise KnobError(f"`privacy` names an unknown peer {unknown[0]!r}; the peers are {', '.join(names)}")
+        for promise in self.privacy.values():
+            if promise.batch_size not in (None, batch_size):
+                raise KnobError(
+                    f"`batch_size` of `privacy`, {promise.batch_size}, must be that of the run, {batch_size}, or "
+                    "be left out: peers would refuse every gradient"
+                )
         passes = Passes(model, loss)
         self.peers = {peer.name: self._peer(peer, passes, gradients) for peer in peers}
         sites = LocalSites(self.peers)

@@ -50,13 +50,14 @@ class Standings:
         """Take note that a site has answered."""
         self._sites[name] = Standing(self._probe_every)
 
-    def miss(self, name: str, step: int) -> None:
-        """Take note that a site has given nothing in a step."""
+    def miss(self, name: str, step: int, why: str | None) -> None:
+        """Take note that a site has given nothing in a step, and why, where it said so."""
         site = self._sites[name]
         site.missed, site.silent_at = site.missed + 1, step
         if site.missed >= self._misses:
             site.since = step
-            logger.warning("step %d: %s gave nothing %d times, not waited for", step, name, self._misses)
+            said = "" if why is None else f" ({why})"
+            logger.warning("step %d: %s gave nothing %d times%s, not waited for", step, name, self._misses, said)
 
     def _take_back(self, step: int, names: Collection[str]) -> None:
         """Take back the sites that have answered a question in the background, and put it to the others."""

@@ -117,8 +117,9 @@ class Ledger:
             yield
 
     def _read(self) -> None:
-        """Count what other processes have given."""
-        if self.path is not None and self.path.exists():
+        """Count what other processes have given; where the file is gone but not its count, that is told."""
+        beside = None if self._lines is None else self._lines.count_path
+        if any(path is not None and path.exists() for path in (self.path, beside)):
             with self._alone():
                 pass
 

@@ -27,7 +27,7 @@ from coterie.errors import KnobError
 from coterie.gradients.trained_part import frozen_digest
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import NoiseShare
-from coterie.privacy.privacy import Privacy
+from coterie.privacy.privacy import PROMISE, Privacy
 from coterie.users.user import User
 
 MOST_PLANNED = 10**6
@@ -89,10 +89,16 @@ class Peer:
 
     def _promised(self, privacy: Privacy) -> PrivateGradients:
         """Return what gives private gradients, where the log and the caps go with it."""
+        PROMISE("privacy", privacy)
         if self.caps.norm is not None:
             raise KnobError(
                 f"`norm` must be left out (in [caps] `inf`) where there is `privacy`, got {self.caps.norm:g}: each "
                 "example is clipped to `clip`, and a gradient with noise has no norm to keep to"
+            )
+        if privacy.batch_size is not None and privacy.batch_size < self.caps.examples:
+            raise KnobError(
+                f"`batch_size` must be at least `examples` of the caps, {self.caps.examples}, got "
+                f"{privacy.batch_size}: batches of no other size are answered for, and none of fewer examples"
             )
         private = PrivateGradients(self.user, self.passes, privacy, self.caps.gradients)
         self._spending = Spending(privacy, self.ledger, self.caps.gradients)
@@ -142,6 +148,13 @@ class Peer:
             return terms
         told = {"promises": private.privacy.in_words(), "promise": self._spending.told()}
         return terms | told | {"batch_size": private.privacy.batch_size}
+
+    def of_planned(self, batch_size: int, gradients: int) -> int:
+        """Return how many of so many gradients of such batches would be given, as far as is known before."""
+        if min(batch_size, len(self.user)) < self.caps.examples:
+            return 0
+        left = self.terms(batch_size, gradients)["left"]
+        return gradients if left is None else min(left, gradients)
 
     def promise(self, batch_size: int) -> dict[str, float] | None:
         """Return what is promised, how much of it was spent, and the noise on each number; None where nothing."""

@@ -7,13 +7,14 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from coterie.engines.in_process.model_support import full_precision, warnings_as_errors
 from coterie.engines.in_process.passes import Buffers, Passes
 from coterie.engines.peer.ghost_norms import MARGIN, clipped_sum_by_layer, takes
 from coterie.errors import CoterieError, DataError, ModelError, blaming
+from coterie.evaluation.losses import PerExample
 from coterie.privacy.accountant import MAX_KINDS, Event
 from coterie.privacy.clipping import clipped_sum, noisy
 from coterie.privacy.masks import NoiseShare
@@ -22,7 +23,7 @@ from coterie.privacy.randomness import poisson_sample
 from coterie.users.examples import InMemory
 from coterie.users.sampling import seeded
 from coterie.users.trees import Tree
-from coterie.users.user import User
+from coterie.users.user import Loss, User
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +67,12 @@ class PrivateGradients:
             passes.parameters.vector()[:1], 1.0, 1.0
         )  # a package that is missing is told now: later errors do not leave
         self._mapped = self._by_layer = False
-        device, frozen = passes.parameters.device, _versions(passes)
+        device, before = passes.parameters.device, _of_loss(passes.loss)
         # Else a GPU's sums by layer, which are so precise, differ from others by hundredths.
         with full_precision(), seeded(0, user.name, 0, device):
-            self._look(self._passing(min(COMPARED, len(user))))
-        if changed := [name for name, version in _versions(passes).items() if version != frozen[name]]:
-            raise ModelError(
-                f"the model changes its frozen parameter {changed[0]!r} as it computes, so that an example would "
-                "act on those after it; train it, or let it be a buffer, which is the same for every example"
-            )
+            passing = self._passing(min(COMPARED, len(user)))
+            _check_unchanged(before, _of_loss(passes.loss))
+            self._look(passing)
 
     def event(self, batch_size: int) -> Event:
         """Return what one gradient of batches of this size costs."""
@@ -204,16 +202,24 @@ class PrivateGradients:
             return torch.zeros_like(x).unsqueeze(0)
 
     def _rows(self, x: Tensor, some: Tensor, buffers: Buffers, seed: int, step: int) -> Tensor:
-        """Return the gradients of these examples, one a row: of each at x, with equal buffers and draws.
+        """Return the gradients of these examples, one a row: of each at x, with equal constants and draws.
 
         What one draws, or changes in the parameters, is nothing to the next.
         """
         inputs, targets = self.user.take(some, seed=seed, step=step)
-        own = {name: buffer.clone() for name, buffer in (buffers or self.passes.buffers()).items()}
+        own = self._constants(buffers)
         with seeded(seed, self.user.name, step, x.device):
             if self._mapped:
                 return self.passes.each_example(x, inputs, targets, own)
             return self.passes.single(x.clone(), inputs, targets, own)[0].unsqueeze(0)
+
+    def _constants(self, buffers: Buffers = None) -> dict[str, Tensor]:
+        """Return copies of the buffers and of the frozen parameters: what a pass changes in them is forgotten."""
+        own = {name: buffer.clone() for name, buffer in (buffers or self.passes.buffers()).items()}
+        named = list(self.passes.model.named_parameters(remove_duplicate=False))
+        plain = (p for _, p in named if not p.requires_grad and type(p) is nn.Parameter)
+        frozen = {id(p): p.detach().clone() for p in plain}
+        return own | {name: frozen[id(p)] for name, p in named if id(p) in frozen}
 
     def _passing(self, n: int) -> Tensor:
         """Return which of the first examples have a gradient; where none has, model or loss is to blame."""
@@ -256,7 +262,7 @@ class PrivateGradients:
         """Return the gradient of these examples as a batch, with what the seed draws."""
         batch = self.user.take(some, seed=seed, step=0)
         with seeded(seed, self.user.name, 0, x.device):
-            return self.passes.single(x, *batch, self.passes.buffers())[0]
+            return self.passes.single(x, *batch, self._constants())[0]
 
     def _fits_by_layer(self, x: Tensor, inputs: Tree, targets: Tree, rows: Tensor) -> bool:
         """Say whether the model's layers give the clipped sum, as their classes say and these examples confirm."""
@@ -284,6 +290,18 @@ def check_apart(passes: Passes) -> None:
             )
 
 
-def _versions(passes: Passes) -> dict[str, int]:
-    """Return how often each frozen parameter was changed in place."""
-    return {name: p._version for name, p in passes.model.named_parameters() if not p.requires_grad}
+def _of_loss(loss: Loss) -> dict[str, Tensor]:
+    """Return copies of a loss's own tensors."""
+    module = loss.each if isinstance(loss, PerExample) else loss
+    if not isinstance(module, nn.Module):
+        return {}
+    return {name: own.detach().clone() for name, own in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _check_unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """Refuse a loss whose tensors a pass has changed: unlike a model's, nobody makes them the same for all."""
+    if changed := [name for name, own in after.items() if not torch.equal(own, before[name])]:
+        raise ModelError(
+            f"the loss changes its own {changed[0]!r} as it computes, so that an example would act on those after "
+            "it; let it stay as it is, or let it be a buffer of the model, which is the same for every example"
+        )
