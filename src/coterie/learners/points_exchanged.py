@@ -76,7 +76,7 @@ class PointsExchanged(Points):
         if asked.isnan().all():
             return lambda: None
         sent, buffers = points[usable], {}
-        if self._buffers:
+        if self._carried:
             held = []
             for point in sent:
                 with self._at(point):
