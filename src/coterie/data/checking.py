@@ -58,8 +58,8 @@ def checked_table(
 
     one_of("auto", "classification", "regression")("kind", kind)
     user = columns.get("user_column")
-    names = user if isinstance(user, str) else None  # what else it may be is refused below
-    frame = read_table(data, sep=sep, decimal=decimal, names=names)
+    names = [user] if isinstance(user, str) else []  # what else it may be is refused below
+    frame = read_table(data, sep=sep, decimal=decimal, as_written=names)
     roles = roles_in(frame, **columns)
     rows = _by_user(frame, roles, me, [str(name) for name in leave_out], is_file=data is not frame)
     numeric = _has_numbers(rows if me is None else {me: rows[me]}, roles.target)
