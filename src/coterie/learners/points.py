@@ -44,6 +44,7 @@ class Sums:
     sums: Tensor  # of shape (R, d)
     answered: Tensor  # of shape (R,): the weight that is in each
     left_out: Mapping[str, str] = field(default_factory=dict)  # the others, each with the reason
+    refused: Tensor | None = None  # of shape (R, N): who refused where; None if `left_out` says it of all points
 
 
 @dataclass(frozen=True, eq=False)
