@@ -88,6 +88,15 @@ def test_train_reports_beside_alone_and_predict_applies_what_was_saved(table: Pa
     pd.testing.assert_frame_equal(pd.read_csv(written), predictions)
 
 
+def test_ids_are_written_beside_predictions_as_they_are_in_the_table(table: Path, tmp_path: Path) -> None:
+    frame = pd.read_csv(table)
+    ids = [f"{row:03d}" for row in range(len(frame))]
+    frame.assign(patient=ids).to_csv(table, index=False)
+    assert RUNNER.invoke(app, train(table, tmp_path / "run", "--id", "patient", "--steps", "2")).exit_code == 0
+    predicted = RUNNER.invoke(app, ["predict", str(tmp_path / "run"), str(table)]).stdout
+    assert pd.read_csv(io.StringIO(predicted), dtype=str)["patient"].tolist() == ids
+
+
 def test_the_reported_test_metric_is_that_of_the_saved_model(table: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = ["--rule", "bc", "--alpha", "0.6", "--beta", "0.1", "--model", "mlp"]

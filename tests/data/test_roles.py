@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from coterie.data import Preparation, from_table
+from coterie.data import Preparation, from_table, users_from_table
 from coterie.errors import DataError
 
 COLUMNS: dict[str, Any] = {"user_column": "ward", "target": "ill", "me": "a"}
@@ -45,6 +45,26 @@ def test_features_drop_ids_and_weights_say_what_is_predicted_from() -> None:
     ):
         with pytest.raises(DataError, match=words):
             from_table(visits().assign(prediction=0, probability_a=0), **{**COLUMNS, **options})
+
+
+def test_users_whose_rows_have_no_weight_where_it_counts_are_left_out_by_name() -> None:
+    frame = pd.DataFrame(
+        {"who": list("abcd" * 20), "x": np.arange(80.0) % 7, "y": np.arange(80) // 4 % 2, "w": 1.0}
+    )
+    frame.loc[frame["who"] == "b", "w"] = 0
+    frame.loc[frame.index[frame["who"] == "c"][1:], "w"] = 0  # one row of twenty: two of the three parts have none
+    frame.loc[frame.index[frame["who"] == "d"][3], "w"] = -1
+    said: dict[str, Any] = {"user_column": "who", "target": "y", "weights": "w"}
+    with pytest.warns(UserWarning, match="the user '[bcd]' is left out: "):
+        table = users_from_table(frame, **said)
+    assert [user.name for user in table.users] == ["a"]
+    assert table.left_out["b"] == "column 'w' gives no row any weight; let some be above 0"
+    assert "column 'w' gives no weight to any of the 4 validation rows of 'c'; give" in table.left_out["c"]
+    assert "it is -1.0 in row 15 " in table.left_out["d"]
+    with pytest.raises(
+        DataError, match=r"to any of the 4 validation rows of user 0; give more of its rows weight, or"
+    ):
+        from_table(frame, **said, me="c")
 
 
 def test_weights_go_with_their_rows(tmp_path: Path) -> None:

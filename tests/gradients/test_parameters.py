@@ -92,6 +92,16 @@ def test_models_without_trainable_parameters_or_of_two_kinds() -> None:
         Parameters(mixed)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_refused_since_nothing_would_call_them(register: str) -> None:
+    model = nn.Linear(2, 1)
+    handle = getattr(model.bias, register)(lambda _: None)
+    with pytest.raises(ModelError, match=r"the parameter 'bias' has a hook on its gradient.* give `clip_norm`"):
+        Parameters(model)
+    handle.remove()
+    assert Parameters(model).size == 3
+
+
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules_are_refused_with_the_remedy(inside: bool) -> None:

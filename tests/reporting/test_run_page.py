@@ -21,6 +21,7 @@ from coterie.reporting.page import Section, write_page
 from coterie.reporting.run_page import write_run_page
 from coterie.reporting.verdict import difference
 from coterie.reporting.whom import heard
+from coterie.theory.estimates import Estimates, Measured, PeerEstimates
 
 
 def text_of(page: Path) -> list[str]:
@@ -82,6 +83,26 @@ def test_left_out_peers_stand_with_the_reason(tmp_path: Path) -> None:
     assert "not finite in 20 steps" in text
     assert "by the rule's knobs" in text
     assert "0.25" in text
+
+
+def test_a_small_weight_is_not_told_as_none(tmp_path: Path) -> None:
+    record = Record(configuration(rule="AdaptiveAveraging()", peers={"large": 3000, "small": 1}))
+    record.finish(End(step=20, best_step=20, tau={"large": 3000 / 3001, "small": 1 / 3001}))
+    text = text_of(write_run_page(tmp_path / "page.html", record))
+    assert text[text.index("small") + 1] == "below 0.1%"
+    assert "most weight among peers: large 1, small 0.00033" in text
+
+
+def test_the_theory_claims_no_more_than_measured_biases_allow(tmp_path: Path) -> None:
+    one, none = Measured(1.0, 0.0), Measured(0.0, 0.0)
+    peer = PeerEstimates(noise=one, bias_floor=Measured(0.0, 0.2), bias_growth=none, hessian_gap=none)
+    estimates = Estimates(loss=1.0, gradient=one, noise=one, smoothness=one, pl=1.0, peers={"a": peer})
+    asked = {"rule": "WeightedAveraging(alpha=0.5)", "peers": {"a": 9}, "steps": 100}
+    record = Record(configuration(**asked, estimates=estimates.to_plain()))
+    record.finish(End(step=100, best_step=100))
+    text = " ".join(text_of(write_run_page(tmp_path / "page.html", record)))
+    # α = 1/2; with ζ² = 2 · .04 instead of 0 the cost over Alone's is (1 − α)² + α²(1 + ζ²T) = 2.5
+    assert "with all two standard errors larger the speedup of WGA is 0.4." in text
 
 
 def test_many_peers_are_added_up(tmp_path: Path) -> None:

@@ -7,9 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 from tests.support.records import configuration
+from tests.support.regressions import users_with_validation
+from torch import nn
+from torch.nn.functional import mse_loss
 
+import coterie
 from coterie.recording import Comparison, Configuration, Difference, End, GuardDecision
 from coterie.reporting.verdict import Verdict, chance, verdict
 from coterie.reporting.whom import listened_to
@@ -116,6 +121,23 @@ def test_models_that_training_made_no_better_are_told(best: int, alone: int, sai
     sentence = verdict(configuration(), replace(found, best_step=best, guard=decision)).sentence
     told = f" {said} better than before its first step: steps may be too long, try a lower `lr`."
     assert sentence.endswith(told) if said else "first step" not in sentence
+
+
+def test_an_untrained_model_is_not_served_without_a_word() -> None:
+    users = users_with_validation()
+    long: dict[str, Any] = {
+        "optimizer": torch.optim.SGD,
+        "lr": 9.0,
+        "steps": 8,
+        "progress": False,
+    }  # the loss grows in every step
+    for rule in (coterie.AdaptiveAveraging(), coterie.Alone(), coterie.WeightedAveraging(0.5)):
+        model = nn.Linear(20, 1).double()
+        run = coterie.train(model, mse_loss, users[0], users[1:], rule, **long)
+        assert all(map(torch.equal, run.model.parameters(), model.parameters()))
+        which = "Neither was ever" if isinstance(rule, coterie.WeightedAveraging) else "It was never"
+        told = f" {which} better than before its first step: steps may be too long, try a lower `lr`."
+        assert run.verdict.sentence.endswith(told)
 
 
 def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:

@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from coterie.data import read_table
 from coterie.errors import KnobError
-from coterie.tables.everyone import is_everyone, whose_folders
+from coterie.tables.predict import columns_of_names
 from coterie.tables.predict import predict as predictions
 
 STANDARD_INPUT = Path("/dev/stdin")
@@ -37,8 +37,8 @@ def predict(
     """
     if out is not None and not out.absolute().parent.is_dir():
         raise KnobError(f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another")
-    names = whose_folders(folder)[0] if is_everyone(folder) else None
-    rows = read_table(STANDARD_INPUT if str(file) == "-" else file, sep=sep, decimal=decimal, names=names)
+    source, names = STANDARD_INPUT if str(file) == "-" else file, columns_of_names(folder)
+    rows = read_table(source, sep=sep, decimal=decimal, as_written=names)
     predictions(folder, rows, model).to_csv(sys.stdout if out is None else out, index=False)
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

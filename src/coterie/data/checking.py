@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from coterie.arguments import one_of
-from coterie.data.columns import MAX_CLASSES, check_features, check_numbers, check_target, with_numbers
+from coterie.data.columns import MAX_CLASSES, check_features, check_numbers, check_target, weights_in, with_numbers
 from coterie.data.preparation import Kind
 from coterie.data.reading import read_table, some
 from coterie.data.roles import Roles, roles_in
@@ -58,8 +58,8 @@ def checked_table(
 
     one_of("auto", "classification", "regression")("kind", kind)
     user = columns.get("user_column")
-    names = user if isinstance(user, str) else None  # what else it may be is refused below
-    frame = read_table(data, sep=sep, decimal=decimal, names=names)
+    names = [user] if isinstance(user, str) else []  # what else it may be is refused below
+    frame = read_table(data, sep=sep, decimal=decimal, as_written=names)
     roles = roles_in(frame, **columns)
     rows = _by_user(frame, roles, me, [str(name) for name in leave_out], is_file=data is not frame)
     numeric = _has_numbers(rows if me is None else {me: rows[me]}, roles.target)
@@ -67,6 +67,8 @@ def checked_table(
     for name, theirs in rows.items():
         try:
             _check_complete(theirs, roles.target, "drop the rows without a target")
+            if roles.weights is not None:
+                weights_in(theirs, roles.weights)
             if numeric and name != me:
                 check_numbers(theirs[roles.target])
             if not prepared and me in (None, name):

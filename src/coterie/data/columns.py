@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.errors import DataError
 
@@ -56,6 +57,23 @@ def as_category(value: object) -> str:
     if "_" in text:  # which Python takes for a part of a number
         return text
     return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
+
+
+def weights_in(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
+    """Return how much each row counts, by a column of numbers that are at least 0 and not all 0."""
+    import pandas as pd
+
+    if column not in rows.columns:
+        raise DataError(f"the table has no column {column!r}, which says how much a row counts")
+    weights = pd.to_numeric(rows[column], errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+    bad = ~(np.isfinite(weights) & (weights >= 0))
+    if bad.any():
+        value, where = rows[column].tolist()[int(bad.argmax())], rows.index[int(bad.argmax())]
+        problem = f"column {column!r} holds weights, but it is {value!r} in row {where} (counting from 0)"
+        raise DataError(f"{problem}; a weight is a number, at least 0")
+    if not weights.any():
+        raise DataError(f"column {column!r} gives no row any weight; let some be above 0")
+    return weights
 
 
 def with_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.data.columns import MAX_CATEGORIES, as_category, first_in
+from coterie.data.columns import MAX_CATEGORIES, as_category, first_in, weights_in
 from coterie.errors import DataError, FileError
 from coterie.recording import files
 
@@ -150,22 +150,12 @@ class Preparation:
     def examples(self, rows: pd.DataFrame, target: str) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
         """Return rows as inputs and targets; these are a dict of `value` and `weight` where rows have weights."""
         inputs, targets = self.inputs(rows), self.targets(rows[target])
-        return inputs, targets if self.weights is None else {"value": targets, "weight": self._weights(rows)}
-
-    def _weights(self, rows: pd.DataFrame) -> Tensor:
-        import pandas as pd
-
-        if self.weights not in rows.columns:
-            raise DataError(f"the table has no column {self.weights!r}, which says how much a row counts")
-        weights = pd.to_numeric(rows[self.weights], errors="coerce").to_numpy(dtype=float, na_value=np.nan)
-        bad = ~(np.isfinite(weights) & (weights >= 0))
-        if bad.any():
-            value, where = rows[self.weights].iloc[int(bad.argmax())], rows.index[int(bad.argmax())]
-            problem = f"column {self.weights!r} holds weights, but it is {value!r} in row {where} (counting from 0)"
-            raise DataError(f"{problem}; a weight is a number, at least 0")
-        if not weights.any():
-            raise DataError(f"column {self.weights!r} gives no row any weight; let some be above 0")
-        return torch.tensor(weights, dtype=torch.float32)
+        if self.weights is None:
+            return inputs, targets
+        return inputs, {
+            "value": targets,
+            "weight": torch.tensor(weights_in(rows, self.weights), dtype=torch.float32),
+        }
 
     def predictions(self, outputs: Tensor) -> pd.DataFrame:
         """Return a model's outputs as a table: `prediction`, and in classification each class's probability."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -20,12 +20,12 @@ CHUNK_ROWS = 100_000
 
 
 def read_table(
-    data: pd.DataFrame | Path | str, *, sep: str = ",", decimal: str = ".", names: str | None = None
+    data: pd.DataFrame | Path | str, *, sep: str = ",", decimal: str = ".", as_written: Collection[str] = ()
 ) -> pd.DataFrame:
     """Return a DataFrame as it is, or read a CSV or Parquet file, which may be a pipe.
 
-    In a CSV file `sep` is between columns ("tab" for a tab) and `decimal` is before decimals. What is in the column
-    `names` is read as it is written: 007 is not 7.
+    In a CSV file `sep` is between columns ("tab" for a tab) and `decimal` is before decimals. Columns of names are
+    read `as_written`: 007 is not 7.
 
     Example:
         >>> import pandas as pd
@@ -39,7 +39,7 @@ def read_table(
         return data
     if not isinstance(data, str | Path):
         raise DataError(f"a table must be a DataFrame or the path of a file, got {shown(data)}")
-    frame = next(_pieces(Path(data), None, sep=sep, decimal=decimal, names=names))
+    frame = next(_pieces(Path(data), None, sep=sep, decimal=decimal, as_written=as_written))
     if frame.empty:
         raise DataError(f"{data} has no rows")
     return frame
@@ -47,7 +47,7 @@ def read_table(
 
 def users_in(path: Path | str, user_column: str, *, sep: str = ",", decimal: str = ".") -> list[str]:
     """Return the users of a table, in its order; `sep` and `decimal` are as in `read_table`."""
-    pieces = _pieces(Path(path), sep=sep, decimal=decimal, names=user_column)
+    pieces = _pieces(Path(path), sep=sep, decimal=decimal, as_written=[user_column])
     return list(dict.fromkeys(name for piece in pieces for name in _whose(piece, user_column)))
 
 
@@ -59,7 +59,7 @@ def read_rows(
 
     if user_column is None:
         return read_table(path, sep=sep, decimal=decimal)
-    pieces = _pieces(Path(path), sep=sep, decimal=decimal, names=user_column)
+    pieces = _pieces(Path(path), sep=sep, decimal=decimal, as_written=[user_column])
     rows = pd.concat([piece[_whose(piece, user_column) == user] for piece in pieces])
     if rows.empty:
         raise DataError(f"{path} has no row of {user!r} in column {user_column!r}")
@@ -79,12 +79,17 @@ def _whose(piece: pd.DataFrame, user_column: str) -> pd.Series[str]:
 
 
 def _pieces(
-    path: Path, rows: int | None = CHUNK_ROWS, *, sep: str = ",", decimal: str = ".", names: str | None = None
+    path: Path,
+    rows: int | None = CHUNK_ROWS,
+    *,
+    sep: str = ",",
+    decimal: str = ".",
+    as_written: Collection[str] = (),
 ) -> Iterator[pd.DataFrame]:
     """Read a file some rows at a time; Parquet, and every file where `rows` is None, at once."""
     import pandas as pd
 
-    as_written = None if names is None else {names: str}
+    kinds = dict.fromkeys(as_written, str)
     sep = "\t" if sep == "tab" else sep
     for option, value in (("sep", sep), ("decimal", decimal)):
         if len(value) != 1 or value.isalnum():
@@ -105,9 +110,9 @@ def _pieces(
         if isinstance(source, io.BytesIO):
             source.seek(0)
         if rows is None:
-            yield pd.read_csv(source, sep=sep, decimal=decimal, dtype=as_written)
+            yield pd.read_csv(source, sep=sep, decimal=decimal, dtype=kinds)
         else:
-            yield from pd.read_csv(source, chunksize=rows, sep=sep, decimal=decimal, dtype=as_written)
+            yield from pd.read_csv(source, chunksize=rows, sep=sep, decimal=decimal, dtype=kinds)
     except DataError:
         raise
     except UnicodeDecodeError as error:

@@ -107,7 +107,8 @@ def from_table(
     form: dict[str, Any] = {"kind": kind, "leave_out": leave_out, "elsewhere": elsewhere}
     form |= {"sep": sep, "decimal": decimal, "prepared": preparation is not None}
     table = checked_table(data, me=str(me), **form, **columns)
-    parts = split_rows(table.rows[str(me)], target, table.kind, shares, own_examples=own_examples, seed=seed)
+    how: dict[str, Any] = {"own_examples": own_examples, "seed": seed, "weights": weights}
+    parts = split_rows(table.rows[str(me)], target, table.kind, shares, **how)
     if preparation is None:
         known, told = parts[0][list(table.roles.features)], parts[0][target]
         preparation = Preparation.fit(known, told, table.targets, table.kind, table.roles.categorical)
@@ -144,8 +145,9 @@ def split_rows(
     own_examples: int | None,
     seed: int,
     whose: str = "user 0",
+    weights: str | None = None,
 ) -> list[pd.DataFrame]:
-    """Return a user's training, validation and test rows, stratified by class where possible."""
+    """Return a user's training, validation and test rows, stratified by class where possible; all have weight."""
     own_examples = optional(COUNT)("own_examples", own_examples)
     sizes = [max(1, round(share * len(own))) if share else 0 for share in shares]
     left = len(own) - sum(sizes)
@@ -165,7 +167,12 @@ def split_rows(
             f"{whose}'s training rows have one class only ({training[target].tolist()[0]!r}); "
             "take more of its rows, or another user"
         )
-    return [training, held_out, tested]
+    parts = {"training": training, "validation": held_out, "test": tested}
+    for part, rows in parts.items():
+        if weights is not None and len(rows) and not rows[weights].astype(float).any():
+            few = f"column {weights!r} gives no weight to any of the {len(rows)} {part} rows of {whose}"
+            raise DataError(f"{few}; give more of its rows weight, or split them by another `seed`")
+    return list(parts.values())
 
 
 def _cut(rows: pd.DataFrame, n: int, *, by_class: str | None, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:

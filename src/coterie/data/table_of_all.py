@@ -126,7 +126,7 @@ def _split(
     how = table.roles.target, table.kind, shares, own_examples
     for name, own in table.rows.items():
         try:
-            parts[name] = split_at_most(own, *how, seed=seed, name=name)
+            parts[name] = split_at_most(own, *how, seed=seed, name=name, weights=table.roles.weights)
         except DataError as error:
             left_out[name] = str(error)
     return parts, left_out
@@ -151,9 +151,10 @@ def split_at_most(
     *,
     seed: int,
     name: str,
+    weights: str | None,
 ) -> list[pd.DataFrame]:
     """Return a user's training, validation and test rows; of the first at most so many."""
-    how: dict[str, Any] = {"seed": seed, "whose": repr(name)}
+    how: dict[str, Any] = {"seed": seed, "whose": repr(name), "weights": weights}
     parts = split_rows(own, target, kind, shares, own_examples=None, **how)
     if own_examples is None or own_examples >= len(parts[0]):
         return parts

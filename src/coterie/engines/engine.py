@@ -123,6 +123,7 @@ class Answers:
     left_out: Mapping[str, str]  # the peers left out at any point, each with the reason
     rows: Tensor | None = None  # of shape (P, N, d); not numbers where there is none that can be used
     sketches: Tensor | None = None  # of shape (sketched, N, k), in the same way
+    refused: Tensor | None = None  # of shape (P, N): who refused where; None if a peer refuses all points or none
 
     @classmethod
     def of(cls, question: Question, given: Mapping[tuple[int, int], Tensor], names: Sequence[str]) -> Self:

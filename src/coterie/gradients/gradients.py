@@ -121,13 +121,13 @@ def gave_nothing(left_out: Mapping[str, str]) -> list[str]:
     """Return the peers that were not asked, did not answer or refused; others were left out for what they gave.
 
     Example:
-        >>> gave_nothing({"a": "no answer", "b": "not waited for", "c": "refused: too often", "d": "not finite"})
+        >>> gave_nothing({"a": "no answer", "b": "refused", "c": "refused: too often", "d": "not finite"})
         ['a', 'b', 'c']
     """
     return [
         name
         for name, why in left_out.items()
-        if why in ("no answer", "not waited for") or why.startswith("refused:")
+        if why in ("no answer", "not waited for", "refused") or why.startswith("refused:")
     ]
 
 

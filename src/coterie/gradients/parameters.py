@@ -41,6 +41,11 @@ class Parameters:
                 raise ModelError(
                     f"the parameter {name!r} is {p.dtype}; train floating-point numbers: `model.float()`"
                 )
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise ModelError(
+                    f"the parameter {name!r} has a hook on its gradient, which would not be called: directions are "
+                    "made of many users' gradients; remove the hook, and to clip give `clip_norm`"
+                )
         kinds = {(p.dtype, p.device) for p in self.named.values()}
         if len(kinds) > 1:
             mixture = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))

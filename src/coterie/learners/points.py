@@ -44,6 +44,7 @@ class Sums:
     sums: Tensor  # of shape (R, d)
     answered: Tensor  # of shape (R,): the weight that is in each
     left_out: Mapping[str, str] = field(default_factory=dict)  # the others, each with the reason
+    refused: Tensor | None = None  # of shape (R, N): who refused where; None if `left_out` says it of all points
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ class Points:
         self.names, self.d = engine.names, Parameters(spec.model).size
         self._users = [_part(spec.me, part) for part in parts]
         self._forward_options = forward_options
-        self._buffers = [b for b in spec.model.buffers() if b.is_floating_point()] if self._moves_buffers() else []
+        self._carried = self._carried_buffers()
         self._model = copied(spec.model)
 
     @functools.cached_property
@@ -103,8 +104,15 @@ class Points:
         made = (replace(self.spec, me=user, peers=()) for user in self._users)
         return [each.in_process(forward_options=self._forward_options) for each in made]
 
-    def _moves_buffers(self) -> bool:
-        return self._own[0].support.moves_buffers
+    def _carried_buffers(self) -> list[str]:
+        """Return the buffers that points have of their own where passes move any: numbers, and what counts passes.
+
+        Half precision has no room for counts, and all points share them there.
+        """
+        moved, exact = self._own[0].support.moved, next(self.spec.model.parameters()).dtype.itemsize >= 4
+        counts = moved if exact else ()
+        named = self.spec.model.named_buffers() if moved else ()
+        return [name for name, buffer in named if buffer.is_floating_point() or name in counts]
 
     def start(self) -> Tensor:
         """Return the point where the model is."""
@@ -197,7 +205,7 @@ class Points:
 
     def _moved(self) -> Tensor:
         like = next(self.spec.model.parameters())
-        return torch.cat([like.new_empty(0), *(b.reshape(-1).to(like) for b in self._buffers)])
+        return torch.cat([like.new_empty(0), *(b.reshape(-1).to(like) for b in self._held_by(self.spec.model))])
 
     @contextmanager
     def _at(self, point: Tensor) -> Iterator[None]:
@@ -210,11 +218,14 @@ class Points:
             self._load(self.spec.model, before)
 
     def _load(self, model: nn.Module, values: Tensor) -> None:
-        if self._buffers:
-            buffers = [b for b in model.buffers() if b.is_floating_point()]
-            pieces = torch.split(values, [b.numel() for b in buffers])
-            for buffer, piece in zip(buffers, pieces, strict=True):
-                buffer.copy_(piece.view_as(buffer))
+        buffers = self._held_by(model)
+        for buffer, piece in zip(buffers, torch.split(values, [b.numel() for b in buffers]), strict=True):
+            buffer.copy_((piece if buffer.is_floating_point() else piece.round()).view_as(buffer))
+
+    def _held_by(self, model: nn.Module) -> list[Tensor]:
+        """Return the buffers of a model that points have of their own."""
+        held = dict(model.named_buffers()) if self._carried else {}
+        return [held[name] for name in self._carried]
 
 
 def combined(rows: Tensor, weights: Tensor, left_out: Mapping[str, str]) -> Sums:

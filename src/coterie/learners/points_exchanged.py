@@ -76,7 +76,7 @@ class PointsExchanged(Points):
         if asked.isnan().all():
             return lambda: None
         sent, buffers = points[usable], {}
-        if self._buffers:
+        if self._carried:
             held = []
             for point in sent:
                 with self._at(point):
@@ -92,4 +92,8 @@ class PointsExchanged(Points):
             return Sums(sums, answered)
         usable = points.isfinite().all(1)
         sums[usable], answered[usable] = answers.sums, answers.answered
-        return Sums(sums, answered, answers.left_out)
+        if answers.refused is None:
+            return Sums(sums, answered, answers.left_out)
+        refused = torch.zeros(len(points), len(self.names), dtype=torch.bool)
+        refused[usable.cpu()] = answers.refused
+        return Sums(sums, answered, answers.left_out, refused)

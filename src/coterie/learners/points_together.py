@@ -36,8 +36,8 @@ class PointsTogether(Points):
         self._draws = _Draws(parts, spec.batch_size, random_key(spec.seed, spec.me.name), like)
         self._columns: dict[tuple[int, ...], Tensor] = {}
 
-    def _moves_buffers(self) -> bool:
-        return False  # such a model is not stackable
+    def _carried_buffers(self) -> list[str]:
+        return []  # a model that moves any is not stackable
 
     def own(self, points: Tensor, step: int, parts: Sequence[int]) -> Own:
         """Return user 0's gradient at each point; see `Points.own`. Here `parts` are all parts, once or more."""

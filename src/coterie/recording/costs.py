@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Cost:
-    """What a run has cost one user."""
+    """What the steps of a run have cost one user; what is measured before the first is not counted."""
 
     gradients: int = 0  # how many it computed; of a peer those that it gave
     examples: int = 0  # over how many examples, counted every time

@@ -5,9 +5,9 @@ from typing import Any
 from coterie.recording.record import Record
 from coterie.reporting.charts import Points, line_chart
 from coterie.reporting.page import Section
-from coterie.reporting.phrases import cells, note, numbers
+from coterie.reporting.phrases import cells, note, numbers, sure_speedup
 from coterie.reporting.summary import summary
-from coterie.theory import plan_for_peers
+from coterie.theory import best_averaging, plan_for_peers
 from coterie.theory.estimates import Estimates, Measured
 
 
@@ -112,10 +112,13 @@ def _measured(estimates: Estimates) -> Section:
 
 
 def _what_follows(estimates: Estimates, steps: int) -> Section:
-    choices = plan_for_peers(estimates.constants(steps), steps)
+    peers = estimates.constants(steps)
+    choices, tau = plan_for_peers(peers, steps), best_averaging(peers, steps).tau
+    sure = sure_speedup(choices["wga"], steps, estimates.constants(steps, bias_errors=2).constants(tau))
     rows = {name: numbers(choice) for name, choice in choices.items()}
     first = "What the theory's bounds give for these constants, each method at its best knobs."
-    text = [f"{first} Biases that are not clear of their errors count as none there.", note(rows)]
+    doubt = "Biases that are not clear of their errors count as none there; with all two standard errors larger"
+    text = [f"{first} {doubt} the speedup of WGA is {sure:.3g}.", note(rows)]
     table = [cells(name, row) for name, row in rows.items()]
     return Section("What the theory makes of them", text, [table], folded=True)
 

@@ -39,9 +39,12 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
     name = configuration.me.name
     if asks_nobody(configuration):
         why = "no peer was asked" if configuration.alone else "no peer was given weight before the first step"
-        return Verdict("alone", f"The model for {name} was trained alone: {why}.")
+        return Verdict(
+            "alone", f"The model for {name} was trained alone: {why}.{_learned(end, 'It was never', end.best_step)}"
+        )
     if serves_alone(end):
-        sentence = f"The model trained alone is served to {name}: {_why_alone(configuration, end)}."
+        told = f"The model trained alone is served to {name}: {_why_alone(configuration, end)}."
+        sentence = f"{told}{_learned(end, 'It was never', _best_alone(end))}"
         if end.comparison is None:
             return Verdict("alone", sentence)
         over_splits = judged(name, end.comparison)
@@ -53,11 +56,8 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
             "unknown", f"Whether the model for {name} is better than one trained alone is not known: {why}."
         )
     found = judged(name, comparison)
-    if end.guard is None or end.guard.alone_step != 0:
-        return found
     which = "Neither was ever" if end.best_step == 0 else "The model trained alone was never"
-    learned = f"{which} better than before its first step: steps may be too long, try a lower `lr`."
-    return replace(found, sentence=f"{found.sentence} {learned}")
+    return replace(found, sentence=f"{found.sentence}{_learned(end, which, _best_alone(end))}")
 
 
 def asks_nobody(configuration: Configuration) -> bool:
@@ -68,6 +68,19 @@ def asks_nobody(configuration: Configuration) -> bool:
 def serves_alone(end: End) -> bool:
     """Say whether what is served is the model trained alone beside the other."""
     return (end.guard is not None and end.guard.served == "alone") or end.account.get("path") == "alone"
+
+
+def _learned(end: End, which: str, best: int | None) -> str:
+    """Say which model was never better than before its first step, where it is at its best there; else ""."""
+    told = f" {which} better than before its first step: steps may be too long, try a lower `lr`."
+    return told if best == 0 < end.step else ""
+
+
+def _best_alone(end: End) -> int | None:
+    """Return the last step of which there is anything in the model trained alone; None where it is not known."""
+    if looks := end.account.get("looks", {}).get("alone"):
+        return max(int(step) for step, share in zip(looks["steps"], looks["frequencies"], strict=True) if share)
+    return None if end.guard is None else end.guard.alone_step
 
 
 def chance(one: Difference, examples: int) -> float:

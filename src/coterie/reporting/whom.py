@@ -11,7 +11,7 @@ from coterie.reporting.page import Section
 from coterie.reporting.verdict import asks_nobody, serves_alone
 
 SMALL = 0.001
-"""Below this share a peer counts as not listened to."""
+"""A share that is smaller is not told in numbers."""
 NAMED = 5
 """How many peers without weight a line of text names; beyond one more, the rest is counted."""
 BARS = 14
@@ -30,7 +30,7 @@ class Heard:
 def heard(configuration: Configuration, end: End) -> list[Heard]:
     """Return all peers, those with most weight first; nobody has any where the model trained alone is served."""
     nobody = asks_nobody(configuration) or serves_alone(end)
-    shares = {} if nobody else {name: share for name, share in end.tau.items() if share >= SMALL}
+    shares = {} if nobody else {name: share for name, share in end.tau.items() if share}
     names = sorted(configuration.peers, key=lambda name: -shares.get(name, 0.0))
     return [Heard(name, shares.get(name, 0.0), _reason(name, configuration, end, name in shares)) for name in names]
 
@@ -70,12 +70,10 @@ def whom_chart(configuration: Configuration, end: End) -> str:
     """Return bars of whom the model listens to; peers that are left out come last, with the reason."""
     peers = heard(configuration, end)
     shown = peers if len(peers) <= BARS + 1 else peers[:BARS]
-    bars = [
-        Bar(peer.name, peer.share, f"{peer.share:.1%}" if peer.share else "none", peer.reason) for peer in shown
-    ]
+    bars = [Bar(peer.name, peer.share, _share(peer.share), peer.reason) for peer in shown]
     if rest := peers[len(shown) :]:
         share = sum(peer.share for peer in rest)
-        bars.append(Bar(f"{len(rest)} more", share, f"{share:.1%}" if share else "none"))
+        bars.append(Bar(f"{len(rest)} more", share, _share(share)))
     return bar_chart(bars, "whom the model listens to: each peer's share of the peers' weight")
 
 
@@ -91,6 +89,10 @@ def listened_to(configuration: Configuration, end: End) -> str:
     if without:
         parts.append(f"no weight: {_named([peer.name for peer in without])}")
     return "; ".join(parts)
+
+
+def _share(share: float) -> str:
+    return "none" if not share else f"{share:.1%}" if share >= SMALL else f"below {SMALL:.1%}"
 
 
 def _named(names: Sequence[str]) -> str:

@@ -63,10 +63,15 @@ def load_model(folder: Path, model: str | None = None) -> nn.Module:
     return made
 
 
+def check_finished(folder: Path) -> None:
+    """Refuse a folder without a finished model."""
+    if not (folder / ABOUT).exists():
+        raise FileError(f"{folder} holds no finished model: there is no {folder / ABOUT}; run `coterie train`")
+
+
 def _about(folder: Path) -> About:
+    check_finished(folder)
     path = folder / ABOUT
-    if not path.exists():
-        raise FileError(f"{folder} holds no finished model: there is no {path}; run `coterie train`")
     plain = files.read_json(path, REMEDY, ("model", "n_inputs", "n_outputs", "parameters"))
     try:
         return About(str(plain["model"]), int(plain["n_inputs"]), int(plain["n_outputs"]), str(plain["parameters"]))

@@ -64,7 +64,8 @@ def meet(
         elsewhere=[value for some in told[1:] for value in some or ()],
         **columns,
     )
-    parts = split_at_most(table.rows[name], target, table.kind, shares, own_examples, seed=seed, name=name)
+    how: dict[str, Any] = {"seed": seed, "name": name, "weights": table.roles.weights}
+    parts = split_at_most(table.rows[name], target, table.kind, shares, own_examples, **how)
     preparation, examples = _prepared(meeting, table, parts[0])
     warn_of_suspicious(table.rows[name], parts[0], target, preparation)
     names = {rank: note["name"] for rank, note in others.items()}

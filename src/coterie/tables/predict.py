@@ -11,7 +11,7 @@ from coterie.data import Preparation
 from coterie.errors import DataError
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.tables.everyone import is_everyone, routed, whose_folders
-from coterie.tables.model_files import load_model
+from coterie.tables.model_files import check_finished, load_model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,17 +31,28 @@ def predict(folder: Path | str, rows: "pd.DataFrame", model: str | None = None) 
     if not len(rows):
         raise DataError("the table has no rows to predict for")
     apply = functools.partial(_applied, model=model)
-    if is_everyone(folder):
-        predictions = routed(folder, rows, apply)
-        folder = folder / next(iter(whose_folders(folder)[1].values()))  # all have the same preparation
-    else:
-        predictions = apply(folder, rows)
-    preparation = Preparation.load(folder)
+    predictions = routed(folder, rows, apply) if is_everyone(folder) else apply(folder, rows)
+    preparation = _preparation(folder)
     for told in preparation.unfamiliar(rows):
         warnings.warn(told, stacklevel=2)
     if preparation.ids not in (None, *rows.columns):
         warnings.warn(f"the table has no column {preparation.ids!r}, so predictions carry no ids", stacklevel=2)
     return predictions
+
+
+def columns_of_names(folder: Path) -> list[str]:
+    """Return the columns that name users and rows for a folder's model: they must be read as they are written."""
+    users = [whose_folders(folder)[0]] if is_everyone(folder) else []
+    ids = _preparation(folder).ids
+    return users if ids is None else [*users, ids]
+
+
+def _preparation(folder: Path) -> Preparation:
+    """Return how rows become inputs: where a folder has many models, all have the same preparation."""
+    if is_everyone(folder):
+        folder = folder / next(iter(whose_folders(folder)[1].values()))
+    check_finished(folder)
+    return Preparation.load(folder)
 
 
 def _applied(folder: Path, rows: "pd.DataFrame", model: str | None) -> "pd.DataFrame":

@@ -24,6 +24,7 @@ from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer.ledger import Ledger
 from coterie.engines.requests import Reply, Request
 from coterie.engines.torch_distributed.engine import TorchDistributed, serve
 from coterie.gradients.parameters import Parameters
@@ -271,6 +272,21 @@ def test_costs_are_the_gradients_that_peers_were_asked_for() -> None:
     costs = train(me, [], engine=flare).record.end.costs
     assert all(peer.ledger.given == costs[name].gradients for name, peer in held.items())
     assert costs["contrary"].gradients < costs["alike 0"].gradients <= STEPS * 4.5
+
+
+@pytest.mark.parametrize("given", [{"sums_only": True}, {"caps": Caps(gradients=50)}], ids=["sums only", "caps"])
+@pytest.mark.parametrize("rule", [coterie.AdaptiveAveraging(), coterie.WeightedAveraging(0.5)])
+def test_processes_that_refuse_cost_what_their_ledgers_say(given: Any, rule: Any, tmp_path: Path) -> None:
+    """Sums of two peers are refused at some points of a step, and all is refused beyond a cap."""
+    me, peers = users()
+    logs = {one.name: tmp_path / f"{rank}.jsonl" for rank, one in enumerate(peers[1:])}
+    serving = [functools.partial(serve, log=log, timeout=processes.PATIENCE, **given) for log in logs.values()]
+    with processes.torch_distributed(serving) as engine:
+        end = train(me, peers[1:], engine=engine, rule=rule).record.end
+    counted = {name: end.costs[name].gradients for name in logs}
+    assert counted == {name: Ledger(log).given for name, log in logs.items()}
+    refuses = isinstance(rule, coterie.AdaptiveAveraging) or "caps" in given
+    assert ("refused" in str(end.left_out)) is refuses
 
 
 def test_a_loud_peer_is_not_counted_where_it_is_not_asked() -> None:

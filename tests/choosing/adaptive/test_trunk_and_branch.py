@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,27 @@ def test_models_with_buffers_and_random_parts_train() -> None:
     assert not torch.equal(served["1.running_mean"], before[0])
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
     assert run.record.points[-1].validation["loss"] < run.record.points[0].validation["loss"]
+
+
+def test_running_means_of_batch_norm_count_the_batches_of_their_own_copy() -> None:
+    me, peers = users("wrong", 20)
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8, momentum=None)  # the mean of all batches: it divides by how many there were
+    model = nn.Sequential(nn.Linear(D, 8, bias=False), norm, nn.Linear(8, 1)).double()
+    settings: dict[str, Any] = {"steps": 40, "lr": 0.03, "batch_size": 8, "progress": False, "measure": False}
+    run = coterie.train(model, mse_loss, me, peers, **settings)
+    alone = [model.state_dict()]
+
+    def note(step: Any) -> None:
+        alone.append({name: value.double() for name, value in copy.deepcopy(step.model).state_dict().items()})
+
+    coterie.train(model, mse_loss, me, peers, coterie.Alone(), hooks=[note], **settings)
+    looks = run.record.end.account["looks"]["alone"]
+    assert run.alone is not None
+    for name, value in run.alone.state_dict().items():
+        looked = zip(looks["steps"], looks["frequencies"], strict=True)
+        mean = torch.stack([f * alone[step][name] for step, f in looked]).sum(0)
+        torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=0.5 if "num_batches" in name else 1e-9)
 
 
 def test_batch_norm_takes_any_number_of_own_examples_that_parts_can_have() -> None:

@@ -76,7 +76,9 @@ class TrunkAndBranch(Learner):
         self.longest = self.x.new_zeros(len(self.peers.x))  # how long what peers send to the trunks may be
         self._second_half: SecondHalf | None = None
         self._asks = True  # in the last step; else it used what the peers said before
-        self._silent: list[str] = []  # the peers that gave nothing in the last step
+        self._gave = np.ones(
+            len(engine.names), bool
+        )  # which peers gave in the last step; by point, where they differ
         self._pooled = self.peer_weights.by_size  # by which pooled was asked for in the last step that judged
 
     @property
@@ -184,7 +186,10 @@ class TrunkAndBranch(Learner):
 
     def _keep(self, asked: Sums) -> None:
         """Keep what the peers said for the steps up to the next exchange, where there are any."""
-        self._silent = gave_nothing(asked.left_out)
+        silent = gave_nothing(asked.left_out)
+        self._gave = np.array([name not in silent for name in self.engine.names])
+        if asked.refused is not None:
+            self._gave = ~asked.refused.numpy()
         if self.exchange_every > 1 and self._asks:
             self.heard = {"sums": asked.sums.clone(), "answered": asked.answered.clone()}
 
@@ -289,12 +294,11 @@ class TrunkAndBranch(Learner):
         self.costs.compute([self.costs.me], times=own * n)
         if not self._asks:
             return
-        for row in weights:
-            asked = [name for name, weight in zip(self.engine.names, row, strict=True) if weight]
-            self.gradients_asked += n * bool(asked)
-            asked = [name for name in asked if name not in self._silent]
-            self.costs.compute(asked, times=n)
-            self.costs.exchange(asked, down=self.points.d, up=self.points.d, times=n)
+        for row, gave in zip(weights, np.broadcast_to(self._gave, np.shape(weights)), strict=True):
+            self.gradients_asked += n * bool(row.any())
+            given = [name for name, yes in zip(self.engine.names, (row != 0) & gave, strict=True) if yes]
+            self.costs.compute(given, times=n)
+            self.costs.exchange(given, down=self.points.d, up=self.points.d, times=n)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""

@@ -37,8 +37,13 @@ class ModelSupport:
     one_by_one: str | None = None  # why users must be taken one by one; None where their batches may share a pass
     loop: str | None = None  # why rows need a loop over users; None where `torch.func.vmap` can do it
     not_stacked: str | None = None  # why the model cannot be passed in many copies; None where `vmap` can do it
-    moves_buffers: bool = False  # whether the forward pass changes the model's buffers
+    moved: frozenset[str] = frozenset()  # the model's buffers that the forward pass changes
     random: bool = False  # whether the forward pass or the loss draws random numbers
+
+    @property
+    def moves_buffers(self) -> bool:
+        """Whether the forward pass changes any of the model's buffers."""
+        return bool(self.moved)
 
     @property
     def batch_dependent(self) -> bool:
@@ -88,10 +93,10 @@ def probe(
     output = _check_fit(passes, x, inputs, targets, buffers)
     _try_evaluation(passes, x, inputs)
     draws = random_before != _random_state(x.device)
-    moves_buffers = any(not torch.equal(before[name], buffers[name]) for name in before)
+    moved = frozenset(name for name in before if not torch.equal(before[name], buffers[name]))
     if draws:
         one_by_one: str | None = "the model draws random numbers, which belong to (seed, user, step)"
-    elif moves_buffers:
+    elif moved:
         one_by_one = "the model moves its buffers, which only user 0 may"
     else:
         passes.per_example = _per_example(passes.loss, users) if together else None
@@ -109,7 +114,7 @@ def probe(
         _try_by_layer(passes, x, inputs, targets)
         if loop is not None and passes.per_example is not None:
             not_stacked = _why_not_stacked(passes, x, inputs, targets, loop)
-    return output, ModelSupport(one_by_one, loop, not_stacked, moves_buffers, draws)
+    return output, ModelSupport(one_by_one, loop, not_stacked, moved, draws)
 
 
 def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:

@@ -84,7 +84,7 @@ class Peer:
             path = self.ledger.path
             beside = None if path is None else path.with_name(path.name + ".secret")
             self._secret = secrets.token_bytes() if beside is None else kept_secret(beside)
-        own = self.user, passes, support or ModelSupport(moves_buffers=True, random=True)
+        own = self.user, passes, support or ModelSupport(moved=frozenset(passes.buffers()), random=True)
         self._gradients = OwnGradients(*own, self.caps, secret=self._secret, private=self._private)
 
     def _promised(self, privacy: Privacy) -> PrivateGradients:

@@ -51,7 +51,7 @@ class Reading:
         """Return what the peers answered at several points."""
         points, n = question.points, self.wire.n_numbers
         outcomes = torch.tensor([notes[name].outcomes for name in self.names]).T
-        usable = (outcomes == Outcome.GRADIENT).to(points.device)
+        usable, refused = (outcomes == Outcome.GRADIENT).to(points.device), outcomes == Outcome.REFUSED
         left_out = self._left_out(question, outcomes)
         weights = question.weights.masked_fill(~usable, 0.0).to(points)
         shown = None
@@ -63,7 +63,7 @@ class Reading:
             if lost.any():
                 left_out = dict.fromkeys(self.names, "the sum is not finite") | left_out
             there = weights.sum(1).masked_fill(lost, 0.0)
-            return Answers(sums.masked_fill(lost[:, None], 0.0), there, left_out, sketches=shown)
+            return Answers(sums.masked_fill(lost[:, None], 0.0), there, left_out, sketches=shown, refused=refused)
         rows = answers[1:, :n].view(len(self.names), *points.shape).transpose(0, 1).to(points.dtype)
         if question.rows:
             return Answers(None, weights.sum(1), left_out, rows.masked_fill(~usable[:, :, None], math.nan), shown)
