@@ -76,9 +76,7 @@ class TrunkAndBranch(Learner):
         self.longest = self.x.new_zeros(len(self.peers.x))  # how long what peers send to the trunks may be
         self._second_half: SecondHalf | None = None
         self._asks = True  # in the last step; else it used what the peers said before
-        self._gave = np.ones(
-            len(engine.names), bool
-        )  # which peers gave in the last step; by point, where they differ
+        self._gave = np.ones(len(engine.names), bool)  # which peers gave in the last step; by point if not alike
         self._pooled = self.peer_weights.by_size  # by which pooled was asked for in the last step that judged
 
     @property
