@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.adaptive.when import Chosen, Path, Resampled, hellinger, standard_error
+from coterie.choosing.adaptive.when import Chosen, Path, Resampled, hellinger, standard_error, worst_loss
 from coterie.choosing.adaptive.whom import Array
 from coterie.evaluation.losses import is_log_likelihood, is_squared
 from coterie.gradients.trained_part import copied
@@ -82,7 +82,8 @@ class Looks:
         # Both are means over looks chosen alike: the best of many looks would look better than it is.
         path, frequencies = self.paths["alone"], self.chosen.frequencies["alone"]
         points = torch.stack([self.points.start(), path.mean_point(frequencies)])  # the model is what is served
-        ours, theirs = self.points.losses(points, self.spec.me.validation).numpy()
+        worst = worst_loss(self.paths)  # what both lose where neither's loss is finite
+        ours, theirs = self.points.losses(points, self.spec.me.validation).double().nan_to_num(worst, worst).numpy()
         change, lower = ours - theirs, not ours.mean() <= theirs.mean()
         decision = GuardDecision(
             served="alone" if lower else "collaborative",

@@ -72,7 +72,8 @@ class Chosen:
 class Resampled:
     """Bootstrap resamples of examples, each of which lies in a fold, drawn once.
 
-    `distance` makes of losses that by which looks and paths are chosen; what is told of them are the losses.
+    `distance` makes of losses that by which looks and paths are chosen; what is told of them are the losses. A loss
+    that is not finite is the worst there too.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class Resampled:
         branch's weights were fitted without the examples that judge it.
         """
         worst = worst_loss(paths)
-        tables = {name: self.distance(path.table(worst=worst)) for name, path in paths.items()}
+        losses = {name: path.table(worst=worst) for name, path in paths.items()}
+        tables = {name: np.where(each < worst, self.distance(each), worst) for name, each in losses.items()}
         folds = range(self.count)
         without = {name: np.stack([self.frequencies(t, q) for q in folds]) for name, t in tables.items()}
         scores = {name: self._own_fold(without[name] @ tables[name]) for name in paths}
