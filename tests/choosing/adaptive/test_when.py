@@ -92,6 +92,16 @@ def test_no_more_is_said_than_is_known() -> None:
     assert sentence(account | {"difference": 0.0}, 20) == f"{said} and 20 validation examples"  # both judge
 
 
+def test_what_is_said_of_alone_agrees_with_the_numbers() -> None:
+    account = {"path": "pooled", "stop": {"first": 3, "last": 3}, "crossed_loss": 0.5, "crossed_error": 0.1}
+    account |= {"chosen_by": "1 − √p", "alone_crossed_loss": 0.7}
+    assert sentence(account, 0).endswith("Alone's, 0.7, looks worse than it is where examples are few")
+    account["alone_crossed_loss"] = 0.4
+    assert sentence(account, 0).endswith("Alone's is 0.4, but in 1 − √p it was behind")
+    account["chosen_by"] = "loss"
+    assert sentence(account, 0).endswith("Alone's is 0.4, but before that correction it was behind")
+
+
 def test_the_path_without_each_example_is_that_of_the_others() -> None:
     rng = np.random.default_rng(0)
     scores = {name: rng.random(7) for name in ("alone", "branch", "pooled")}

@@ -43,6 +43,7 @@ def account_of(
         "trunk": weights.trunk,
         "folds": weights.n_folds,
         "nested": weights.nested,
+        "chosen_by": looks.chosen_by,
         "tau": {name: weight for name, weight in weights.served(path).items() if weight},
         "looks": {
             name: {"steps": list(each.steps), "frequencies": chosen.frequencies[name].tolist()}
@@ -108,10 +109,16 @@ def sentence(account: Mapping[str, Any], examples: int, *, overruled: bool = Fal
         )
     if "crossed_loss" not in account:
         return what
+    ours, alone = account["crossed_loss"], account["alone_crossed_loss"]
+    beside = f"Alone's, {alone:.4g}, looks worse than it is where examples are few"
+    if alone < ours:  # it was chosen before the correction, or by another measure
+        by = account["chosen_by"]
+        beside = (
+            f"Alone's is {alone:.4g}, but {'before that correction' if by == 'loss' else f'in {by}'} it was behind"
+        )
     return (
-        f"{what}. By cross-validation, corrected for having been chosen: loss {account['crossed_loss']:.4g} ± "
-        f"{account['crossed_error']:.2g}; Alone's, {account['alone_crossed_loss']:.4g}, looks worse than it is "
-        "where examples are few"
+        f"{what}. By cross-validation, corrected for having been chosen: loss {ours:.4g} ± "
+        f"{account['crossed_error']:.2g}; {beside}"
     )
 
 

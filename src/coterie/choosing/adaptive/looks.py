@@ -28,7 +28,7 @@ class Looks:
         self.paths = {"alone": Path()}
         self.held_out = 0 if spec.me.validation is None else len(spec.me.validation)
         everyone = np.concatenate([folds.numpy(), np.arange(self.held_out) % (int(folds.max()) + 1)])
-        distance = hellinger if is_log_likelihood(spec.loss) else np.asarray
+        distance, self.chosen_by = (hellinger, "1 − √p") if is_log_likelihood(spec.loss) else (np.asarray, "loss")
         drawn = random_key(spec.seed, f"{spec.me.name}/resamples") % 2**63
         self._resampled = Resampled(everyone, drawn, distance)
         self.chosen: Chosen | None = None
