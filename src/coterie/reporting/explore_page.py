@@ -20,8 +20,8 @@ def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
     findings = [HEADLINES[verdict(record.configuration, record.end).finding] for record in records.values()]
     counted = ", ".join(f"{findings.count(each)} × {each.lower()}" for each in dict.fromkeys(findings))
     lead = Lead(
-        f"{len(records)} runs: {counted}. Each verdict is that of its run by itself; who takes the run with the "
-        "best test numbers has chosen by them."
+        f"{len(records)} runs: {counted}. Each verdict is that of its run by itself. If you take the run with the "
+        "best test numbers, these numbers chose it, and look better than they are."
     )
     of = {(record.configuration.me, *record.configuration.data.split()[:1]) for record in records.values()}
     unlike = "Not all runs have the same examples of the same user: do not compare their losses."
