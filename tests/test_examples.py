@@ -20,6 +20,10 @@ Printed = Callable[[str], str]
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [
+    *sorted(ROOT.glob("*.md")),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
+]
 
 
 EXAMPLES = ROOT / "examples"
@@ -103,7 +107,18 @@ def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     exec(compile("\n".join(blocks), page.name, "exec"), {"__name__": "__main__"})  # noqa: S102  # our own text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's titles, as GitHub and the site make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
+        if not target.startswith("http"):
+            there = page.parent / target if target else page
+            assert there.exists(), target
+            assert not anchor or there.suffix != ".md" or anchor in anchors(there), f"{target}#{anchor}"

@@ -111,6 +111,14 @@ def test_what_chance_would_show_stands_beside() -> None:
     assert honest["difference_error"] == pytest.approx(0.05)  # two sets that are 0.1 apart
 
 
+def test_one_user_is_called_neither_better_nor_worse_also_by_chance() -> None:
+    rows = cell_rows()
+    totals = overall(table([row for row in rows if row["user"] == rows[0]["user"]]))
+    wga = by(totals, "method")["wga",]
+    assert (wga["better"], wga["worse"], wga["by_chance"]) == (0, 0, 0.0)
+    assert conclusion(totals).endswith("no method can be called better or worse.")
+
+
 def test_alone_by_itself_is_compared_with_nothing() -> None:
     """As after Ctrl-C, where only the first cells are there."""
     only = overall(table([row for row in cell_rows() if row["method"] == "alone"]))

@@ -52,7 +52,14 @@ def test_runs_are_compared_on_one_page(runs: Path, tmp_path: Path) -> None:
         record = coterie.Record.load(runs / name / "record.jsonl")
         assert record.end.verdict.replace("'", "&#39;") in text
         assert f"{record.end.validation['rmse']:.4g}" in text
-    missing = RUNNER.invoke(app, ["explore", str(tmp_path)])
+    assert "do not compare" not in text
+    users = users_with_validation()
+    model = nn.Linear(20, 1).double()
+    coterie.train(model, mse_loss, users[1], users[2:], coterie.Alone(), steps=2, out=tmp_path / "other")
+    both = [str(runs / "wga"), str(tmp_path / "other")]
+    assert RUNNER.invoke(app, ["explore", *both, "--out", str(page)]).exit_code == 0
+    assert "do not compare their losses" in page.read_text(encoding="utf-8")
+    missing = RUNNER.invoke(app, ["explore", str(tmp_path / "nothing")])
     assert missing.exit_code == 2
     assert "holds no run" in missing.stderr
 

@@ -11,6 +11,7 @@ import torch
 
 from coterie.choosing import AdaptiveAveraging, MakesLearner
 from coterie.data import Task, digits_by_writer
+from coterie.recording.describe import counted
 from coterie.recording.result import Comparison, Difference
 from coterie.reporting.charts import Bar, Interval, Points, bar_chart, bar_picture, interval_chart, line_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
@@ -103,12 +104,14 @@ def compared(results: Sequence[Result], method: str) -> Comparison:
             error=_error(pairs[:, 0] - pairs[:, 1]) if seeds else math.nan,
             less_is_better=less_is_better,
         )
-    return Comparison(on=f"the test examples of {len(seeds)} seeds", examples=len(seeds), measures=measures)
+    return Comparison(
+        on=f"the test examples of {counted(len(seeds), 'seed')}", examples=len(seeds), measures=measures
+    )
 
 
 def conclusion(results: Sequence[Result], me: int) -> Verdict:
     """Say whether the default rule's model is better than one trained alone."""
-    return judged(f"writer {me} by `{DEFAULT}`, the default rule,", compared(results, DEFAULT))
+    return judged(f"writer {me} by `{DEFAULT}`, the default rule,", compared(results, DEFAULT), "seed")
 
 
 def table(results: Sequence[Result]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.settings import BUDGET, PLAIN_RATES, RATES
 from coterie.benchmark.summary import HARMED, LEVEL, PLACE, SIGNIFICANT, by_condition, overall, summary, table
 from coterie.recording import files
+from coterie.recording.describe import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,9 +54,14 @@ def conclusion(totals: "pd.DataFrame") -> str:
     if others.empty:
         return "Only Alone is measured yet; there is nothing to compare it with."
     best = others.sort_values("near_best", ascending=False, kind="stable").iloc[0]
-    return (
+    most = (
         f"Of {len(totals)} methods `{best['method']}` is near the best most often: in {best['near_best']} of "
-        f"{best['places']} sets and conditions. It is better than alone by {SIGNIFICANT:g} standard errors "
+        f"{best['places']} sets and conditions."
+    )
+    if best["users"] == best["places"]:
+        return f"{most} With one user each there are no standard errors: no method can be called better or worse."
+    return (
+        f"{most} It is better than alone by {SIGNIFICANT:g} standard errors "
         f"in {best['better']} and worse in {best['worse']}; chance would show {best['by_chance']:.1f} of each."
     )
 
@@ -87,11 +93,11 @@ def _write_page(
     from coterie.reporting.page import Lead, Section, write_page
 
     compared = int((means["method"] != "alone").sum())
-    users, seeds = f"up to {means['users'].max()} users", f"{means['seeds'].max()} seeds"
+    users, seeds = (counted(int(means[name].max()), name.removesuffix("s")) for name in ("users", "seeds"))
     text = [
-        f"Users of real data sets ({users} a set, {seeds}) with few examples each learn a model with their peers' "
-        "gradients. The score is the accuracy on the user's test examples, or −RMSE in standard deviations of all "
-        "targets.",
+        f"Users of real data sets (up to {users} a set, {seeds}) with few examples each learn a model with their "
+        "peers' gradients. The score is the accuracy on the user's test examples, or −RMSE in standard deviations "
+        "of all targets.",
         f"Every method chooses among at most {BUDGET} settings by the loss on the user's validation examples, step "
         f"sizes included: {', '.join(map(str, RATES))} of Adam, {', '.join(map(str, PLAIN_RATES))} of plain steps. "
         f"User 0 computes {store.steps} gradients in a run. The test examples are used once, with the chosen "

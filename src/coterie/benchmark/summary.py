@@ -113,13 +113,14 @@ def overall(frame: "pd.DataFrame") -> "pd.DataFrame":
         near += [{"place": place, "method": method, "near_best": bool(ok)} for method, ok in close.items()]
     ratio = means["difference"] / means["difference_error"].where(means["difference_error"] > 0)
     compared = means["method"] != "alone"
+    several = means["users"] > 1  # one user has no error, and is called neither better nor worse
     sure = means["chance"] < LEVEL / max(1, compared.sum())
     counted = means.assign(
         better=ratio > SIGNIFICANT,
         worse=ratio < -SIGNIFICANT,
         surely_better=sure & (ratio > 0),
         surely_worse=sure & (ratio < 0),
-        by_chance=special.stdtr(np.maximum(1, means["users"] - 1), -SIGNIFICANT) * compared,
+        by_chance=special.stdtr(np.maximum(1, means["users"] - 1), -SIGNIFICANT) * (compared & several),
         harmed_by_chance=special.ndtr(-HARMED) * means["users"] * compared,
     )
     rows = counted.groupby("method", sort=False)

@@ -20,11 +20,13 @@ def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
     findings = [HEADLINES[verdict(record.configuration, record.end).finding] for record in records.values()]
     counted = ", ".join(f"{findings.count(each)} × {each.lower()}" for each in dict.fromkeys(findings))
     lead = Lead(
-        f"{len(records)} runs: {counted}. Each verdict is that of its run by itself; who takes the run with the "
-        "best test numbers has chosen by them."
+        f"{len(records)} runs: {counted}. Each verdict is that of its run by itself. If you take the run with the "
+        "best test numbers, these numbers chose it, and look better than they are."
     )
+    of = {(record.configuration.me, *record.configuration.data.split()[:1]) for record in records.values()}
+    unlike = "Not all runs have the same examples of the same user: do not compare their losses."
     sections = [
-        Section("Side by side", tables=[[_row(name, record) for name, record in records.items()]]),
+        Section("Side by side", [unlike] if len(of) > 1 else [], [[_row(*each) for each in records.items()]]),
         *_against_alone(records),
         *_curves(records),
         *(_of_run(name, record) for name, record in records.items()),
@@ -39,6 +41,7 @@ def _row(name: str, record: Record) -> dict[str, Any]:
     numbers = ", ".join(f"{measure} {value:.4g}" for measure, value in measures.items())
     return {
         "run": name,
+        "user": configuration.me.name,
         "rule": configuration.rule,
         "verdict": HEADLINES[verdict(configuration, end).finding],
         "numbers": f"{which}: {numbers}" if measures else "–",

@@ -30,7 +30,7 @@
       const track = text(bar, "span", "");
       track.className = "track";
       text(track, "i", "").style.width = (100 * (speedup[i] === null ? most : speedup[i])) / most + "%";
-      text(bar, "span", speedup[i] === null ? "no bound" : "×" + speedup[i]).className = "number";
+      text(bar, "span", speedup[i] === null ? "no bound" : "×" + Number(speedup[i].toPrecision(3))).className = "number";
     });
     const wga = speedup[PLAN.methods.indexOf("WGA")];
     document.getElementById("said").textContent =

@@ -10,6 +10,12 @@ from coterie.reporting.summary import summary
 from coterie.theory import best_averaging, plan_for_peers
 from coterie.theory.estimates import Estimates, Measured
 
+_NOT_SERVED = {
+    "alone": "These weights are of the model that followed the peers; what is served followed nobody.",
+    "pooled": "These weights are of the branch, which is not served: what is served followed the peers by their "
+    "numbers of examples in all steps.",
+}
+
 
 def details(record: Record, weight: float | None = None) -> list[Section]:
     """Return the folded sections of a run's page, as far as the record has something to say."""
@@ -36,6 +42,11 @@ def _curves(record: Record) -> list[Section]:
     }
     restarts = max(record.curve("guard_restarts")[1], default=0)
     text = [f"The guard let the run start again from the model trained alone {restarts} times."] if restarts else []
+    if record.end.account:
+        text.append(
+            "The training loss is that of the copy trained alone. The validation loss is that of what would be "
+            "served at a step: in the first half of the steps this copy."
+        )
     charts = [line_chart(curves, record.configuration.counts, "loss")]
     return [Section("Learning curves", text, charts=charts, folded=True)] if curves else []
 
@@ -46,13 +57,14 @@ def _weights(record: Record) -> list[Section]:
     if any(weight):
         charts.append(line_chart({"all peers": (steps, weight)}, counts, "weight of the peers in the run"))
     account = record.end.account
+    text = [_NOT_SERVED[account["path"]]] if account.get("path") in _NOT_SERVED else []
     if account.get("weights"):
         peers = sorted(account["weights"].items(), key=lambda one: one[1][-1], reverse=True)
         lines = {"nobody": account["nobody"], **dict(peers[:5])}
         shown: dict[str, Points] = {name: (account["steps"], values) for name, values in lines.items()}
         most = "" if len(peers) <= 5 else ", the five largest"
         charts.append(line_chart(shown, "steps", f"weights in the first half, where the own examples judge{most}"))
-    return [Section("Weights over the run", charts=charts, folded=True)] if charts else []
+    return [Section("Weights over the run", text, charts=charts, folded=True)] if charts else []
 
 
 def _candidates(record: Record) -> list[Section]:
@@ -70,7 +82,8 @@ def _candidates(record: Record) -> list[Section]:
         if share
     ]
     text = [
-        "In how many resamples of the judging examples each look was the best of its path.",
+        "A look is a step whose models were judged by examples they had not seen. In how many resamples of these "
+        "examples it was the best of its path: what a path serves is the mean of its looks with these shares.",
     ]
     return [Section("When it stopped", text, [rows], folded=True)]
 

@@ -100,8 +100,8 @@ def chance(one: Difference, examples: int) -> float:
     )
 
 
-def judged(name: str, comparison: Comparison) -> Verdict:
-    """Return the verdict on a comparison of somebody's model with one trained alone."""
+def judged(name: str, comparison: Comparison, unit: str = "example") -> Verdict:
+    """Return the verdict on a comparison of somebody's model with one trained alone, on so many of a unit."""
     measures, n = _judging(comparison), comparison.examples
     p = {key: min(1.0, len(measures) * chance(one, n)) for key, one in measures.items()}
     clear = {key: _is_better(one) for key, one in measures.items() if p[key] < LEVEL}
@@ -113,7 +113,7 @@ def judged(name: str, comparison: Comparison) -> Verdict:
         least = {key: _least_clear(one, n, len(measures)) for key, one in measures.items() if one.error}
         could = ", ".join(f"{value:.2g} in {key}" for key, value in least.items())
         if len(measures) * 2.0 ** (1 - n) >= LEVEL:
-            few = counted(n, "split" if comparison.splits else "example")
+            few = counted(n, "split" if comparison.splits else unit)
             told += f"; {few} {'is' if n == 1 else 'are'} too few to be sure"
         elif could:
             told += f"; clear would be {could}"

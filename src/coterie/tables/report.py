@@ -50,9 +50,9 @@ def _predictions(judged: Quality, preparation: Preparation, target: str, told: C
     text = [f"The model served, on {judged.rows} test rows that chose nothing."]
     if classes:
         text.append(
-            "Sensitivity: of the rows of a class, those told to be of it. Specificity: of the others, those told "
-            "not to be. Precision: of those told to be of it, its rows. In brackets 95 % intervals. AUC: how often "
-            "a row of the class has a higher probability of it than another row."
+            "Sensitivity: the share of a class's rows that is predicted to be of it. Specificity: the share of the "
+            "other rows that is not. Precision: the share of the rows predicted to be of it that is. In brackets "
+            "95 % intervals. AUC: how often a row of the class has a higher probability of it than another row."
         )
     tables = [_by_class(judged), _confusion(judged, target)] if classes else []
     tables += [rows] if (rows := _measures(judged, told)) else []
@@ -89,7 +89,7 @@ def _by_class(judged: Quality) -> list[dict[str, str]]:
 def _confusion(judged: Quality, target: str) -> list[dict[str, str]]:
     names = [one.name for one in judged.by_class]
     return [
-        {f"{target} is": name, **{f"told {other}": f"{n:.4g}" for other, n in zip(names, counts, strict=True)}}
+        {f"{target} is": name, **{f"predicted {other}": f"{n:.4g}" for other, n in zip(names, counts, strict=True)}}
         for name, counts in zip(names, judged.confusion, strict=True)
     ]
 
@@ -99,7 +99,7 @@ def _curves(judged: Quality, preparation: Preparation, target: str) -> list[str]
     lines: dict[str, Points] = {name: curve for name, curve in judged.roc.items() if curve[0]}
     if lines:
         last = preparation.classes[-1]
-        others = f"share of the other rows told to be {last}"
+        others = f"share of the other rows predicted to be {last}"
         charts.append(line_chart({**lines, "by chance": ([0, 1], [0, 1])}, others, f"sensitivity for {last} (ROC)"))
     bins = judged.calibration
     if len(bins) > 1:
@@ -115,10 +115,10 @@ def _calibration_chart(judged: Quality, preparation: Preparation, target: str) -
     if classes:
         low, high = [max(0.0, y) for y in low], [min(1.0, y) for y in high]
         of = str(classes[-1]) if len(classes) == 2 else "the predicted class"
-        names = f"probability of {of} that was told", f"share that came true (calibration, {len(bins)} bins)"
+        names = f"predicted probability of {of}", f"share that came true (calibration, {len(bins)} bins)"
     else:
-        names = f"{target} that was told", f"mean of what came true (calibration, {len(bins)} bins)"
-    lines: dict[str, Points] = {"came true, ± two standard errors": (told, true), "as told": (ends, ends)}
+        names = f"predicted {target}", f"mean of what came true (calibration, {len(bins)} bins)"
+    lines: dict[str, Points] = {"came true, ± two standard errors": (told, true), "as predicted": (ends, ends)}
     return line_chart(lines, *names, bands={"came true, ± two standard errors": (low, high)})
 
 

@@ -91,7 +91,7 @@ class Estimates:
         return (
             f"measured at the start: noise {self.noise.value:.2g}, "
             f"peers' noise {range_of([math.hypot(p.noise.value, p.added) for p in peers])}, "
-            f"{'bias ' + range_of(bias) if any(bias) else 'no bias clear of the noise'}, "
+            f"{'bias clear of its error ' + range_of(bias) if any(bias) else 'no bias clear of its error'}, "
             f"Hessian gap {range_of([p.hessian_gap.value for p in peers])}, "
             f"smoothness {self.smoothness.value:.2g}, PL {self.pl:.2g}"
         )

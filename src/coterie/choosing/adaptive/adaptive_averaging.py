@@ -134,10 +134,8 @@ class AdaptiveAveraging:
         weights = weights_over(None, engine.names)
         own, whole = (_seconds(engine, x, asked) for asked in ({}, weights))
         averaging = spec.steps * whole
-        if (
-            self.instead(spec) is not None
-        ):  # one gradient a step: by `StreamAveraging` everybody's, by `Alone` the own
-            runs = float(spec.me.is_stream)
+        if self.instead(spec) is not None:
+            runs = float(spec.me.is_stream)  # `StreamAveraging` asks everybody once a step, `Alone` nobody
             return Expected(runs, 1.0, averaging if runs else spec.steps * own, averaging)
         plan = replace(self.plan, folds=self._n_folds(spec))
         folds, runs = plan.folds, plan.cost

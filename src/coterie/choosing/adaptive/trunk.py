@@ -12,8 +12,8 @@ from torch import Tensor
 from coterie.learners.points import Judged, Sums
 
 FAR = 10.0
-"""A gradient counts as missing where it is more than so many times as long as the longest median of all steps so
-far. The median of one step would not do: good peers' gradients may vanish while another's does not."""
+"""A gradient counts as missing where it is more than so many times as long as is usual (`Judged.lengths`), of all
+steps so far the largest. One step would not do: good peers' gradients may vanish while another's does not."""
 
 
 @dataclass(frozen=True, eq=False)

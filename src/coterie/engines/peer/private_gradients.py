@@ -63,9 +63,8 @@ class PrivateGradients:
         self.user, self.passes, self.privacy, self._gradients = user, passes, privacy, gradients
         self._events: dict[float, Event] = {}  # by rate
         check_apart(passes)
-        noisy(
-            passes.parameters.vector()[:1], 1.0, 1.0
-        )  # a package that is missing is told now: later errors do not leave
+        # A package that is missing is told now: later errors do not leave.
+        noisy(passes.parameters.vector()[:1], 1.0, 1.0)
         self._mapped = self._by_layer = False
         device, before = passes.parameters.device, _of_loss(passes.loss)
         # Else a GPU's sums by layer, which are so precise, differ from others by hundredths.
