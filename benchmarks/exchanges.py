@@ -23,6 +23,7 @@ from users_in_turn import options, problem_of, users_of
 
 import coterie
 from coterie.benchmark.sets import SETS
+from coterie.choosing.adaptive.schedule import Schedule
 
 RULES: dict[str, coterie.Rule | coterie.AdaptiveAveraging] = {
     "averaging": coterie.WeightedAveraging(0.6),
@@ -83,6 +84,8 @@ def table(name: str, by_user: list[dict[tuple[str, tuple[int, int], float], list
             error = change.std(ddof=1) / len(change) ** 0.5
             good = "as good" if change.mean() >= -error else ""
             exchanges = gradients // (each[0] * each[1])
+            if rule == "adaptive":  # which also asks where it judges, and at the fork
+                exchanges = Schedule.of(gradients).exchanges(each[0])
             print(
                 f"| {name}, {rule} | {each[0]} | {each[1]} | {exchanges} | {rates[each]:g} | "
                 f"{accuracy.mean():.3f} | {change.mean():+.4f} ± {error:.4f} | {good} |",
