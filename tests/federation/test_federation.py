@@ -30,10 +30,10 @@ from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.requests import Request
-from coterie.errors import CoterieError, DataError, FileError, KnobError
+from coterie.errors import CoterieError, DataError, FileError, KnobError, PeerLost
 from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
-from coterie.federation.lead import RUN, SUMMARY, check_plan, lead, planned_gradients, rule_of
+from coterie.federation.lead import REFUSED, RUN, SUMMARY, check_plan, lead, planned_gradients, rule_of
 from coterie.federation.manifest import Kit
 from coterie.federation.participants import _known, _rows, lead_participant, peer_of, responder_of, site_participant
 from coterie.federation.provisioning import Consortium
@@ -275,7 +275,7 @@ def test_a_private_site_says_what_it_promises(
     assert f"ε = {peer.epsilon:.3g} spent before" in answer.output
     assert "of the 20 gradients of 16 rows that me plans, ε and the caps allow 0" in answer.output
     with pytest.raises(KnobError, match="basel gives 0 more gradients, and this run may ask for 20"):
-        check_plan(lead_settings(folder), LocalSites({"basel": peer}), tmp_path)  # of its ε
+        check_plan(lead_settings(folder), LocalSites({"basel": peer}))  # of its ε
     assert "a run with it does not have the same bits again" in caplog.text
     (kit / "coterie.toml").write_text(proposed.replace("norm = 10.0", "").replace("noise = 1.0", "noise = 2.0"))
     spent = ({Event(16 / 40, 1.0): 1, Event(16 / 40, 2.0): more} for more in range(20))
@@ -328,6 +328,7 @@ def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: py
         ('name = "a"\nthreads = "two"', "`threads` must be a whole number"),
         ('name = "a"\n[data]\ntable = 3', "`table` must be a text, got 3"),
         ('name = "a"\n[data]\nloader = "pathlib:Path"', "must return a coterie.User"),
+        ('name = "a"\n[training]\nminimum = 0', "`minimum` must be a whole number, at least 1, got 0"),
     ],
 )
 def test_settings_at_fault_are_named(text: str | None, message: str, tmp_path: Path) -> None:
@@ -410,6 +411,27 @@ def test_two_processes_do_not_lead_one_run(folder: Path, tmp_path: Path, monkeyp
 
 
 @needs_nvflare
+def test_what_another_job_would_not_mend_is_told_and_what_it_would_is_not(folder: Path, tmp_path: Path) -> None:
+    """`federate run` submits a job again where it has ended without a word in its folder."""
+    copied = shutil.copytree(folder, tmp_path / "trial", ignore=shutil.ignore_patterns(RUN))
+    settings, refused = (copied / "coterie.toml").read_text(), copied / RUN / REFUSED
+    sites = {kit.name: peer_of(kit) for kit in (copied / "sites").iterdir()}
+
+    def lost(*_: Any, **__: Any) -> Any:
+        raise PeerLost("NVFLARE has ended the job")
+
+    ending = LocalSites(sites)
+    ending.ask = lost  # type: ignore[method-assign]
+    with pytest.raises(PeerLost):
+        lead(copied, ending)
+    assert not refused.exists()
+    lead(copied, LocalSites(sites))
+    (copied / "coterie.toml").write_text(settings.replace("seed = 0", "seed = 1"))
+    with pytest.raises(CoterieError, match="of another run") as error:
+        lead(copied, LocalSites(sites))
+    assert refused.read_text() == str(error.value)
+
+
 def test_rows_of_classes_that_user_0_does_not_know_are_left_out(folder: Path, tmp_path: Path) -> None:
     kit = tmp_path / "bern"
     shutil.copytree(folder / "sites" / "bern", kit)

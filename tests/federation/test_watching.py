@@ -127,3 +127,19 @@ def test_on_a_terminal_one_line_changes(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert shown.startswith("\r\033[Kstep 1\r\033[Kstep 2\r\033[K")
     assert shown.endswith("refused\nstep 2")
+
+
+def test_what_a_screen_could_not_show_yet_is_shown_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a terminal lines come every ten seconds; the last one must tell how things stand in the end."""
+    said: list[str] = []
+    seconds = [0.0]
+    monkeypatch.setattr("coterie.federation.watching.time.monotonic", lambda: seconds[0])
+    ledger = Ledger(tmp_path / "requests.jsonl")
+    watch = SiteWatch(tmp_path, tmp_path, Caps(gradients=100), 0, Screen(said.append, terminal=False))
+    for step in range(3):
+        ledger.give(5, caller="user 0", step=str(step))
+        watch()
+    assert words(said) == ["waiting for the server"]
+    for seconds[0] in (5.0, 15.0, 30.0):  # nothing more is asked
+        watch()
+    assert words(said) == ["waiting for the server", f"step 2: {ledger.given} of 100 gradients given"]

@@ -160,5 +160,9 @@ def test_code_that_user_0_names_must_be_allowed(visits: pd.DataFrame, tmp_path: 
     statuses, logs = together([lead, follow], tmp_path)
     assert statuses == [1, 1]
     assert "user 0 uses the model 'coterie.tables.models:mlp', which is code" in logs[1]
+    statuses, logs = together([lead, [*follow, "--model", "json:loads"]], tmp_path)
+    assert statuses == [1, 1]
+    assert all("'json:loads'" in log and "raised TypeError" in log for log in logs)
+    assert "rank 1 cannot take part" in logs[0]
     statuses, logs = together([lead, [*follow, "--model", "coterie.tables.models:mlp"]], tmp_path)
     assert statuses == [0, 0], logs

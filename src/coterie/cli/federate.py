@@ -191,16 +191,21 @@ def run(
 ) -> None:
     """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run.
 
-    Where everyone trains, they land at each site, in `run` in its folder.
+    Where everyone trains, they land at each site, in `run` in its folder. Ctrl-C ends the job; --resume goes on.
     """
     from coterie.federation.everyone.following import follow_everyone
     from coterie.federation.settings import members_of
     from coterie.federation.supervision import supervise
 
-    if members_of(folder):
-        typer.echo(follow_everyone(folder, resume=resume, wait=wait, show_line=typer.echo))
+    everyone = bool(members_of(folder))
+    follow = follow_everyone if everyone else supervise
+    try:
+        typer.echo(follow(folder, resume=resume, wait=wait, show_line=typer.echo))
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; `coterie federate run {folder} --resume` goes on from what is saved", err=True)
+        raise typer.Exit(130) from None
+    if everyone:
         typer.echo("Each site's model, record and page (index.html) are in `run` in its own folder, nowhere else.")
         return
-    typer.echo(supervise(folder, resume=resume, wait=wait, show_line=typer.echo))
     typer.echo(f"Model, record and a page (index.html): {folder / 'run'}")
     typer.echo(f"To apply it: coterie predict {folder / 'run'} FILE")

@@ -17,7 +17,7 @@ from coterie.engines.engine import MakeEngine
 from coterie.engines.flare.engine import Flare
 from coterie.engines.flare.sites import Sites
 from coterie.engines.rounding import Compress
-from coterie.errors import KnobError, printable
+from coterie.errors import CoterieError, KnobError, PeerLost, printable
 from coterie.federation.participants import Participant, lead_participant
 from coterie.federation.settings import FILE, LeadSettings, lead_settings
 from coterie.methods import build
@@ -38,7 +38,7 @@ NEWS = "news.log"
 SUMMARY = "summary.txt"
 """The result in a few lines; written last, so that what has one has ended."""
 REFUSED = "refused.txt"
-"""Why no run was begun."""
+"""Why a run was not begun, or cannot go on."""
 RECORD = "record.jsonl"
 """The record of a run, in its folder."""
 REMEDY = (
@@ -53,9 +53,15 @@ def lead(folder: Path, sites: Sites) -> None:
     settings, out = lead_settings(folder), folder / RUN
     torch.set_num_threads(settings.threads)
     with at_work(out):
-        if not (out / RECORD).exists():
-            check_plan(settings, sites, out)
-        train_here(settings, sites, out, *lead_participant(folder, settings))
+        try:
+            if not (out / RECORD).exists():
+                check_plan(settings, sites)
+            train_here(settings, sites, out, *lead_participant(folder, settings))
+        except PeerLost:  # another job can go on
+            raise
+        except CoterieError as error:  # another job would fail as well
+            files.write(out / REFUSED, str(error).encode())
+            raise
 
 
 @contextmanager
@@ -107,12 +113,10 @@ def planned_gradients(settings: LeadSettings) -> int:
     return before + exchanges * training.local_steps * points
 
 
-def check_plan(settings: LeadSettings, sites: Sites, out: Path) -> None:
+def check_plan(settings: LeadSettings, sites: Sites) -> None:
     """Refuse a run that a site would not answer to its end, before its first step; what is silent is not asked."""
     if problems := problems_with(settings, sites):
-        said = f"{'; '.join(problems)}. {REMEDY}"
-        (out / REFUSED).write_text(said, encoding="utf-8")
-        raise KnobError(said)
+        raise KnobError(f"{'; '.join(problems)}. {REMEDY}")
 
 
 def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list[str]:

@@ -21,7 +21,6 @@ from coterie.arguments import (
     mapped,
     one_of,
     optional,
-    whole,
 )
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
@@ -38,7 +37,7 @@ CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("data", "model", "caps", "privacy", "sums", "training"), _TABLE),
     **dict.fromkeys(("threads", "own_examples", "n_inputs", "n_outputs", "steps", "batch_size"), COUNT),
     **dict.fromkeys(("exchange_every", "local_steps"), COUNT),
-    **dict.fromkeys(("misses", "probe_every", "minimum"), whole(0)),
+    **dict.fromkeys(("misses", "probe_every", "minimum"), COUNT),
     **dict.fromkeys(("alpha", "beta"), _KNOB),
     "lr": optional(POSITIVE),
     "timeout": POSITIVE,

@@ -46,6 +46,7 @@ def supervise(
         (out / name).unlink(missing_ok=True)
     job = write_job(folder.absolute() / "job")
     steps, has_bar = settings.training.steps, sys.stderr.isatty() if progress is None else progress
+    why = f"{attempts} jobs have ended early"
     with progress_bar(has_bar, type(rule_of(settings)).__name__, steps) as show:
         show_new = RunWatch(out, steps, show, show_line, tenths=not has_bar)
         for attempt in range(attempts):
@@ -55,6 +56,7 @@ def supervise(
                         raise CoterieError(
                             f"no site is connected after {wait:g} s; they start with `federate site`"
                         )
+                    why = "no site is left"
                     break
                 status = watch(session, session.submit_job(str(job)), out, show_new)
             show_new()
@@ -63,7 +65,7 @@ def supervise(
             if (out / SUMMARY).exists():
                 return (out / SUMMARY).read_text(encoding="utf-8")
             show_line(f"job {attempt + 1} has ended early ({status}); going on from the last checkpoint")
-    show_line("no site is left; going on alone")
+    show_line(f"{why}; going on alone")
     lead(folder, LocalSites({}))
     show_new()
     return (out / SUMMARY).read_text(encoding="utf-8")
@@ -101,15 +103,19 @@ def _connected(session: Any, wanted: int, wait: float) -> int:
 
 
 def watch(session: Any, job: str, out: Path, show_new: Callable[[], None]) -> str:
-    """Show the run until NVFLARE says that the job has ended, and return how."""
-    while True:
-        show_new()
-        try:
-            status = str(session.get_job_meta(job).get("status"))
-        except Exception as error:  # NVFLARE raises several kinds
-            return f"the server does not answer, {type(error).__name__}"
-        if status.startswith("FINISHED") or any(
-            (out / name).exists() for name in (SUMMARY, REFUSED)
-        ):  # NVFLARE takes some seconds more to clear up
-            return status
-        time.sleep(SECONDS_BETWEEN_POLLS)
+    """Show the run until NVFLARE says that the job has ended, and return how; Ctrl-C ends the job."""
+    try:
+        while True:
+            show_new()
+            try:
+                status = str(session.get_job_meta(job).get("status"))
+            except Exception as error:  # NVFLARE raises several kinds
+                return f"the server does not answer, {type(error).__name__}"
+            if status.startswith("FINISHED") or any(
+                (out / name).exists() for name in (SUMMARY, REFUSED)
+            ):  # NVFLARE takes some seconds more to clear up
+                return status
+            time.sleep(SECONDS_BETWEEN_POLLS)
+    except KeyboardInterrupt:  # else the sites would go on giving gradients, with nobody to see it
+        session.abort_job(job)
+        raise

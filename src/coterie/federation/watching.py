@@ -51,6 +51,7 @@ class Screen:
 
     def __init__(self, show_line: Callable[[str], None] = print, terminal: bool | None = None) -> None:
         self._show_line, self._shown, self._at = show_line, "", -float("inf")
+        self._text = ""  # how things stand, shown or not yet
         self._terminal = sys.stdout.isatty() if terminal is None else terminal
 
     def line(self, text: str) -> None:
@@ -63,18 +64,22 @@ class Screen:
             print(self._shown, end="", flush=True)
 
     def now(self, text: str) -> None:
-        """Show how things stand."""
-        text = _printable(text)
-        if text == self._shown:
+        """Show how things stand; see `look`."""
+        self._text = _printable(text)
+        self.look()
+
+    def look(self) -> None:
+        """Show how things stand, if that is not shown yet; without a terminal, not before its time."""
+        if self._text == self._shown:
             return
         if self._terminal:
-            print(f"\r\033[K{text}", end="", flush=True)
+            print(f"\r\033[K{self._text}", end="", flush=True)
         elif time.monotonic() - self._at >= SECONDS_BETWEEN_LINES:
             self._at = time.monotonic()
-            self._show_line(f"{time.strftime('%H:%M:%S')} {text}")
+            self._show_line(f"{time.strftime('%H:%M:%S')} {self._text}")
         else:
             return
-        self._shown = text
+        self._shown = self._text
 
 
 class RunWatch:
@@ -127,6 +132,7 @@ class SiteWatch:
             most = "" if self.caps.gradients is None else f" of {self.caps.gradients}"
             refused = f", {sum(self._refused.values())} requests refused" if self._refused else ""
             self.now(f"step {lines[-1].get('step')}: {self.given}{most} gradients given{refused}")
+        self.screen.look()
 
     def now(self, text: str) -> None:
         """Show how what is given stands."""
@@ -182,6 +188,7 @@ class ServerWatch:
                     total = re.search(r"Total clients: (\d+)", line)
                     self.screen.line(words.format(client[1]))
                     self.screen.now(f"sites connected: {total[1]}" if total else "")
+        self.screen.look()
 
 
 def _text(path: Path) -> str:

@@ -104,10 +104,10 @@ def follow(
             preparation = _preparation(agreed, model)
             check_classes(frame[table["target"]], preparation.kind)
             user = User(name, *preparation.examples(frame, table["target"]))
+            made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
     except DataError as error:
         warnings.warn(f"rank {group.rank} is left out: {error}", stacklevel=2)
         return 0
-    made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
     ranks = group.read_note("ranks", "user 0", list)
     group = replace(group, rank=ranks.index(group.rank), size=len(ranks))
     return serve(made.to(here(device)), models.loss_of(preparation), user, group=group, **settings)

@@ -113,6 +113,7 @@ def test_what_groups_cannot_have_is_refused() -> None:
     for wrong, match in (
         ({"one": ("a", "b", "c"), "two": ("c", "d", "e")}, "'c' in more"),
         ({"one": ("a", "b", "x")}, "unknown site 'x'"),
+        ({"one": ("a", "b"), "other": ("c",)}, "at least two sites in a group, got 1 in 'other'"),
     ):
         with pytest.raises(KnobError, match=match):
             grouped(model(), LOSS, user("me"), secure_sums=wrong)

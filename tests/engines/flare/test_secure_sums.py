@@ -89,6 +89,26 @@ def test_a_masked_sum_is_the_plain_one(n: int, steps: int) -> None:
     assert made.traffic()["peer 1"].bytes_sent == steps * 4 * (12 + 4)
 
 
+def test_time_spent_waiting_for_masked_parts_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    people, seconds = users(3), [0.0]
+    monkeypatch.setattr("coterie.engines.flare.engine.time.perf_counter", lambda: seconds[0])
+
+    class Late(LocalReplies):
+        def wait(self) -> Mapping[str, Any]:
+            seconds[0] += 2.0
+            return super().wait()
+
+    class LateSites(Sites):
+        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+            answers = super().ask(names, method, timeout, **arguments)
+            return Late(answers.wait()) if method == "part" else answers
+
+    made = engine(people, LateSites(people[1:]))
+    for step in range(3):
+        made.gradients(X, step, uneven(3))
+    assert made.traffic()[people[0].name].seconds_waiting == 6.0
+
+
 def test_a_run_with_masked_sums_is_the_run_without() -> None:
     people, rule = users(3), coterie.BiasCorrection(0.7, 0.1)
     options: dict[str, Any] = {"lr": 0.1, "steps": 15, "batch_size": 4, "seed": 5, "progress": False}

@@ -221,8 +221,13 @@ class Flare:
         waiting = sums.ask(pack_request(self._request(x.detach()[None], step)), weights) if weights else None
         began = time.perf_counter()
         mine = self.own.gradients(x, step, {})
-        self._mine.seconds_computing += time.perf_counter() - began
-        return mine if waiting is None else sums.sums.with_sum(mine, *waiting(), weights)
+        computed = time.perf_counter()
+        self._mine.seconds_computing += computed - began
+        if waiting is None:
+            return mine
+        given = waiting()
+        self._mine.seconds_waiting += time.perf_counter() - computed
+        return sums.sums.with_sum(mine, *given, weights)
 
     def _request(self, points: Tensor, step: int, **more: Any) -> Request:
         """Return what sites are asked at some points, with the model's buffers."""

@@ -47,8 +47,13 @@ class MaskedGroups:
             raise KnobError(
                 f"`secure_sums` must have a site in one group, got {twice[0]!r} in more: they would tell"
             )
+        if lone := [name for name, group in groups.items() if len(group) < 2]:
+            raise KnobError(
+                f"`secure_sums` must have at least two sites in a group, got {len(groups[lone[0]])} in "
+                f"{lone[0]!r}: nothing hides one alone; most sites want three"
+            )
         self._sites = sites
-        self._tau = {name: dict.fromkeys(group, 1 / max(1, len(group))) for name, group in groups.items()}
+        self._tau = {name: dict.fromkeys(group, 1 / len(group)) for name, group in groups.items()}
 
         post = Post(sites, timeout, "", names)  # `Flare` counts what groups send and get, as one site each
         sums = {name: MaskedSums(misses=misses, largest=largest) for name in groups}
