@@ -105,7 +105,7 @@ class Configuration(StepSettings):
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Return the configuration that `to_plain` gave."""
-        return cls(**{**plain, "me": UserSummary(**plain["me"])})
+        return cls(**{**plain, "steps": plain["steps"], "me": UserSummary(**plain["me"])})
 
     def differences(self, before: Self, may_differ: frozenset[str]) -> dict[str, tuple[Any, Any]]:
         """Return what another run was told otherwise, as (before, now), apart from what may differ.
