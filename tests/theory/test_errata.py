@@ -72,7 +72,7 @@ def test_printed_theorem_3_lacks_a_square() -> None:
 
 
 def test_the_appendix_variant_of_theorem_3_is_not_broken_by_that_example() -> None:
-    """With σ²(α) in the place of one σ_0² + σ_a² the printed bound of the example is far above; the power is wrong."""
+    """With σ²(α) for one σ_0² + σ_a² the printed bound is far above the example; only its power is wrong."""
     lr, steps, own, delta = 1e-3, 20_000, 1e12, 0.1
     problem = scalar(a=1, b=1 + delta, own=own)  # α = 1 and σ_a = 0: σ²(α) = 0
     tilde = 2 * (1 + delta**2) / steps

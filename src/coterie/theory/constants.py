@@ -33,9 +33,9 @@ class Constants:
         hessian_gap: δ.
         noise_growth: M_0, how user 0's noise grows with ‖∇f_0‖².
         peer_noise_growth: M_k, how a peer's noise grows with ‖∇f_k‖².
-        diameter: D, of the region that x stays in. Where it is given, a peer's gradient is taken to be user 0's plus
-            a constant plus what differs in curvature, and the constant to add no noise: E‖n_k‖² ≤
-            M_k(2‖∇f_0‖² + 2(δD)²) + σ_k², the final form of A5. None: E‖n_k‖² ≤ M_k‖∇f_k‖² + σ_k².
+        diameter: D, of the region that x stays in. Where it is given, a peer's gradient is user 0's plus a constant
+            plus what differs in curvature, and the constant adds no noise: E‖n_k‖² ≤ M_k(2‖∇f_0‖² + 2(δD)²) + σ_k²,
+            the final form of A5. None: E‖n_k‖² ≤ M_k‖∇f_k‖² + σ_k².
         drift_noise: √(Στ_kσ_k²), what a peer's own steps are shaken by; as `peer_noise` when None.
         largest_hessian_gap: max_k δ_k, for peers that take steps of their own; as `hessian_gap` when None.
 
