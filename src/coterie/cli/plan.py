@@ -49,8 +49,8 @@ class Measured:
     drop: Annotated[
         list[str], Option(metavar="COLUMN", help="With --data: a column not to predict from; repeat it.")
     ] = field(default_factory=list)
-    sep: Annotated[str, Option(help="With --data: what is between its columns; tab for a tab.")] = ","
-    decimal: Annotated[str, Option(help="With --data: what is before decimals.")] = "."
+    sep: Annotated[str, Option(help="With --data: its column separator (`tab` for a tab).")] = ","
+    decimal: Annotated[str, Option(help="With --data: its decimal mark.")] = "."
     model: Annotated[str, Option(help="With --data: linear, mlp, or module.path:factory.")] = "linear"
 
     def __post_init__(self) -> None:

@@ -89,7 +89,7 @@ def from_table(
         test: the share held out to report on.
         seed: which rows those are.
         sep: what is between the columns of a CSV file, "tab" for a tab.
-        decimal: what is before decimals in a CSV file.
+        decimal: the decimal mark of a CSV file.
         elsewhere: different targets of users whose rows are not in this table, for the list of classes.
         preparation: one fitted before, which others hold too; fitted to user 0's training rows when None.
 

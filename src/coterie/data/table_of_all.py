@@ -87,7 +87,7 @@ def users_from_table(
         test: the share held out to report on; none where it is 0.
         seed: which rows those are.
         sep: what is between the columns of a CSV file, "tab" for a tab.
-        decimal: what is before decimals in a CSV file.
+        decimal: the decimal mark of a CSV file.
         suspect: warn of columns that look like ids, dates or the target itself.
 
     Example:

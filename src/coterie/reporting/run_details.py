@@ -156,8 +156,8 @@ def _peers(record: Record) -> Section:
     ]
     if promises := record.end.promises:
         for row in rows:
-            told = promises.get(str(row["user"]))
-            private = told and f"ε = {told['epsilon']:g} at δ = {told['delta']:g}; {told['spent']:.3g} spent"
+            made = promises.get(str(row["user"]))
+            private = made and f"ε = {made['epsilon']:g} at δ = {made['delta']:g}; {made['spent']:.3g} spent"
             row["promises for each example"] = private or "–"
     return Section("Users and what it cost each", tables=[rows], folded=True)
 
