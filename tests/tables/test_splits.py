@@ -19,8 +19,7 @@ from coterie.recording.configuration import Configuration, UserSummary
 from coterie.recording.record import Record
 from coterie.recording.result import Difference, End, GuardDecision
 from coterie.reporting.verdict import judged, verdict
-from coterie.tables.fit import fit
-from coterie.tables.splits import FOLDER, Split, over_splits
+from coterie.tables.fit import FOLDER, Split, fit, over_splits
 
 COLUMNS: dict[str, Any] = {"user_column": "who", "target": "y", "me": "a", "own_examples": 12}
 

@@ -11,7 +11,7 @@ from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.settings import BUDGET, PLAIN_RATES, RATES
 from coterie.benchmark.summary import HARMED, LEVEL, PLACE, SIGNIFICANT, by_condition, overall, summary, table
 from coterie.recording import files
-from coterie.recording.describe import counted
+from coterie.recording.configuration import counted
 
 if TYPE_CHECKING:
     import pandas as pd

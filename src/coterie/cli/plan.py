@@ -197,7 +197,7 @@ def _promise(promised: Promised, epsilon: float, measured: Measured, steps: int)
 
 
 def _on_table(data: Path, roles: Measured, steps: int) -> Estimates:
-    from coterie.tables.measure import measured
+    from coterie.tables.fit import measured
 
     table = {name: value for name, value in asdict(roles).items() if name not in ("run", "data", "model")}
     return measured(data, model=roles.model, steps=steps, **table)

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coterie.arguments import SEED
-from coterie.data.checking import CheckedTable, checked_table, reasons
+from coterie.data.checking import CheckedTable, checked_table, reasons, warn_of_suspicious
 from coterie.data.preparation import Kind, Preparation, classes_of
 from coterie.data.statistics import Statistics
-from coterie.data.suspicions import warn_of_suspicious
 from coterie.data.table import SHARE, split_rows
 from coterie.errors import DataError
 from coterie.users.user import User

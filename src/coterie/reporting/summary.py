@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from coterie.recording.describe import counted
+from coterie.recording.configuration import counted
+from coterie.recording.costs import Traffic
 from coterie.recording.record import Record
 from coterie.recording.result import End
-from coterie.recording.traffic import Traffic
 from coterie.reporting.verdict import difference, serves_alone, verdict
 from coterie.reporting.whom import listened_to
 from coterie.theory.estimates import Estimates

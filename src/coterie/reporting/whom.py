@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coterie.recording.configuration import Configuration
-from coterie.recording.describe import counted
+from coterie.recording.configuration import Configuration, counted
 from coterie.recording.result import End
 from coterie.reporting.charts import Bar, bar_chart
 from coterie.reporting.page import Section

@@ -5,7 +5,7 @@ from typing import Any
 
 from coterie.engines.flare.messages import request_bytes
 from coterie.engines.flare.sites import Replies, Sites
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 
 
 class Post:
