@@ -227,7 +227,7 @@ def test_nothing_but_the_sum_tells_of_a_site(tmp_path: Path) -> None:
     logs = [(tmp_path / f"{share}" / "peer 1").read_text() for share in (0.2, 0.7)]
     assert all("not finite" in log for log in logs), "the site itself is told"
 
-    peer = Peer(leaky(0.2, "peer 1"), Passes(logistic(), lambda *_: 1 / 0), CAPS)  # type: ignore[arg-type, return-value]
+    peer = Peer(leaky(0.2, "peer 1"), Passes(logistic(), lambda *_: 1 / 0), CAPS)  # type: ignore[arg-type]
     reply = peer.answer(Request(torch.zeros(1, 8), 0, 0, 100), masked=True)
     assert (reply.refused, reply.seconds) == (None, 0.0)
     assert reply.gradients is not None
@@ -496,7 +496,7 @@ def test_points_in_half_precision_are_refused() -> None:
 
 
 def test_what_masks_do_not_prevent(tmp_path: Path) -> None:
-    """A user 0 that chooses points: where a site's own part begins to be clipped, the sum has a kink of its size."""
+    """A user 0 that chooses points: where a site's own part begins to be clipped, the sum has a kink."""
     tau, means, norm = {"peer 1": 0.45, "peer 2": 0.3, "peer 3": 0.25}, (1.25, 4.0, 6.5), 2.0
     people = [
         coterie.User(name, torch.ones(50, 1), torch.full((50, 1), m)) for name, m in zip(tau, means, strict=True)
