@@ -22,9 +22,7 @@ def test_the_wheel_holds_what_runs_here_and_its_record_is_true(tmp_path: Path) -
     package = Path(coterie.__file__).parent
     with zipfile.ZipFile(tmp_path / name) as archive:
         packed = {path: archive.read(path) for path in archive.namelist()}
-        distribution = metadata.PathDistribution(
-            zipfile.Path(archive, f"coterie-{coterie.__version__}.dist-info/")  # type: ignore[arg-type]
-        )
+        distribution = metadata.PathDistribution(zipfile.Path(archive, f"coterie-{coterie.__version__}.dist-info/"))
         assert (distribution.version, distribution.metadata["Name"]) == (coterie.__version__, "coterie")
         (command,) = distribution.entry_points
         assert (command.name, command.value) == ("coterie", "coterie.cli:app")
