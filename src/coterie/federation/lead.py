@@ -14,8 +14,8 @@ from coterie.choosing import MakesLearner, TellsGradients, chooser_for
 from coterie.choosing.adaptive.schedule import Schedule
 from coterie.data.table import TableTask
 from coterie.engines.engine import MakeEngine
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import Sites
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import Sites
 from coterie.engines.rounding import Compress
 from coterie.errors import CoterieError, KnobError, PeerLost, printable
 from coterie.federation.participants import Participant, lead_participant
@@ -96,7 +96,7 @@ def _engine_of(settings: LeadSettings, sites: Sites) -> MakeEngine:
     knobs = settings.training
     waits = {name: getattr(knobs, name) for name in ("timeout", "misses", "minimum", "probe_every", "secure_sums")}
     compress = cast("Compress | None", knobs.compress or None)
-    return functools.partial(Flare, sites=sites, names=settings.sites, compress=compress, **waits)
+    return functools.partial(Remote, sites=sites, names=settings.sites, compress=compress, **waits)
 
 
 def planned_gradients(settings: LeadSettings) -> int:
