@@ -111,7 +111,7 @@ def test_the_same_seed_gives_the_same_bits(make_users: Users) -> None:
             steps=10,
             batch_size=4,
             seed=seed,
-            hooks=[lambda step, last=last: last.update(state_of(step.model))],  # type: ignore[misc]  # bound now
+            hooks=[lambda step, last=last: last.update(state_of(step.model))],
         )
         results.append((last, run.record.points))
     assert same(results[0][0], results[1][0])

@@ -47,7 +47,8 @@ def init(
 
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
-    training = Training(**rule.settings(), **how.settings(), **messages.settings())
+    settings_of_steps = {name: value for name, value in vars(how).items() if name != "model"}
+    training = Training(**rule.settings(), **settings_of_steps, **vars(messages))
     own = Data(table=str(table.data.absolute()), target=table.target, own_examples=table.own_examples)
     settings = LeadSettings(who.me, tuple(who.site), own, Model(how.model), training)
     training = replace(training, lr=step_size(rule_of(settings), training.lr))  # what cannot be built is told now
