@@ -3,8 +3,8 @@
 import functools
 from typing import Any
 
-from coterie.engines.flare.messages import answer_message
 from coterie.engines.peer import Peer
+from coterie.engines.remote.messages import answer_message
 from coterie.errors import MaskError
 from coterie.privacy.masks import digest_of
 from coterie.privacy.member import Member, check_margin

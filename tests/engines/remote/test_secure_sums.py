@@ -16,11 +16,11 @@ from tests.support.small_peers import LOSS, model
 from torch import Tensor
 
 import coterie
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.responder import Responder
-from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.responder import Responder
+from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.engines.requests import Request
 from coterie.errors import CoterieError, KnobError, MaskError
 from coterie.privacy.keys import Giving, Identity
@@ -59,9 +59,9 @@ class Sites(LocalSites):
         return LocalReplies(answers)
 
 
-def engine(people: Sequence[coterie.User], sites: Any, **knobs: Any) -> Flare:
+def engine(people: Sequence[coterie.User], sites: Any, **knobs: Any) -> Remote:
     names = [user.name for user in people[1:]]
-    return Flare(
+    return Remote(
         model(), LOSS, people[0], sites=sites, names=names, batch_size=4, seed=5, secure_sums=True, **knobs
     )
 
@@ -93,7 +93,7 @@ def test_a_masked_sum_is_the_plain_one(n: int, steps: int) -> None:
 
 def test_time_spent_waiting_for_masked_parts_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     people, seconds = users(3), [0.0]
-    monkeypatch.setattr("coterie.engines.flare.engine.time.perf_counter", lambda: seconds[0])
+    monkeypatch.setattr("coterie.engines.remote.engine.time.perf_counter", lambda: seconds[0])
 
     class Late(LocalReplies):
         def wait(self) -> Mapping[str, Any]:
@@ -115,9 +115,9 @@ def test_a_run_with_masked_sums_is_the_run_without() -> None:
     people, rule = users(3), coterie.BiasCorrection(0.7, 0.1)
     options: dict[str, Any] = {"lr": 0.1, "steps": 15, "batch_size": 4, "seed": 5, "progress": False}
 
-    def secure(*args: Any, **knobs: Any) -> Flare:
+    def secure(*args: Any, **knobs: Any) -> Remote:
         names = [user.name for user in people[1:]]
-        return Flare(*args, sites=Sites(people[1:]), names=names, secure_sums=True, **knobs)
+        return Remote(*args, sites=Sites(people[1:]), names=names, secure_sums=True, **knobs)
 
     run = coterie.train(model(), LOSS, people[0], [], rule, engine=secure, **options)
     plain = coterie.train(model(), LOSS, people[0], people[1:], rule, **options)
