@@ -40,7 +40,7 @@ from coterie.tables.fit import fit
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
     pytest.mark.skipif(
-        importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+        importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
     ),
 ]
 TESTS = Path(__file__).parents[1]

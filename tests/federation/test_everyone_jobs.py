@@ -27,7 +27,7 @@ from coterie.federation.watching import MemberWatch, Screen
 from coterie.recording import files
 
 needs_nvflare = pytest.mark.skipif(
-    importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+    importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
 )
 
 

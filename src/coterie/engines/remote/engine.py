@@ -89,7 +89,6 @@ class Remote:
         if peers:
             raise KnobError(f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites")
         check_names([me.name, *names])
-        self._carrier = type(sites).__name__
         self.groups = {} if isinstance(secure_sums, bool) else dict(secure_sums)
         if self.groups:
             how: dict[str, Any] = {"timeout": timeout, "misses": misses}
@@ -189,7 +188,7 @@ class Remote:
         knobs |= {} if self._sums is None else {"largest": self._sums.sums.largest}
         knobs |= {"groups": {name: list(group) for name, group in self.groups.items()}} if self.groups else {}
         masked = ", masked sums" if self._sums is not None or self.groups else ""
-        about = {"engine": f"elsewhere, {self._carrier}{masked}"}
+        about = {"engine": f"elsewhere{masked}"}
         return self.own.describe() | about | {"peers": dict.fromkeys(self.names, "at its site")} | knobs
 
     def traffic(self) -> Mapping[str, Traffic]:
