@@ -62,7 +62,9 @@ def client_app(
         >>> app = coterie.flower.client_app(my_user, my_model, torch.nn.CrossEntropyLoss())  # doctest: +SKIP
     """
     if log_of is None and (privacy is not None or (caps is not None and caps.gradients is not None)):
-        raise KnobError("`log_of` must name a file: Flower forgets a ClientApp after each message, and so its counts")
+        raise KnobError(
+            "`log_of` must name a file: Flower forgets a ClientApp after each message, and so its counts"
+        )
     known: dict[tuple[int, int], Responder] = {}  # where Flower keeps the process, the model is built once
 
     def responder(context: Context) -> Responder:
@@ -77,7 +79,7 @@ def client_app(
 
     @app.query("name")
     def name(message: Message, context: Context) -> Message:
-        return Message(to_record({"name": responder(context).peer.user.name}), reply_to=message)
+        return Message(to_record({"name": user_of(context).name}), reply_to=message)
 
     @app.query("ready")
     def ready(message: Message, context: Context) -> Message:
@@ -118,10 +120,19 @@ class FlowerGrid:
         POSITIVE("patience", self.patience)
         POSITIVE("timeout", self.timeout)
         for name in {"secure_sums", "compress"} & set(self.knobs):
-            raise KnobError(f"`{name}` must be left out over Flower: it needs a peer whose process stays between messages")
+            raise KnobError(
+                f"`{name}` must be left out over Flower: it needs a peer whose process stays between messages"
+            )
 
     def __call__(
-        self, model: nn.Module, loss: Loss, me: User, peers: Sequence[User] = (), *, batch_size: int = 32, seed: int = 0
+        self,
+        model: nn.Module,
+        loss: Loss,
+        me: User,
+        peers: Sequence[User] = (),
+        *,
+        batch_size: int = 32,
+        seed: int = 0,
     ) -> Remote:
         """Wait for the SuperNodes, ask for their names, and return the engine."""
         sites = FlowerSites(self.grid, self._named())
@@ -221,12 +232,12 @@ def from_record(record: RecordDict) -> Any:
     def full(part: Any) -> Any:
         ((kind, held),) = part.items()
         if kind == "array":
-            return record["arrays"][held].numpy()
+            return record.array_records["arrays"][held].numpy()
         if kind == "fields":
             return {name: full(each) for name, each in held.items()}
         return [full(each) for each in held] if kind == "items" else held
 
     try:
-        return full(json.loads(record["tree"]["json"]))
+        return full(json.loads(str(record.config_records["tree"]["json"])))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, EOFError, OSError):
         return None

@@ -1,7 +1,6 @@
 """A SuperNode: it answers user 0 about its own examples."""
 
 from coterie.flower import client_app
-
 from writers.task import LOSS, make_model, peer
 
 app = client_app(

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import coterie
 import torch
-from coterie.flower import FlowerGrid
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+import coterie
+from coterie.flower import FlowerGrid
 from writers.task import LOSS, make_model, me
 
 app = ServerApp()

@@ -1,7 +1,8 @@
 """What user 0 and the SuperNodes have in common: the model, the loss, and where examples come from."""
 
-import coterie
 import torch
+
+import coterie
 from coterie.data import digits_by_writer
 
 LOSS = torch.nn.CrossEntropyLoss()
