@@ -3,13 +3,21 @@
 What has arguments says by a table of checks what they may be; `check_fields` goes through it.
 
     LIMITS = {"steps": COUNT, "lr": optional(POSITIVE)}
+
+A description is a dataclass whose fields say it themselves, with a sentence of help. Functions, commands and files
+that take such a description take its fields.
+
+    steps: Annotated[int, Setting("Steps to take.", COUNT)] = 1000
 """
 
+import functools
+import inspect
 import math
 import operator
+import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import MISSING, Field, dataclass, replace
+from typing import Any, ParamSpec, TypeAlias, TypeVar, get_type_hints
 from unicodedata import category
 
 from coterie.errors import CoterieError, KnobError
@@ -182,6 +190,98 @@ def check_fields(thing: object, checks: Mapping[str, Check]) -> None:
     """Let the fields of a frozen dataclass be what they are meant to be, or refuse them."""
     for name, check in checks.items():
         object.__setattr__(thing, name, check(name, getattr(thing, name)))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field of a description says of itself: `Annotated[int, Setting("Steps to take.", COUNT)]`."""
+
+    help: str  # what it does, as the documentation of functions and commands says it
+    check: Check = ANYTHING  # what it may be
+
+
+@functools.cache
+def settings_of(description: Callable[..., Any]) -> Mapping[str, Setting]:
+    """Return the settings of a dataclass whose fields are annotated with one, by name, inherited ones among them.
+
+    Example:
+        >>> from typing import Annotated
+        >>> @dataclass
+        ... class Steps:
+        ...     steps: Annotated[int, Setting("Steps to take.", COUNT)] = 1000
+        >>> settings_of(Steps)["steps"].help
+        'Steps to take.'
+    """
+    hints = get_type_hints(description, include_extras=True)
+    notes = {name: note for name, hint in hints.items() for note in getattr(hint, "__metadata__", ())}
+    return {name: note for name, note in notes.items() if isinstance(note, Setting)}
+
+
+def check_settings(thing: Any) -> None:
+    """Let the settings of a frozen dataclass be what they are meant to be, or refuse them."""
+    check_fields(thing, {name: setting.check for name, setting in settings_of(thing.__class__).items()})
+
+
+def default_of(field: Field[Any]) -> Any:
+    """Return what a field is where it is left out; `inspect.Parameter.empty` where it may not be."""
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+P = ParamSpec("P")
+Described = TypeVar("Described")
+Result = TypeVar("Result")
+
+
+def takes_fields_of(
+    description: Callable[P, Described],
+) -> Callable[[Callable[[Described], Result]], Callable[P, Result]]:
+    """Let a function of a description take the fields of it: type checkers, editors and `help` see those.
+
+    The fields are documented by what their settings say, before the example in the docstring.
+
+    Example:
+        >>> from typing import Annotated
+        >>> @dataclass
+        ... class Steps:
+        ...     steps: Annotated[int, Setting("Steps to take.", COUNT)] = 1000
+        >>> @takes_fields_of(Steps)
+        ... def walk(described: Steps) -> int:
+        ...     '''Take steps.'''
+        ...     return described.steps
+        >>> walk(steps=3), inspect.signature(walk)
+        (3, <Signature (steps: int = 1000) -> int>)
+        >>> print(walk.__doc__)
+        Take steps.
+        <BLANKLINE>
+        Args:
+            steps: Steps to take.
+        <BLANKLINE>
+    """
+
+    def taking(function: Callable[[Described], Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            return function(description(*args, **kwargs))
+
+        hints, returned = get_type_hints(description), inspect.signature(function).return_annotation
+        seen = inspect.signature(description)
+        parameters = [each.replace(annotation=hints[name]) for name, each in seen.parameters.items()]
+        seen = seen.replace(parameters=parameters, return_annotation=returned)
+        call.__signature__ = seen  # type: ignore[attr-defined]  # what `inspect` looks for
+        call.__doc__ = _documented(inspect.getdoc(function) or "", settings_of(description), list(seen.parameters))
+        return call
+
+    return taking
+
+
+def _documented(text: str, settings: Mapping[str, Setting], names: list[str]) -> str:
+    """Return a docstring with a description of the arguments before its example."""
+    about, example, code = text.partition("\nExample:\n")
+    lines = [f"{name}: {settings[name].help}" for name in names]
+    wrapped = [textwrap.fill(line, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in lines]
+    return "\n".join([about.rstrip(), "", "Args:", *wrapped, example + code])
 
 
 def is_text(value: str) -> bool:

@@ -26,7 +26,6 @@ from coterie.learners.spec import RunSpec
 from coterie.registry import RunFacts
 from coterie.rules import Alone
 from coterie.training.many.train import train_many
-from coterie.training.run import RunOptions
 from coterie.training.train import train, train_spec
 from coterie.users.examples import InMemory
 from coterie.users.user import User
@@ -72,9 +71,9 @@ def test_test_rows_influence_neither_preparation_nor_training() -> None:
 def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[User] = []
 
-    def spy(spec: RunSpec, options: RunOptions) -> Any:
+    def spy(spec: RunSpec) -> Any:
         seen.append(spec.me)
-        return train_spec(spec, options)
+        return train_spec(spec)
 
     def spy_many(specs: Sequence[RunSpec], **options: Any) -> Any:
         seen.extend(spec.me for spec in specs)
@@ -134,7 +133,7 @@ def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_p
             steps=one.steps,
             seed=0,
             progress=False,
-            hooks=[lambda step, weights=weights: weights.append(step.model[1].weight.detach().clone())],  # type: ignore[misc]
+            hooks=[lambda step, weights=weights: weights.append(step.model[1].weight.detach().clone())],
         )
         last.append(weights[-1])
     torch.testing.assert_close(tail.model.get_parameter("1.weight"), (last[0] + last[1]) / 2)

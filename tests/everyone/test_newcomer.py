@@ -50,7 +50,7 @@ def test_a_newcomer_with_few_examples_begins_near_the_end(trained: coterie.Runs)
     assert run.test["loss"] < 0.5 < scratch.test["loss"]  # in 20 steps from the start of everybody
     assert joined.weights.loc["a", "late"] == 0
     assert "late joined later and began from the model of contrary" in joined.summary()
-    out = trained.options.out
+    out = trained.out
     assert out is not None
     assert (Path(out) / "late" / "record.jsonl").exists()
 
@@ -76,7 +76,7 @@ def test_who_was_left_out_and_joins_is_no_longer_said_to_be(trained: coterie.Run
     joined = told.join(user("late riser", 1.0, 5, 8), steps=2)
     assert list(joined.not_trained) == ["other"]
     assert joined.summary().count("late riser: ") == 1
-    assert (Path(str(trained.options.out)) / "late_riser" / "record.jsonl").exists()
+    assert (Path(str(trained.out)) / "late_riser" / "record.jsonl").exists()
 
 
 def test_who_does_not_fit_is_told(trained: coterie.Runs) -> None:

@@ -231,7 +231,7 @@ def trained(out: Path, users: list[coterie.User], **changes: Any) -> coterie.Run
         ({"model": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()}, "`model` was 'Linear"),
         ({"rule": coterie.WeightedAveraging(0.6)}, r"`rule` was 'WeightedAveraging\(alpha=0.5\)' and is now"),
         ({"rule": coterie.Alone()}, "`rule` was"),
-        ({"lr": 0.2}, "`optimizer` was"),
+        ({"lr": 0.2}, "`lr` was 0.1 and is now 0.2"),
         ({"optimizer": torch.optim.Adam}, "`optimizer` was"),
         ({"optimizer": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)}, "`parameter_groups` was"),
         ({"scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)}, "`scheduler` was"),

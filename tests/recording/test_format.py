@@ -32,6 +32,7 @@ CONFIGURATION: dict[str, Any] = {
     "norm_bound": 3.0,
     "exchange_every": 1,
     "local_steps": 1,
+    "lr": 0.001,
     "data": "",
     "frozen": "",
     "choice": {},

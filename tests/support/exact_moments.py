@@ -55,7 +55,7 @@ class Quadratics:
         total = np.zeros(self.a.shape)
         for eta in rates:
             total += self.a**2 * moments[..., 1, 1]
-            own, peers = self._noise(moments)
+            own, peers = self.noise_of(moments)
             extra = 0.0 if oracle is None else alpha**2 * np.reshape(oracle, (-1, 1)) ** 2
             move = np.zeros((*self.a.shape, 3, 3))
             move[..., 0, 0] = 1
@@ -72,7 +72,8 @@ class Quadratics:
             moments[..., 2, 2] += beta**2 * (own + peers)
         return Exact((self.a * moments[..., 1, 1] / 2).sum(-1), total.sum(-1) / steps)
 
-    def _noise(self, moments: Array) -> tuple[Array, Array]:
+    def noise_of(self, moments: Array) -> tuple[Array, Array]:
+        """Return the variance of both noises."""
         one, x, xx = moments[..., 0, 0], moments[..., 1, 0], moments[..., 1, 1]
         peers = self.b**2 * xx + 2 * self.b * self.k * x + self.k**2 * one
         return self.own + self.growth * self.a**2 * xx, self.peers + self.peer_growth * peers

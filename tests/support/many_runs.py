@@ -51,7 +51,7 @@ def run_of(users: Sequence[User], rule: Any = None, model: nn.Module | None = No
 def by_itself(spec: RunSpec) -> Run:
     """Return the run that `train` gives."""
     asked = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return coterie.train(**asked, progress=False, guard="off", measure=False)
+    return coterie.train(**(asked | {"progress": False, "guard": "off", "measure": False}))
 
 
 def compared(specs: Iterable[RunSpec]) -> list[Run]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.exact_moments import CASES, HORIZONS, Quadratics, assert_bounds, draw, some, starts
+from tests.support.exact_moments import CASES, HORIZONS, Array, Quadratics, assert_bounds, draw, some, starts
 
 import coterie
 from coterie import theory
@@ -200,6 +201,31 @@ def test_unequal_peers_are_brought_to_equal_ones() -> None:
         descent = theory.averaging(constants, alpha)
         exact = problem.run(0.3, steps, alpha=alpha)
         assert_bounds(exact.loss, descent.loss_bound(0.3, steps), tight=0.1)
+
+
+class ConstantWithoutNoise(Quadratics):
+    """Peers whose noise has variance v_1 + M_1(b x)²: the constant in b x + k adds none."""
+
+    def noise_of(self, moments: Array) -> tuple[Array, Array]:
+        return Quadratics(**(vars(self) | {"k": 0 * self.k})).noise_of(moments)
+
+
+def test_the_final_form_of_a5_bounds_peers_whose_constant_adds_no_noise() -> None:
+    """(δD)² takes the place of ζ², with D² the largest E‖x_t‖² of the run; the peers' shift may be anything."""
+    rng, steps = np.random.default_rng(5), 20
+    problem, constants, alpha = draw(rng, growing=True)
+    alone = ConstantWithoutNoise(**vars(problem))
+    lr = some(rng, theory.averaging(constants, alpha).max_lr)
+    largest = np.max([2 * alone.run(lr, t, alpha=alpha).loss / constants.pl for t in range(1, steps + 1)], 0)
+    reach = np.sqrt(np.maximum(largest, (problem.x**2).sum(-1)))
+    final = replace(constants, diameter=reach)
+    exact = alone.run(lr, steps, alpha=alpha)
+    descent = theory.averaging(final, alpha)
+    assert_bounds(exact.loss, descent.loss_bound(lr, steps), tight=0.1)
+    far = replace(final, bias_floor=1e6 * np.ones(CASES))
+    np.testing.assert_allclose(far.peer_variance, final.peer_variance)
+    less = np.less(far.peer_variance, replace(far, diameter=None).peer_variance)
+    assert less[np.greater(constants.peer_noise_growth, 0)].all()
 
 
 def test_mean_estimation_is_the_weighted_mean() -> None:

@@ -71,6 +71,47 @@ def test_printed_theorem_3_lacks_a_square() -> None:
     assert ratio[1e12] > 10
 
 
+def test_the_appendix_variant_of_theorem_3_is_not_broken_by_that_example() -> None:
+    """With σ²(α) for one σ_0² + σ_a² the printed bound is far above the example; only its power is wrong."""
+    lr, steps, own, delta = 1e-3, 20_000, 1e12, 0.1
+    problem = scalar(a=1, b=1 + delta, own=own)  # α = 1 and σ_a = 0: σ²(α) = 0
+    tilde = 2 * (1 + delta**2) / steps
+    beta = min(1.0, (10 * delta**2 * tilde / own) ** (1 / 3) * lr ** (2 / 3))
+    exact = problem.run(lr, steps, alpha=1.0, beta=beta, c=first_bias(problem, 1e9)).squared_gradient[0] / 4
+    cube = 12 * (own * tilde) ** (1 / 3) * (delta * lr) ** (2 / 3)
+    printed = 0.5 / (lr * steps) + 4 * own / 1e9 / (beta * steps) + cube
+    assert exact < printed / 1000
+    # The minimum over β of A/β² + Bβ is of order (AB²)^{1/3}: printed is (AB)^{1/3}, so f → 10f is answered by
+    # 10^{4/3} where a squared gradient is answered by 100.
+    a, b = 10 * delta**2 * lr**2 * tilde, 2 * own
+    least = min(a / x**2 + b * x for x in 10 ** np.linspace(-9, 0, 100_000))
+    assert least == pytest.approx(3 * (a * b**2 / 4) ** (1 / 3), rel=1e-3)
+
+
+def test_the_remark_after_theorem_2_needs_more_peers() -> None:
+    """N ≥ v²/σ_0² + 1 does not give σ̃² = O(σ_0²/N): at v²/σ_0² = N − 1 it is σ_0²/2 for every N."""
+    for n in (2, 100, 10_000):
+        problem = theory.Constants(smoothness=1, initial_gap=1, noise=3, n_peers=n)
+        v = 3 * np.sqrt(n - 1)
+        alpha = theory.least_noise_alpha(problem, v)
+        assert theory.oracle(problem, alpha, v).noise ** 2 == pytest.approx(9 / 2)
+        assert theory.oracle_speedup(problem, v) == pytest.approx(2)
+
+
+def test_the_final_form_of_a5_is_no_squared_gradient() -> None:
+    """2δM_kD_k² with D_k a diameter: for δ = 10 the peer's noise is five times that at user 0's optimum.
+
+    ∇f_1 = (a + δ)x − δz + ζ, and the noise has variance M(∇f_1 − ζ)²: the constant ζ adds none.
+    """
+    a, delta, z, growth = 1.0, 10.0, 1.0, 0.5
+    variance = growth * (delta * z) ** 2  # at x = 0
+    assert variance == pytest.approx(5 * (2 * delta * growth * z**2))
+    problem = theory.Constants(
+        smoothness=a, initial_gap=1, noise=0, hessian_gap=delta, bias_floor=7, peer_noise_growth=growth, diameter=z
+    )
+    assert variance <= problem.peer_variance == 2 * growth * (delta * z) ** 2
+
+
 def test_printed_theorem_2_step_size_lacks_the_horizon() -> None:
     """η = √(2F_0/(Lσ̃²)) does not fall with T: the gradient stays where it is, the printed bound falls."""
     steps, variance, own = 20_000, 100.0, scalar(a=1, own=100)

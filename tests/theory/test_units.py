@@ -27,12 +27,16 @@ UNITS = {
     "bias_growth": (0, 0),
     "noise_growth": (0, 0),
     "peer_noise_growth": (0, 0),
+    "diameter": (0, 1),
+    "drift_noise": (1, -1),
+    "largest_hessian_gap": (1, -2),
 }
 NUMBER, LOSS, SQUARED_GRADIENT, STEP, CURVATURE = (0, 0), (1, 0), (2, -2), (-1, 2), (1, -2)
 
 
 def rescaled(problem: Constants, s: float, r: float) -> Constants:
-    return replace(problem, **{name: getattr(problem, name) * s**f * r**x for name, (f, x) in UNITS.items()})
+    given = {name: units for name, units in UNITS.items() if getattr(problem, name) is not None}
+    return replace(problem, **{name: getattr(problem, name) * s**f * r**x for name, (f, x) in given.items()})
 
 
 Quantity = Callable[[Constants, float, int], Any]
@@ -53,6 +57,7 @@ QUANTITIES: dict[str, tuple[Quantity, tuple[int, int]]] = {
     "best step, gradient": (lambda p, a, t: theory.averaging(p, a).best_gradient_lr(t), STEP),
     "best step, loss": (lambda p, a, t: theory.averaging(p, a).best_loss_lr(t), STEP),
     "decreasing steps": (lambda p, a, t: theory.averaging(p, a).decreasing_lr(t), STEP),
+    "final A5": (lambda p, a, t: replace(p, diameter=p.initial_gap / p.noise).variance(a), SQUARED_GRADIENT),
     "averaging cost": (theory.averaging_cost, LOSS),
     "best alpha": (lambda p, a, t: theory.best_alpha(p, t), NUMBER),
     "least noise alpha": (lambda p, a, t: theory.least_noise_alpha(p, p.noise), NUMBER),
@@ -74,6 +79,12 @@ BOUNDED_NOISE: dict[str, tuple[Quantity, tuple[int, int]]] = {
     "correction, largest step": (lambda p, a, t: theory.correction_max_lr(p, a, 0.1), STEP),
     "correction, best bound": (lambda p, a, t: theory.best_correction(p, t).bound, SQUARED_GRADIENT),
     "Hessian gap": (lambda p, a, t: theory.hessian_gap_limit(p, a, some_lr(p, a)), CURVATURE),
+    "local work": (
+        lambda p, a, t: theory.local_bound(
+            replace(p, drift_noise=p.noise, largest_hessian_gap=2 * p.hessian_gap), a, some_lr(p, a) / 40, t, 3
+        ),
+        SQUARED_GRADIENT,
+    ),
     "steps alone": (lambda p, a, t: theory.steps_alone(p, p.noise**2 / 7), NUMBER),
 }
 

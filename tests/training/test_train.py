@@ -111,7 +111,7 @@ def test_the_same_seed_gives_the_same_bits(make_users: Users) -> None:
             steps=10,
             batch_size=4,
             seed=seed,
-            hooks=[lambda step, last=last: last.update(state_of(step.model))],  # type: ignore[misc]  # bound now
+            hooks=[lambda step, last=last: last.update(state_of(step.model))],
         )
         results.append((last, run.record.points))
     assert same(results[0][0], results[1][0])
@@ -253,7 +253,7 @@ def test_device(make_users: Users, device: Any) -> None:
     assert next(run.model.parameters()).device.type == "cpu"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("between", [[], [nn.BatchNorm1d(5), nn.Dropout(0.0)]])
 def test_a_gpu_gives_what_the_cpu_gives(make_users: Users, between: list[nn.Module]) -> None:
     users = make_users()

@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from coterie.registry import RunFacts
 from coterie.rules import Rule, weights_in
 from coterie.training.choose import Followed
 from coterie.training.many.train import train_many
-from coterie.training.run import Run, RunOptions, Step, Stopped
+from coterie.training.run import Run, Step, Stopped
 from coterie.training.train import train_spec
 from coterie.users.examples import Examples
 from coterie.users.user import Loss
@@ -149,9 +149,9 @@ class Tuning:
         """Train a setting that cannot be trained with others."""
         spec, tail = self._spec(setting, lr, rule)
         began = time.process_time()
-        options = RunOptions(**{"progress": False, "measure": False, "guard": "off", **setting.options})
+        spec = replace(spec, **{"progress": False, "measure": False, "guard": "off", **setting.options})
         try:
-            run = train_spec(spec, options)
+            run = train_spec(spec)
         except GradientError as error:  # too large a step: what was best before counts, and seldom wins
             run = error.run
         model = tail.model() if tail else run.model

@@ -47,7 +47,8 @@ def init(
 
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
-    training = Training(**rule.settings(), **how.settings(), **messages.settings())
+    settings_of_steps = {name: value for name, value in vars(how).items() if name != "model"}
+    training = Training(**rule.settings(), **settings_of_steps, **vars(messages))
     own = Data(table=str(table.data.absolute()), target=table.target, own_examples=table.own_examples)
     settings = LeadSettings(who.me, tuple(who.site), own, Model(how.model), training)
     training = replace(training, lr=step_size(rule_of(settings), training.lr))  # what cannot be built is told now
@@ -69,6 +70,7 @@ def _tell_what_to_hand_over(who: ConsortiumOptions, fingerprints: Mapping[str, s
         if site != who.me:
             typer.echo(f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key")
             typer.echo(f"  its fingerprint, to tell {site} in another way: {fingerprint}")
+    typer.echo(f"{next(folder.glob('*.whl'))}   coterie itself, for every site to install")
     too = f" and coterie federate site {mine}" if who.everyone else ""
     typer.echo(f"next: coterie federate server {folder}{too}; with all sites there: coterie federate run {folder}")
 

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -40,11 +39,10 @@ def joined(runs: Runs, user: User, steps: int | None) -> Runs:
         raise KnobError("everybody has a rule of its own, so that none is the newcomer's; train with one for all")
     spec = spec if steps is None else replace(spec, steps=steps)
     check(spec)
-    out = None if runs.options.out is None else Path(runs.options.out)
     not_trained = {name: why for name, why in runs.not_trained.items() if name != user.name}
     place = folder_names([*runs.runs, *not_trained, user.name])[user.name]
-    with nullcontext() if out is None else claimed(out):
-        run = train_spec(spec, replace(runs.options, out=out and out / place))
+    with nullcontext() if runs.out is None else claimed(runs.out):
+        run = train_spec(replace(spec, out=runs.out and runs.out / place))
     return replace(
         runs,
         runs={**runs.runs, user.name: run},

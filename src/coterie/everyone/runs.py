@@ -10,7 +10,7 @@ from torch import nn
 from coterie.everyone.gains import Gain, Overall, by_chance, counted, gain_of, overall
 from coterie.learners.spec import RunSpec
 from coterie.reporting.whom import heard
-from coterie.training.run import Run, RunOptions, Stopped
+from coterie.training.run import Run, Stopped
 from coterie.users.user import User
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Runs:
     not_trained: Mapping[str, str] = field(default_factory=dict)  # who has no run, and why
     began_from: Mapping[str, str] = field(default_factory=dict)  # of those who joined later, whose model
     specs: Sequence[RunSpec] = field(default=(), repr=False)  # what was asked for, of each user
-    options: RunOptions = field(default_factory=RunOptions, repr=False)
+    out: Path | None = field(default=None, repr=False)  # the folder in which everybody has one
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -28,34 +28,32 @@ from coterie.recording.interruption import interruptible
 from coterie.recording.progress import Show, progress_bar
 from coterie.rules import Alone, FormulaRule
 from coterie.training.loop import TrainingLoop
-from coterie.training.run import Run, RunOptions, Stopped
+from coterie.training.run import Run, Stopped
 from coterie.training.train import SetUpRun, set_up
 
 T = TypeVar("T")
 
 
-def train_together(
-    specs: Sequence[RunSpec], options: RunOptions, folders: Sequence[Path | None]
-) -> tuple[dict[int, Run], list[UserCodeError], bool]:
+def train_together(specs: Sequence[RunSpec]) -> tuple[dict[int, Run], list[UserCodeError], bool]:
     """Train everybody's runs, as one program as far as they can be; the others after them, one by one.
 
     Return the runs by place, errors of the runs' own code, and whether Ctrl-C was pressed.
     """
     began = time.monotonic()
     with ExitStack() as held, ExitStack() as stack:
-        if options.resume:
-            align([folder for folder in folders if folder is not None])
+        if specs[0].resume:
+            align([Path(spec.out) for spec in specs if spec.out is not None])
         runs: list[SetUpRun] = []
         known: dict[str, OnParts] = {}  # everybody starts at the same point
-        for spec, folder in zip(specs, folders, strict=True):
+        for spec in specs:
             like = runs[0].loop.learner.engine if runs else None
             engine = partial(InProcess, like=like) if isinstance(like, InProcess) else InProcess
-            own = replace(options, out=folder, progress=False, engine=engine)
-            runs.append(set_up(spec, own, held, stack, learner_of=member_of, known=known))
+            own = replace(spec, progress=False, engine=engine)
+            runs.append(set_up(own, held, stack, learner_of=member_of, known=known))
         members = _members(runs)
         loop = TogetherLoop(runs, members)
         interrupted = stack.enter_context(interruptible())
-        bar = progress_bar(options.progress, f"{len(runs)} users", specs[0].steps)
+        bar = progress_bar(specs[0].progress, f"{len(runs)} users", specs[0].steps)
         loop.train(interrupted, stack.enter_context(bar), began)
         return loop.ended, loop.errors, loop.stopped
 

@@ -3,101 +3,74 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
-import torch
 from torch import nn
 
-from coterie.arguments import listed
+from coterie.arguments import Setting, listed, takes_fields_of
 from coterie.choosing import Chooser, MakesLearner
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, GradientError, KnobError, UserCodeError
-from coterie.evaluation.metrics import Metric
 from coterie.everyone.folders import POOLED, folder_names
 from coterie.everyone.pooled import pooled_spec
 from coterie.everyone.runs import Runs
 from coterie.everyone.together import train_together
-from coterie.gradients.norm_bound import FACTOR
-from coterie.learners.spec import STEPS, OptimizerLike, RunSpec, Scheduler
+from coterie.learners.spec import LOSS, MODEL, RunSettings, RunSpec
 from coterie.recording.claim import claimed
 from coterie.rules import Rule
 from coterie.training.checking import check
-from coterie.training.run import Run, RunOptions
+from coterie.training.run import Run
 from coterie.training.train import train_spec
 from coterie.users.user import USER, Loss, User, check_names
 
 Followed: TypeAlias = Rule | Chooser | MakesLearner
 """What a user's model may follow."""
 
-_USERS = listed(USER, "a list of `coterie.User`s")
+
+@dataclass(frozen=True, eq=False)
+class EveryoneSpec(RunSettings):
+    """Everybody's runs, described. The fields are the arguments of `coterie.train_everyone`."""
+
+    model: Annotated[
+        nn.Module, Setting("Any module; everybody starts from its parameters. It is not changed.", MODEL)
+    ]
+    loss: Annotated[Loss, Setting("The mean loss of a batch from (output, target).", LOSS)]
+    users: Annotated[
+        Sequence[User],
+        Setting(
+            "Everybody. To the others a user gives gradients of its training examples only; its "
+            "validation and test sets are its own.",
+            listed(USER, "a list of `coterie.User`s"),
+        ),
+    ]
+    rule: Annotated[
+        Followed | Mapping[str, Followed] | None,
+        Setting("As in `train`, the same for all, or by name one for each; `AdaptiveAveraging` when None."),
+    ] = None
+
+    def runs(self) -> list[RunSpec]:
+        """Return each user's run, in which nobody is a peer yet."""
+        check_names([user.name for user in self.users])
+        rules, settings = (
+            _rules(self.rule, self.users),
+            {each.name: getattr(self, each.name) for each in fields(RunSettings)},
+        )
+        return [RunSpec(self.model, self.loss, me, (), rules[me.name], **settings) for me in self.users]
 
 
-def train_everyone(
-    model: nn.Module,
-    loss: Loss,
-    users: Sequence[User],
-    rule: Followed | Mapping[str, Followed] | None = None,
-    *,
-    optimizer: OptimizerLike | None = None,
-    lr: float | None = None,
-    scheduler: Scheduler | None = None,
-    clip_norm: float | None = None,
-    steps: int = STEPS,
-    batch_size: int = 32,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    metrics: Mapping[str, Metric] | None = None,
-    evaluate_every: int | None = None,
-    norm_bound: float | None = FACTOR,
-    exchange_every: int = 1,
-    local_steps: int = 1,
-    out: Path | str | None = None,
-    trackers: Sequence[str] | None = None,
-    checkpoint_every: int | None = None,
-    resume: bool = False,
-    progress: bool | None = None,
-    guard: Literal["auto", "held-out", "off"] = "auto",
-    measure: bool | None = None,
-    threads: int | None = None,
-) -> Runs:
+@takes_fields_of(EveryoneSpec)
+def train_everyone(spec: EveryoneSpec) -> Runs:
     """Train a personal model for every user: each is user 0 of a run in which all others are its peers.
 
     Everybody gets what `train` gives it: weights of its own over the others, a guard, and a verdict on its own
     held-out examples. All start from the same model. Beside theirs there is one on everybody's examples alike, for
-    users who join later. See docs/everyone.md.
-
-    Args:
-        model: as in `train`; everybody starts from its parameters.
-        loss: as in `train`.
-        users: everybody. To the others a user gives gradients of its training examples only; its validation and
-            test sets are its own.
-        rule: as in `train`, the same for all, or by name one for each; `AdaptiveAveraging` when None.
-        optimizer: as in `train`.
-        lr: as in `train`.
-        scheduler: as in `train`.
-        clip_norm: as in `train`.
-        steps: how many steps everybody takes.
-        batch_size: as in `train`.
-        seed: as in `train`, the same for all.
-        device: as in `train`.
-        metrics: as in `train`.
-        evaluate_every: as in `train`.
-        norm_bound: as in `train`.
-        exchange_every: as in `train`.
-        local_steps: as in `train`.
-        out: a folder, in which every user has one of its own, named after it.
-        trackers: as in `train`.
-        checkpoint_every: as in `train`.
-        resume: go on with what is in `out`.
-        progress: as in `train`.
-        guard: as in `train`.
-        measure: as in `train`.
-        threads: as in `train`.
+    users who join later. In the folder `out` every user has one of its own, named after it. See docs/everyone.md.
 
     Example:
         >>> import coterie
+        >>> import torch
         >>> inputs = torch.eye(4).repeat(5, 1)
         >>> held_out = inputs[:4], inputs[:4].sum(1, keepdim=True)
         >>> names = ("Bern", "Basel", "Chur")
@@ -109,18 +82,11 @@ def train_everyone(
         >>> sorted(runs.models)
         ['Basel', 'Bern', 'Chur']
     """
-    users = _USERS("users", users)
-    check_names([user.name for user in users])
-    how: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "scheduler": scheduler, "clip_norm": clip_norm}
-    how |= {"norm_bound": norm_bound, "metrics": metrics, "evaluate_every": evaluate_every}
-    how |= {"exchange_every": exchange_every, "local_steps": local_steps}
-    how |= {"steps": steps, "batch_size": batch_size, "seed": seed, "device": device}
-    rules = _rules(rule, users)
-    able, left_out = _able([RunSpec(model, loss, me, (), rules[me.name], **how) for me in users])
-    specs = [replace(spec, peers=[user for user in able if user is not spec.me]) for spec in able.values()]
-    options = RunOptions(out, trackers, checkpoint_every, resume, progress, guard, measure, threads=threads)
-    with nullcontext() if options.out is None else claimed(Path(options.out)):
-        return _trained(specs, options, left_out)
+    able, left_out = _able(spec.runs())
+    runs = [replace(run, peers=[user for user in able if user is not run.me]) for run in able.values()]
+    out = None if spec.out is None else Path(spec.out)
+    with nullcontext() if out is None else claimed(out):
+        return _trained(runs, out, left_out)
 
 
 def _rules(rule: Followed | Mapping[str, Followed] | None, users: Sequence[User]) -> dict[str, Followed | None]:
@@ -163,25 +129,24 @@ def _unlike(me: User, other: User) -> str | None:
     return None
 
 
-def _trained(specs: Sequence[RunSpec], options: RunOptions, left_out: Mapping[str, str]) -> Runs:
+def _trained(specs: Sequence[RunSpec], out: Path | None, left_out: Mapping[str, str]) -> Runs:
     """Train everybody together, at last on everybody's examples; after Ctrl-C others are not begun."""
     names = [spec.me.name for spec in specs]
-    out = None if options.out is None else Path(options.out)
     places = folder_names(names)
-    folders = [None if out is None else out / places[name] for name in names]
-    by_place, errors, stopped = train_together(specs, options, folders)
+    specs = [replace(spec, out=out and out / places[spec.me.name]) for spec in specs]
+    by_place, errors, stopped = train_together(specs)
     runs = {name: by_place[place] for place, name in enumerate(names) if place in by_place}
     pooled, of_all = None, pooled_spec(specs)
     if of_all is not None and not stopped and not errors:
         try:
-            pooled = train_spec(of_all, replace(options, out=out and out / POOLED))
+            pooled = train_spec(replace(of_all, out=out and out / POOLED))
         except GradientError as error:  # the others must not be lost with it
             pooled = error.run
         except UserCodeError as error:
             pooled = error.run if isinstance(error.run, Run) else None
             errors.append(error)
     waiting = {name: "not begun, because of Ctrl-C" for name in names if name not in runs}
-    result = Runs(runs, pooled, {**left_out, **waiting}, specs=specs, options=options)
+    result = Runs(runs, pooled, {**left_out, **waiting}, specs=specs, out=out)
     if errors:
         raise UserCodeError(f"{errors[0]}; all runs are in this error's `run`", result) from errors[0].__cause__
     return result

@@ -5,8 +5,9 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -14,17 +15,17 @@ from coterie.choosing import MakesLearner, TellsGradients, chooser_for
 from coterie.choosing.adaptive.schedule import Schedule
 from coterie.data.table import TableTask
 from coterie.engines.engine import MakeEngine
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import Sites
-from coterie.engines.rounding import Compress
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import Sites
 from coterie.errors import CoterieError, KnobError, PeerLost, printable
 from coterie.federation.participants import Participant, lead_participant
-from coterie.federation.settings import FILE, LeadSettings, lead_settings
+from coterie.federation.settings import FILE, LeadSettings, MessageSettings, lead_settings
 from coterie.methods import build
 from coterie.methods.rehearsal import gradients_asked
 from coterie.methods.rounds import Method
 from coterie.recording import files
 from coterie.recording.claim import claimed
+from coterie.recording.configuration import StepSettings
 from coterie.registry import RunFacts
 from coterie.tables.fit import Followed, fit, step_size
 from coterie.tables.model_files import save_model
@@ -77,8 +78,7 @@ def train_here(settings: LeadSettings, sites: Sites, out: Path, held: Participan
     """Train a model for who holds these examples, with sites for peers, and write all results to a folder."""
     rule, knobs = rule_of(settings), settings.training
     engine = _engine_of(settings, sites)
-    asked = ("steps", "batch_size", "seed", "exchange_every", "local_steps")
-    options: dict[str, Any] = {name: getattr(knobs, name) for name in asked}
+    options: dict[str, Any] = {each.name: getattr(knobs, each.name) for each in fields(StepSettings)}
     options |= {"lr": step_size(rule, knobs.lr), "engine": engine, "resume": True, "progress": False}
     if task is not None:
         fitted = fit(task, rule, settings.model.name, out, **options)
@@ -94,9 +94,8 @@ def train_here(settings: LeadSettings, sites: Sites, out: Path, held: Participan
 def _engine_of(settings: LeadSettings, sites: Sites) -> MakeEngine:
     """Return what makes the engine: one that sees each site's gradient, or their sum alone."""
     knobs = settings.training
-    waits = {name: getattr(knobs, name) for name in ("timeout", "misses", "minimum", "probe_every", "secure_sums")}
-    compress = cast("Compress | None", knobs.compress or None)
-    return functools.partial(Flare, sites=sites, names=settings.sites, compress=compress, **waits)
+    messages = {each.name: getattr(knobs, each.name) for each in fields(MessageSettings)}
+    return functools.partial(Remote, sites=sites, names=settings.sites, **messages)
 
 
 def planned_gradients(settings: LeadSettings) -> int:

@@ -1,10 +1,12 @@
-"""The specification of a run: what is trained, for whom, with whom and how."""
+"""The description of a run: what is trained, for whom, with whom and how."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
 from types import FunctionType, MethodType
-from typing import Any, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
 from torch import nn
@@ -14,26 +16,31 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from coterie.arguments import (
     ANYTHING,
     COUNT,
+    FLAG,
     POSITIVE,
-    SEED,
     Check,
-    check_fields,
+    Setting,
+    check_settings,
     either,
     function,
     instance,
     listed,
     mapped,
+    one_of,
     optional,
     real,
     shown,
 )
+from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import KnobError, ModelError, blaming
 from coterie.evaluation.losses import as_loss, on_device
 from coterie.evaluation.metrics import Metric
 from coterie.gradients.norm_bound import FACTOR
 from coterie.gradients.parameters import Parameters
 from coterie.gradients.trained_part import copied
+from coterie.recording.configuration import StepSettings
 from coterie.users.user import PEERS, USER, Loss, User
 
 OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
@@ -42,71 +49,184 @@ OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
 Scheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 """What makes a scheduler of an optimizer's step size."""
 
-STEPS = 1000
-"""How many steps a run takes where nothing is said."""
-
 RESERVED_METRICS = frozenset({"loss", "step"})
 """Names that the record uses itself."""
 
-_METRIC = function("a function of (outputs, targets)")
-CHECKS: Mapping[str, Check] = {
-    "model": instance(nn.Module, "a `torch.nn.Module`", {type: "make one of it: `model=Net()`"}, ModelError),
-    "loss": function(
-        "a function of (output, target), the mean over the batch",
-        {type: "make one of it: `loss=Loss()`"},
-        ModelError,
+
+def _folder(value: Any) -> Path:
+    """Return the path of a folder, which need not be there yet."""
+    folder = Path(value)
+    if not str(value) or "\0" in str(value) or (folder.exists() and not folder.is_dir()):
+        raise ValueError
+    return folder
+
+
+def _engine(value: Any) -> Any:
+    """Return an engine, or what makes one."""
+    if not callable(value) and not hasattr(value, "gradients"):
+        raise TypeError
+    return value
+
+
+MODEL = instance(nn.Module, "a `torch.nn.Module`", {type: "make one of it: `model=Net()`"}, ModelError)
+LOSS = function(
+    "a function of (output, target), the mean over the batch", {type: "make one of it: `loss=Loss()`"}, ModelError
+)
+_OPTIMIZER = either(
+    instance(Optimizer, ""),
+    function(
+        "a class of `torch.optim`, a function of the parameters, or an optimizer of this model",
+        {str: "write `torch.optim.SGD`", (list, tuple): "one optimizer may have several parameter groups"},
     ),
-    "me": USER,
-    "peers": PEERS,
-    "optimizer": optional(
-        either(
-            instance(Optimizer, ""),
-            function(
-                "a class of `torch.optim`, a function of the parameters, or an optimizer of this model",
-                {str: "write `torch.optim.SGD`", (list, tuple): "one optimizer may have several parameter groups"},
-            ),
-        )
-    ),
-    "lr": optional(POSITIVE),
-    "clip_norm": optional(POSITIVE),
-    "norm_bound": optional(real("be at least 1", lambda value: value >= 1)),
-    "scheduler": optional(
-        function(
-            "a function of the optimizer that returns a learning-rate scheduler",
-            {
-                LRScheduler: "write `scheduler=lambda optimizer: StepLR(optimizer, 10)`",
-                str: "write `scheduler=lambda optimizer: StepLR(optimizer, 10)`",
-            },
-        )
-    ),
-    "steps": COUNT,
-    "exchange_every": COUNT,
-    "local_steps": COUNT,
-    "batch_size": COUNT,
-    "seed": SEED,
-    "device": optional(instance((str, torch.device), 'a device such as "cpu" or "cuda:0"')),
-    "metrics": optional(
-        mapped(
-            _METRIC,
-            "functions of (outputs, targets) by name",
-            {(list, tuple, set): 'name them: `metrics={"f1": f1}`'},
-        )
-    ),
-    "evaluate_every": optional(COUNT),
-    "hooks": listed(
-        ANYTHING,
-        "a list of functions of a `Step` or instances of `coterie.Hook`",
-        {(FunctionType, MethodType): "for one hook write `hooks=[hook]`"},
-    ),
-}
-"""What the fields of a run may be; `rule` is checked where it is followed."""
+)
+_SCHEDULER = function(
+    "a function of the optimizer that returns a learning-rate scheduler",
+    {(LRScheduler, str): "write `scheduler=lambda optimizer: StepLR(optimizer, 10)`"},
+)
+_METRICS = mapped(
+    function("a function of (outputs, targets)"),
+    "functions of (outputs, targets) by name",
+    {(list, tuple, set): 'name them: `metrics={"f1": f1}`'},
+)
+_HOOKS = listed(
+    ANYTHING,
+    "a list of functions of a `Step` or instances of `coterie.Hook`",
+    {(FunctionType, MethodType): "for one hook write `hooks=[hook]`"},
+)
+_TRACKERS = listed(instance(str, ""), "a list of names", {str: 'write `trackers=["tensorboard"]`'})
+_ENGINE = Check(
+    "be an engine, or a function that makes one", _engine, remedies={type(None): "leave it out for this process"}
+)
+_FORWARD = instance(ForwardOptions, "a `coterie.ForwardOptions`", {type(None): "leave it out"})
+_YES_NO_AUTO = one_of(*(True, False, None))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RunSettings(StepSettings):
+    """How a model is trained, whether for one user or for everybody.
+
+    A field here is an argument of `coterie.train` and `coterie.train_everyone`. One of plain data that commands,
+    federations and records should have as well stands in `StepSettings`.
+    """
+
+    optimizer: Annotated[
+        OptimizerLike | None,
+        Setting(
+            "A class of `torch.optim` (or a function of the parameters), or an optimizer of this "
+            "very model, e.g. with parameter groups; Adam when None. A method takes plain steps "
+            "of its own.",
+            optional(_OPTIMIZER),
+        ),
+    ] = None
+    scheduler: Annotated[
+        Scheduler | None,
+        Setting(
+            "A function of the optimizer that returns a learning-rate scheduler, stepped at every "
+            "step (`ReduceLROnPlateau`: at every evaluation, with the validation loss).",
+            optional(_SCHEDULER),
+        ),
+    ] = None
+    clip_norm: Annotated[
+        float | None,
+        Setting("Norm that the rule's direction is clipped to; not clipped when None.", optional(POSITIVE)),
+    ] = None
+    norm_bound: Annotated[
+        float | None,
+        Setting(
+            "Ignore a peer's gradient longer than `norm_bound` times the median of all (if only "
+            "the sum is known: times the longest sum so far), and a peer that keeps opposing user "
+            "0 and most peers. The record counts what is ignored; None ignores nothing. Only None "
+            "matters to `AdaptiveAveraging`. See docs/reliability.md.",
+            optional(real("be at least 1", lambda value: value >= 1)),
+        ),
+    ] = FACTOR
+    device: Annotated[
+        torch.device | str | None,
+        Setting(
+            "Where to train; where the model is when None.",
+            optional(instance((str, torch.device), 'a device such as "cpu" or "cuda:0"')),
+        ),
+    ] = None
+    metrics: Annotated[
+        Mapping[str, Metric] | None,
+        Setting(
+            "By name, functions of (outputs, targets) over a whole set; accuracy or RMSE when None.",
+            optional(_METRICS),
+        ),
+    ] = None
+    evaluate_every: Annotated[
+        int | None, Setting("Steps between evaluations; a fiftieth of the run when None.", optional(COUNT))
+    ] = None
+    out: Annotated[
+        Path | str | None,
+        Setting(
+            "A folder for the record, checkpoints and what trackers write.",
+            optional(Check("be the path of a folder", _folder)),
+        ),
+    ] = None
+    trackers: Annotated[
+        Sequence[str] | None,
+        Setting(
+            "Names of trackers that follow a run with `out`; TensorBoard, where it is installed, "
+            "when None. Your own can be registered; see docs/extending.md.",
+            optional(_TRACKERS),
+        ),
+    ] = None
+    checkpoint_every: Annotated[
+        int | None, Setting("Steps between checkpoints in `out`; a tenth of the run when None.", optional(COUNT))
+    ] = None
+    resume: Annotated[
+        bool, Setting("Go on from the last checkpoint in `out`; from the start where there is none.", FLAG)
+    ] = False
+    progress: Annotated[
+        bool | None, Setting("Show a progress bar; None: when standard error is a terminal.", _YES_NO_AUTO)
+    ] = None
+    guard: Annotated[
+        Literal["auto", "held-out", "off"],
+        Setting(
+            '"held-out" trains a model alone beside, compares the two on the validation set at '
+            "every evaluation, restarts from it where the peers do harm, and returns the better "
+            'of the two, for one more own gradient a step; "off" does not; "auto" does where '
+            "there are validation examples. The default rule trains alone beside in any case, and "
+            "without validation examples compares on own examples held out. A method is not "
+            "restarted, and the model beside it takes as many own steps as it computes own "
+            "gradients.",
+            one_of("auto", "held-out", "off"),
+        ),
+    ] = "auto"
+    measure: Annotated[
+        bool | None,
+        Setting(
+            "Measure noise, bias and curvature before the first step, by sixteen passes over the "
+            "users, and report them with the plan that they imply. None: where all examples are "
+            "in this process.",
+            _YES_NO_AUTO,
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        Setting(
+            "CPU threads of torch while the run goes on. None: one where passes are small, so "
+            "that threads would only wait for each other, else as many as torch has.",
+            optional(COUNT),
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        for name in RESERVED_METRICS & set(self.metrics or ()):
+            raise KnobError(f"a metric cannot be called {name!r}, as the record has its own; rename it")
+        if self.resume and self.out is None:
+            raise KnobError("`resume` has no effect without `out`; name the folder of the run, or leave it out")
+        if self.out is None and self.trackers:
+            raise KnobError("`trackers` follow a run that has a folder; name it by `out`, or leave them out")
 
 
 @dataclass(frozen=True, eq=False)
-class RunSpec:
-    """A run, specified: `dataclasses.replace(spec, rule=…, seed=…)` is another.
+class RunSpec(RunSettings):
+    """A run, described: `dataclasses.replace(spec, rule=…, seed=…)` is another.
 
-    The fields are those arguments of `coterie.train` that say what is trained, for whom, with whom and how.
+    The fields are the arguments of `coterie.train`.
 
     Example:
         >>> from dataclasses import replace
@@ -116,36 +236,94 @@ class RunSpec:
         [0, 1, 2]
     """
 
-    model: nn.Module
-    loss: Loss
-    me: User
-    peers: Sequence[User]
-    rule: Any = None
-    optimizer: OptimizerLike | None = None
-    lr: float | None = None
-    scheduler: Scheduler | None = None
-    steps: int = STEPS
-    batch_size: int = 32
-    seed: int = 0
-    device: torch.device | str | None = None
-    metrics: Mapping[str, Metric] | None = None
-    evaluate_every: int | None = None
-    hooks: Sequence[Any] = ()
-    clip_norm: float | None = None
-    norm_bound: float | None = FACTOR
-    exchange_every: int = 1
-    local_steps: int = 1
+    model: Annotated[
+        nn.Module,
+        Setting(
+            "Any module; training starts from its parameters, in the mode (train or eval) it is "
+            "in. It is not changed.",
+            MODEL,
+        ),
+    ]
+    loss: Annotated[Loss, Setting("The mean loss of a batch from (output, target).", LOSS)]
+    me: Annotated[
+        User,
+        Setting(
+            "User 0; its validation set chooses the best model, its test set is evaluated once, at the end.", USER
+        ),
+    ]
+    peers: Annotated[Sequence[User], Setting("The others.", PEERS)]
+    rule: Annotated[
+        Any,
+        Setting(
+            "How gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`, …; "
+            '`AdaptiveAveraging`, which has nothing to set, when None; knobs that are "auto" are '
+            "chosen before the first step. Or a method of `coterie.methods`, whose rounds are "
+            "then the steps."
+        ),
+    ] = None
+    _: KW_ONLY
+    epochs: Annotated[
+        int | None,
+        Setting(
+            "In the place of `steps`, as many as user 0 has batches in so many passes over its examples.",
+            optional(COUNT),
+        ),
+    ] = None
+    hooks: Annotated[
+        Sequence[Any],
+        Setting(
+            "Called as the run goes on: functions of a `Step`, called after every step, or "
+            "instances of `coterie.Hook`. One that returns True from a step ends the run.",
+            _HOOKS,
+        ),
+    ] = ()
+    capture: Annotated[
+        bool | None,
+        Setting(
+            "Take steps as one program that the host looks into only where something is recorded: "
+            "on a GPU a captured CUDA graph. None: on a GPU. What cannot be captured is reported, "
+            "with the reason, and taken step by step. Hooks are called after every step all the "
+            "same. See docs/performance.md.",
+            _YES_NO_AUTO,
+        ),
+    ] = None
+    forward_options: Annotated[
+        ForwardOptions,
+        Setting("Autocast, channels last and `torch.compile` for training; see `ForwardOptions`.", _FORWARD),
+    ] = DEFAULT_FORWARD
+    engine: Annotated[
+        Engine | MakeEngine,
+        Setting(
+            "Where the users are: `InProcess`, another function that makes an engine over this "
+            "run's model and users, which is closed at the end, or an engine.",
+            _ENGINE,
+        ),
+    ] = InProcess
 
     def __post_init__(self) -> None:
-        check_fields(self, CHECKS)
+        super().__post_init__()
         object.__setattr__(self, "loss", as_loss(self.loss))
-        for name in RESERVED_METRICS & set(self.metrics or ()):
-            raise KnobError(f"a metric cannot be called {name!r}, as the record has its own; rename it")
+        if self.epochs is not None:
+            object.__setattr__(self, "steps", self._steps_in(self.epochs))
+            object.__setattr__(self, "epochs", None)  # so that `replace` may give other steps
+
+    def _steps_in(self, epochs: int) -> int:
+        """Return how many batches user 0 has in some passes over its examples."""
+        if self.steps != StepSettings.steps:
+            raise KnobError(f"`steps` ({self.steps}) and `epochs` ({epochs}) were both given; leave one out")
+        if self.me.is_stream:
+            raise KnobError("`epochs` has no meaning for a stream, which has no end; give `steps`")
+        return epochs * math.ceil(len(self.me) / self.batch_size)
 
     @property
     def every(self) -> int:
         """Steps between evaluations."""
         return max(1, self.steps // 50) if self.evaluate_every is None else int(self.evaluate_every)
+
+    @property
+    def save_every(self) -> int:
+        """Steps between checkpoints."""
+        return max(1, self.steps // 10) if self.checkpoint_every is None else int(self.checkpoint_every)
 
     def prepared(self) -> Self:
         """Return the same run with copies of model and loss on the device, and of its optimizer, made."""

@@ -138,7 +138,7 @@ METHODS.register("fedavg", FedAvg, benchmark_settings=[{"local_steps": 1}, _FIVE
 METHODS.register("fedavg-tuned", FineTuning, defaults=_TUNED[0], benchmark_settings=_TUNED)
 METHODS.register("fedavg-sampled", Sampled, defaults=_HALF, benchmark_settings=_SAMPLES)
 METHODS.register("fedprox", FedProx, benchmark_settings=[_FIVE | {"penalty": p} for p in (0.1, 1.0)])
-METHODS.register("afl", AFL, benchmark_settings=[{"weight_lr": rate} for rate in (0.01, 0.1)])
+METHODS.register("afl", AFL, benchmark_settings=[{"weight_lr": rate, "averaged": True} for rate in (0.01, 0.1)])
 METHODS.register("q-ffl", QFFL, benchmark_settings=[_FIVE | {"q": q} for q in (0.2, 1.0)])
 METHODS.register("per-fedavg", PerFedAvg, benchmark_settings=[{"local_steps": k, "inner_lr": 0.1} for k in (2, 5)])
 METHODS.register("ditto", Ditto, benchmark_settings=_DITTO)

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.arguments import COUNT, check_fields, real
+from coterie.arguments import COUNT, check_fields, instance, mapped, real
 
 COUNTED = 0.1
 """A peer takes part in a sum where its weight is at least this part of the largest."""
+
+LARGEST = 16.0
+"""What no entry of a masked gradient exceeds: user 0 asks for it, and peers without a norm cap clip to it."""
 
 ROUNDING = 1e-6
 """How much more than its share a peer may have, relatively: weights are rounded to single precision on the way."""
@@ -34,7 +37,9 @@ class SumsOnly:
     keys: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_fields(self, {"peers": COUNT, "share": real("lie in (0, 1]", lambda value: 0 < value <= 1)})
+        keys = mapped(instance(str, "a text"), 'a table of fingerprints: site = "its fingerprint"')
+        share = real("lie in (0, 1]", lambda value: 0 < value <= 1)
+        check_fields(self, {"peers": COUNT, "share": share, "keys": keys})
 
     def allowed(self, weights: Tensor) -> Tensor:
         """Say of each row of weights, NaN for who is not asked, whether it is a sum to take part in."""

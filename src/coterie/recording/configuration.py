@@ -2,7 +2,49 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from coterie.arguments import COUNT, POSITIVE, SEED, Setting, optional
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """How steps are taken, as plain data.
+
+    What stands here can be given to `coterie.train` and `coterie.train_everyone`, to `coterie train` and in a
+    federation's settings, and the record has it.
+    """
+
+    steps: Annotated[int, Setting("Steps to take; for a method, rounds.", COUNT)] = 1000
+    lr: Annotated[
+        float | None,
+        Setting(
+            "Step size. If left out: the optimizer's default (on tables 0.01), for a method 0.1.",
+            optional(POSITIVE),
+        ),
+    ] = None
+    batch_size: Annotated[
+        int, Setting("Examples each user draws for a gradient; all of them where it has fewer.", COUNT)
+    ] = 32
+    seed: Annotated[
+        int, Setting("Seed of batches and dropout; on tables also of splits and initial weights.", SEED)
+    ] = 0
+    exchange_every: Annotated[
+        int,
+        Setting(
+            "Steps of user 0 for each exchange with the peers; in between it uses their last "
+            "answers. See docs/exchanges.md.",
+            COUNT,
+        ),
+    ] = 1
+    local_steps: Annotated[
+        int,
+        Setting(
+            "Plain steps that every user takes, on a batch each, for one step of the run; the sum "
+            "of what they follow takes the place of the user's gradient.",
+            COUNT,
+        ),
+    ] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +58,7 @@ class UserSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configuration:
+class Configuration(StepSettings):
     """What a run was asked to do, and what was chosen and measured before its first step, as plain data.
 
     Example:
@@ -30,19 +72,14 @@ class Configuration:
     alone: bool = False  # whether it asks nobody, as `Alone`
     me: UserSummary  # user 0
     peers: Mapping[str, int | str]  # how many examples each has, by name, or in words why that is not known
-    steps: int  # how many steps the run was to take
-    counts: str = "steps"  # what those are: "rounds" of a method
+    counts: str = "steps"  # what the steps are: "rounds" of a method
     optimizer: str = ""  # its class and step sizes
     parameter_groups: Sequence[Mapping[str, str]] = field(default_factory=list)  # of the optimizer
     scheduler: str = "None"  # of the step size
     loss: str = ""
     model: str = ""  # with its layers
-    batch_size: int = 32  # examples each user draws for a gradient
-    seed: int = 0  # what batches are drawn from, with the user's name and the step
     evaluate_every: int = 1  # steps between evaluations
     norm_bound: float | None = None  # how many times as long as the median a gradient must not be
-    exchange_every: int = 1  # steps of user 0 for each exchange with the peers
-    local_steps: int = 1  # plain steps of every user behind what stands for its gradient
     guard: str = "off"  # whether there is a guard, and why or why not
     capture: str = "off"  # how steps were taken as one program, or why not
     data: str = ""  # fingerprints of everybody's examples, where there is a folder to resume from
@@ -68,7 +105,7 @@ class Configuration:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Return the configuration that `to_plain` gave."""
-        return cls(**{**plain, "me": UserSummary(**plain["me"])})
+        return cls(**{**plain, "steps": plain["steps"], "me": UserSummary(**plain["me"])})
 
     def differences(self, before: Self, may_differ: frozenset[str]) -> dict[str, tuple[Any, Any]]:
         """Return what another run was told otherwise, as (before, now), apart from what may differ.

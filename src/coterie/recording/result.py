@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from coterie.recording.costs import Cost
 from coterie.recording.traffic import Traffic
@@ -112,9 +112,16 @@ class Comparison:
         return cls(**{**plain, "measures": measures})
 
 
+@dataclass(frozen=True)
+class Shown:
+    """Says of a field of the end how a run's summary and page show it, in a line, where there is something."""
+
+    line: str  # with {} for the value
+
+
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a run ended."""
+    """How a run ended. A field that is annotated with `Shown` has a line in the run's summary and on its page."""
 
     step: int  # how many steps were taken
     best_step: int  # the step that the model is of
@@ -131,7 +138,9 @@ class End:
     traffic: Mapping[str, Traffic] = field(default_factory=dict)  # by user, in bytes and seconds, if it travelled
     promises: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of private peers, as they tell them
     account: Mapping[str, Any] = field(default_factory=dict)  # what adaptive averaging found out on the way
-    not_captured: str = ""  # why steps were taken one by one in the end, though the configuration says captured
+    not_captured: Annotated[str, Shown("steps were taken one by one in the end: {}")] = (
+        ""  # where they were not at first
+    )
     comparison: Comparison | None = None  # with the model trained alone, where there is one
     verdict: str = ""  # whether the model served is better than one trained alone, in a sentence
 
@@ -139,6 +148,17 @@ class End:
     def judged_on(self) -> tuple[str, Mapping[str, float]]:
         """On which set the model served was judged, and its numbers: validation where there is no test set."""
         return ("test", self.test) if self.test else ("validation", self.validation)
+
+    def shown(self) -> list[str]:
+        """Return the lines of the fields that say how they are shown.
+
+        Example:
+            >>> End(step=9, best_step=9, not_captured="the model waits for the GPU").shown()
+            ['steps were taken one by one in the end: the model waits for the GPU']
+        """
+        hints = get_type_hints(type(self), include_extras=True).items()
+        notes = [(name, note) for name, hint in hints for note in getattr(hint, "__metadata__", ())]
+        return [note.line.format(value) for name, note in notes if (value := getattr(self, name))]
 
     def gradients_of_others(self, me: str) -> int:
         """Return how many gradients all users but one have computed."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from coterie.arguments import settings_of
+from coterie.recording.configuration import StepSettings
 from coterie.recording.record import Record
 from coterie.reporting.charts import Points, line_chart
 from coterie.reporting.page import Section
@@ -19,9 +21,8 @@ _NOT_SERVED = {
 
 def details(record: Record, weight: float | None = None) -> list[Section]:
     """Return the folded sections of a run's page, as far as the record has something to say."""
-    told = Section("How it was trained", summary(record, weight)[1:], folded=True)
     return [
-        told,
+        Section("How it was trained", summary(record, weight)[1:], folded=True),
         *_curves(record),
         *_weights(record),
         *_candidates(record),
@@ -164,22 +165,7 @@ def _peers(record: Record) -> Section:
 def _settings(record: Record) -> Section:
     """Return what the run was asked to do, and by which versions it was done."""
     asked = record.configuration
-    shown: dict[str, Any] = {
-        name.replace("_", " "): getattr(asked, name)
-        for name in (
-            "rule",
-            "optimizer",
-            "scheduler",
-            "loss",
-            "model",
-            "steps",
-            "batch_size",
-            "exchange_every",
-            "local_steps",
-            "seed",
-            "guard",
-            "capture",
-        )
-    }
+    names = ["rule", "optimizer", "scheduler", "loss", "model", *settings_of(StepSettings), "guard", "capture"]
+    shown: dict[str, Any] = {name.replace("_", " "): getattr(asked, name) for name in names}
     rows = [{"setting": name, "value": value} for name, value in {**shown, **record.versions}.items()]
     return Section("Settings and versions", tables=[rows], folded=True)

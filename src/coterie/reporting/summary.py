@@ -35,7 +35,7 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     if end.left_out:
         counts = (f"{name} in {counted(sum(reasons.values()), 'step')}" for name, reasons in end.left_out.items())
         lines.append("left out: " + ", ".join(counts))
-    return lines
+    return lines + end.shown()
 
 
 def beside_alone(record: Record) -> list[dict[str, str]]:

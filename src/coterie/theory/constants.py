@@ -33,13 +33,18 @@ class Constants:
         hessian_gap: δ.
         noise_growth: M_0, how user 0's noise grows with ‖∇f_0‖².
         peer_noise_growth: M_k, how a peer's noise grows with ‖∇f_k‖².
+        diameter: D, of the region that x stays in. Where it is given, a peer's gradient is user 0's plus a constant
+            plus what differs in curvature, and the constant adds no noise: E‖n_k‖² ≤ M_k(2‖∇f_0‖² + 2(δD)²) + σ_k²,
+            the final form of A5. None: E‖n_k‖² ≤ M_k‖∇f_k‖² + σ_k².
+        drift_noise: √(Στ_kσ_k²), what a peer's own steps are shaken by; as `peer_noise` when None.
+        largest_hessian_gap: max_k δ_k, for peers that take steps of their own; as `hessian_gap` when None.
 
     Example:
         >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=4)
         >>> float(problem.variance(0.8)), float(problem.peer_variance)
         (20.0, 25.0)
 
-    Reference: assumptions A1–A5 and the relaxed A5 of Appendix B.
+    Reference: assumptions A1–A5, and both relaxed forms of A5 in Appendix B (the final one corrected).
     """
 
     smoothness: Numbers
@@ -53,6 +58,9 @@ class Constants:
     hessian_gap: Numbers = 0.0
     noise_growth: Numbers = 0.0
     peer_noise_growth: Numbers = 0.0
+    diameter: Numbers | None = None
+    drift_noise: Numbers | None = None
+    largest_hessian_gap: Numbers | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -85,7 +93,7 @@ class Constants:
             tau: τ_k, the peers' weights, along the last axis.
             peer_noise: σ_k, as `tau`.
             bias_floor: ζ_k, as `tau`.
-            common: the other constants; of `bias_growth` and `hessian_gap` the largest over the peers.
+            common: the other constants; of `bias_growth` and `hessian_gap` the mean by τ, or the largest.
 
         Example:
             >>> problem = Constants.from_peers(
@@ -100,24 +108,30 @@ class Constants:
         variance = np.sum(tau**2 * np.square(peer_noise), -1)
         floor = np.sqrt(np.sum(tau * np.square(bias_floor), -1))
         noise, n_peers = np.sqrt(tau.shape[-1] * variance), float(tau.shape[-1])
-        return cls(n_peers=n_peers, peer_noise=noise, bias_floor=floor, **common)
+        drift = np.sqrt(np.sum(tau * np.square(peer_noise), -1))
+        return cls(n_peers=n_peers, peer_noise=noise, drift_noise=drift, bias_floor=floor, **common)
 
     @property
     def peer_variance(self) -> Numbers:
         """σ_a², the variance of the peers' average where f_0 is stationary.
 
-        (σ_k² + 2M_k ζ²)/N: there ‖∇f_k‖² ≤ 2‖∇f_0‖² + 2‖∇f_k − ∇f_0‖² ≤ 2ζ².
+        (σ_k² + 2M_k ζ²)/N: there ‖∇f_k‖² ≤ 2‖∇f_0‖² + 2‖∇f_k − ∇f_0‖² ≤ 2ζ². With a `diameter` D, (δD)² for ζ².
         """
         noise = self.noise if self.peer_noise is None else self.peer_noise
-        return (noise**2 + 2 * self.peer_noise_growth * self.bias_floor**2) / self.n_peers
+        bias = self.bias_floor if self.diameter is None else self.hessian_gap * self.diameter
+        return (noise**2 + 2 * self.peer_noise_growth * bias**2) / self.n_peers
 
     def variance(self, alpha: Numbers) -> Numbers:
         """Return σ²(α) = (1 − α)²σ_0² + α²σ_a², the variance of the averaged direction."""
         return (1 - alpha) ** 2 * self.noise**2 + alpha**2 * self.peer_variance
 
     def variance_growth(self, alpha: Numbers) -> Numbers:
-        """Return M(α) = (1 − α)²M_0 + α²·2(1 + m)M_k/N, how that variance grows with ‖∇f_0‖²."""
-        peers = 2 * (1 + self.bias_growth) * self.peer_noise_growth / self.n_peers
+        """Return M(α) = (1 − α)²M_0 + α²·2(1 + m)M_k/N, how that variance grows with ‖∇f_0‖².
+
+        With a `diameter`, without m.
+        """
+        growth = self.bias_growth if self.diameter is None else 0.0
+        peers = 2 * (1 + growth) * self.peer_noise_growth / self.n_peers
         return (1 - alpha) ** 2 * self.noise_growth + alpha**2 * peers
 
 

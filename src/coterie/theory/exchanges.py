@@ -8,9 +8,9 @@ are in docs/exchanges.md. With κ = ηK times a smoothness, at most 1/2, and any
                   bound = [ F_0/(ηT) + qα²ζ² + (κ + (1 + 1/θ)(1 − α)²(6/5)κ²) s_K ] / (p − qα²m)
                   s_K = (1 − α)²σ_0²/K + α²σ_a²
 
-    local work    p = ½ − (1 + 1/θ)(4/5)κ²(1 + α + 2αm),   κ = ηK(L + δ)
+    local work    p = ½ − (1 + 1/θ)(4/5)κ²(1 + α + 2αm),   κ = ηK(L + max_k δ_k)
                   bound = [ F_0/(ηT) + ((1 + θ)/2·α² + (1 + 1/θ)(8/5)κ²α) ζ² + Lησ²(α)
-                            + (1 + 1/θ)(6/5)κ²((1 − α)σ_0² + ασ_k²)/K ] / (p − (1 + θ)/2·α²m)
+                            + (1 + 1/θ)(6/5)κ²((1 − α)σ_0² + αΣτ_kσ_k²)/K ] / (p − (1 + θ)/2·α²m)
 
 on the mean of E‖∇f_0‖² over the points of exchange. Stale peers have their noise K times in a stretch; local work
 does not, but its users drift. For bias correction, and for both at once, no bound is known; their exact moments on
@@ -81,10 +81,13 @@ def stale_bound(problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers,
 def local_bound(problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, every: Numbers) -> Numbers:
     """Bound the mean squared gradient of averaging by local work.
 
+    Every peer drifts by its own noise and curvature: the bound takes Σ τ_kσ_k² (`drift_noise`) and max_k δ_k
+    (`largest_hessian_gap`), which `Peers.constants` gives for peers that differ.
+
     Args:
         problem: the constants; noise must be bounded (no `noise_growth`).
         alpha: α in [0, 1].
-        lr: η, at most 1/(2K(L + δ)); of the local steps, and of plain SGD along their sum.
+        lr: η, at most 1/(2K(L + max_k δ_k)); of the local steps, and of plain SGD along their sum.
         steps: T, own gradients: K for each step of the run.
         every: K, `local_steps`.
 
@@ -96,11 +99,11 @@ def local_bound(problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers,
         0.0579
         0.0797
     """
-    smoothness = problem.smoothness + problem.hessian_gap
+    smoothness = _local_smoothness(problem)
     alpha, lr, steps, every = _checked(problem, alpha, lr, (steps, every), smoothness)
     kappa, growth = lr * every * smoothness, problem.bias_growth
-    one_peer = problem.peer_variance * problem.n_peers
-    drifting = ((1 - alpha) * problem.noise**2 + alpha * one_peer) / every
+    noise = problem.peer_variance * problem.n_peers if problem.drift_noise is None else problem.drift_noise**2
+    drifting = ((1 - alpha) * problem.noise**2 + alpha * noise) / every
 
     def bound(theta: float) -> Numbers:
         drift, bias = (1 + 1 / theta) * kappa**2, (1 + theta) / 2 * alpha**2
@@ -141,7 +144,7 @@ def best_exchanges(problem: Constants, steps: int, cost: float, kind: Kind, ever
     periods = _EVERY if every is None else np.array([float(every)])
     k = periods[:, None, None]
     fit = steps * (1 + cost) / (1 + cost / k)
-    smoothness = problem.smoothness + (problem.hessian_gap if kind == "local" else 0.0)
+    smoothness = _local_smoothness(problem) if kind == "local" else problem.smoothness
     lr = _RATES / (2 * k * smoothness)
     with np.errstate(over="ignore"):
         bounds = np.broadcast_to(
@@ -165,6 +168,12 @@ def alone_in_time(problem: Constants, steps: int, cost: float) -> Exchanges:
     fit, own = steps * (1 + cost), alone(problem)
     lr = own.best_gradient_lr(fit)
     return Exchanges(0, 0.0, float(lr), fit, float(own.gradient_bound(lr, fit)))
+
+
+def _local_smoothness(problem: Constants) -> Numbers:
+    """Return L + max_k δ_k, the smoothness of every user."""
+    gap = problem.hessian_gap if problem.largest_hessian_gap is None else problem.largest_hessian_gap
+    return problem.smoothness + gap
 
 
 def _time(steps: int, cost: float) -> tuple[int, float]:
@@ -191,7 +200,7 @@ def _checked(
 
 def _over(cost: Numbers, left: Numbers) -> Numbers:
     """Return cost/left; infinite where nothing is left."""
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.where(np.greater(left, 0), cost / np.maximum(left, 1e-300), np.inf)
 
 

@@ -48,7 +48,8 @@ class Peers:
 
             σ_a² = Σ τ_k²σ_k²,   ζ² = Σ τ_kζ_k²,   m = Σ τ_km_k,   δ = Σ τ_kδ_k
 
-        All follow from the convexity of the norm and its square. τ lies along the last axis; axes before it are
+        All follow from the convexity of the norm and its square; max δ_k and Στ_kσ_k², of the peers with a weight,
+        are kept for `local_bound`. τ lies along the last axis; axes before it are
         separate averages.
         """
         tau = np.asarray(tau, dtype=np.float64)
@@ -62,6 +63,7 @@ class Peers:
             bias_floor=self.bias_floor,
             bias_growth=tau @ np.asarray(self.bias_growth),
             hessian_gap=tau @ np.asarray(self.hessian_gap),
+            largest_hessian_gap=np.where(tau > 0, self.hessian_gap, 0.0).max(-1),
         )
 
 

@@ -78,7 +78,7 @@ def _check_exchanges(spec: RunSpec) -> None:
             "`exchange_every`, or give a rule with its weights set, such as `WeightedAveraging`"
         )
     if spec.exchange_every > 1 and isinstance(spec.rule, Alone):  # which may be one of many rules that are compared
-        warnings.warn("`exchange_every` has no effect with `Alone`, which asks nobody", stacklevel=6)
+        warnings.warn("`exchange_every` has no effect with `Alone`, which asks nobody", stacklevel=7)
 
 
 def check(spec: RunSpec) -> None:

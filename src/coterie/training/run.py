@@ -1,83 +1,18 @@
-"""How a run is taken, what training tells while it goes, and what it gives when it ends."""
+"""What training reports while a run goes on, and what it gives when it ends."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from coterie.arguments import COUNT, FLAG, Check, check_fields, instance, listed, one_of, optional
-from coterie.engines.engine import Engine, MakeEngine
-from coterie.engines.in_process.engine import InProcess
-from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
-from coterie.errors import KnobError
 from coterie.recording.record import Record
 from coterie.recording.result import Point
 from coterie.reporting.summary import summary
 from coterie.reporting.verdict import Verdict, verdict
 from coterie.rules import State
-
-
-def _folder(value: Any) -> Path:
-    """Return the path of a folder, which need not be there yet."""
-    folder = Path(value)
-    if not str(value) or "\0" in str(value) or (folder.exists() and not folder.is_dir()):
-        raise ValueError
-    return folder
-
-
-def _engine(value: Any) -> Any:
-    """Return an engine, or what makes one."""
-    if not callable(value) and not hasattr(value, "gradients"):
-        raise TypeError
-    return value
-
-
-_YES_NO_AUTO = one_of(*(True, False, None))
-CHECKS: Mapping[str, Check] = {
-    "out": optional(Check("be the path of a folder", _folder)),
-    "trackers": optional(listed(instance(str, ""), "a list of names", {str: 'write `trackers=["tensorboard"]`'})),
-    "checkpoint_every": optional(COUNT),
-    "resume": FLAG,
-    "progress": _YES_NO_AUTO,
-    "guard": one_of("auto", "held-out", "off"),
-    "measure": _YES_NO_AUTO,
-    "capture": _YES_NO_AUTO,
-    "threads": optional(COUNT),
-    "forward_options": instance(ForwardOptions, "a `coterie.ForwardOptions`", {type(None): "leave it out"}),
-    "engine": Check(
-        "be an engine, or a function that makes one",
-        _engine,
-        remedies={type(None): "leave it out for this process"},
-    ),
-}
-"""What the options of a run may be."""
-
-
-@dataclass(frozen=True, eq=False)
-class RunOptions:
-    """How a run is taken: what may differ between two runs of one specification. See `coterie.train`."""
-
-    out: Path | str | None = None
-    trackers: Sequence[str] | None = None
-    checkpoint_every: int | None = None
-    resume: bool = False
-    progress: bool | None = None
-    guard: Literal["auto", "held-out", "off"] = "auto"
-    measure: bool | None = None
-    capture: bool | None = None
-    forward_options: ForwardOptions = DEFAULT_FORWARD
-    engine: Engine | MakeEngine = InProcess
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, CHECKS)
-        if self.resume and self.out is None:
-            raise KnobError("`resume` has no effect without `out`; name the folder of the run, or leave it out")
-        if self.out is None and self.trackers:
-            raise KnobError("`trackers` follow a run that has a folder; name it by `out`, or leave them out")
 
 
 class Stopped(StrEnum):

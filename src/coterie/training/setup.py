@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import cast
 
@@ -21,24 +21,23 @@ from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rehearsal import gradients_asked
 from coterie.methods.rounds import Method, Rounds
 from coterie.methods.variance.own_variance import OwnVariance
-from coterie.recording.configuration import Configuration, UserSummary
+from coterie.recording.configuration import Configuration, StepSettings, UserSummary
 from coterie.recording.costs import Costs
 from coterie.recording.describe import describe
 from coterie.rules import Alone, Rule
 from coterie.training.captured import Captured, block_of, warn_not_captured
 from coterie.training.choose import Followed
 from coterie.training.guard import Guard
-from coterie.training.run import RunOptions
 from coterie.users.examples import Examples
 from coterie.users.user import User
 
 
-def opened(spec: RunSpec, options: RunOptions, stack: ExitStack) -> Engine:
+def opened(spec: RunSpec, stack: ExitStack) -> Engine:
     """Return the engine once it can give what the rule needs; one that is made here is closed with the stack."""
-    engine = options.engine
+    engine = spec.engine
     if engine is InProcess:
-        engine = partial(InProcess, forward_options=options.forward_options)
-    elif options.forward_options != DEFAULT_FORWARD:
+        engine = partial(InProcess, forward_options=spec.forward_options)
+    elif spec.forward_options != DEFAULT_FORWARD:
         raise KnobError(
             "`forward_options` is for users in this process; leave `engine` out, or give them to the engine"
         )
@@ -75,27 +74,25 @@ def configuration_of(
 ) -> Configuration:
     """Return what the record and a resumed run should know of what was asked for."""
     me, groups = spec.me, spec.made_optimizer.param_groups
-    rates = "/".join(dict.fromkeys(f"{group['lr']:g}" for group in groups))
+    rates = list(dict.fromkeys(float(group["lr"]) for group in groups))
     clipped = "" if spec.clip_norm is None else f", clip_norm={spec.clip_norm:g}"
     held_out = {part: len(getattr(me, part) or ()) for part in ("validation", "test")}
+    steps = {each.name: getattr(spec, each.name) for each in fields(StepSettings)}
+    steps["lr"] = rates[0] if len(rates) == 1 else None  # of a run that is prepared the optimizer has it
     return Configuration(
         rule=describe(spec.rule),
         alone=isinstance(spec.rule, Alone | OwnVariance),
-        optimizer=f"{type(spec.made_optimizer).__name__}(lr={rates}{clipped})",
+        optimizer=f"{type(spec.made_optimizer).__name__}(lr={'/'.join(f'{rate:g}' for rate in rates)}{clipped})",
         parameter_groups=[{k: str(v) for k, v in group.items() if k != "params"} for group in groups],
         scheduler=describe(spec.scheduler),
         loss=describe(spec.loss),
         model=describe(spec.model),
         me=UserSummary(name=me.name, examples=_count(me), **held_out),
         peers={peer.name: _count(peer) for peer in spec.peers},
-        batch_size=spec.batch_size,
-        seed=spec.seed,
-        steps=spec.steps,
+        **steps,
         counts="rounds" if isinstance(spec.rule, Method) else "steps",
         evaluate_every=spec.every,
         norm_bound=spec.norm_bound,
-        exchange_every=spec.exchange_every,
-        local_steps=spec.local_steps,
         guard=guard,
         data=data,
         frozen=frozen,
@@ -132,12 +129,12 @@ def _clients(spec: RunSpec, engine: Engine, costs: Costs) -> Clients:
     return ClientsElsewhere(engine, spec.me, costs, own=replace(spec, peers=()).in_process())
 
 
-def guard_mode(guard: str, spec: RunSpec) -> tuple[bool, str]:
+def guard_mode(spec: RunSpec) -> tuple[bool, str]:
     """Say whether there is to be a guard, and why or why not."""
     n = 0 if spec.me.validation is None else len(spec.me.validation)
-    if guard == "off" or isinstance(spec.rule, Alone | OwnVariance):
+    if spec.guard == "off" or isinstance(spec.rule, Alone | OwnVariance):
         return False, "off"
-    if not n and guard == "held-out":
+    if not n and spec.guard == "held-out":
         raise KnobError(f"a guard compares on a validation set, but {spec.me.name!r} has no validation examples")
     if not n:
         return False, "off: no validation examples" + _crossed(spec)

@@ -50,6 +50,20 @@ def test_afl_ends_at_the_least_largest_loss_with_weights_on_those_who_have_it() 
     assert not weights[below].any()
 
 
+def test_the_mean_of_afls_iterates_equals_a_plain_loop() -> None:
+    """A plain loop of the mean, beside the last iterate."""
+    last, mean = AFL(2, weight_lr=0.5), AFL(2, weight_lr=0.5, averaged=True)
+    state, seen = last.init(EXACT, START), []
+    for _ in range(60):
+        state = last.round(EXACT, state, 0.1)
+        seen.append(state["x"])
+    by_hand = torch.zeros_like(START)
+    for x in seen:
+        by_hand = by_hand + x / len(seen)
+    assert torch.allclose(EXACT.play(mean, rounds=60, lr=0.1), by_hand[None], rtol=0, atol=1e-12)
+    assert torch.equal(EXACT.play(last, rounds=60, lr=0.1)[0], seen[-1])
+
+
 def test_afl_projects_on_the_simplex_as_a_solver_does() -> None:
     """A round at a large γ, beside the nearest point of the simplex by sequential quadratic programming."""
     aim = SHARES.numpy() + 0.7 * losses_at(np.zeros(D))

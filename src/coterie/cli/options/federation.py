@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from coterie.cli.options.registered import knobs_of
-from coterie.cli.options.training import LR, STEPS
 from coterie.errors import KnobError
+from coterie.federation.settings import MessageSettings
 from coterie.methods import entry_of
+from coterie.recording.configuration import StepSettings
 from coterie.registry import FromRun
 
 
@@ -100,37 +101,16 @@ class SettingsRuleOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions:
+class StepOptions(StepSettings):
     """The run."""
 
     model: Annotated[str, Option(help="linear, mlp, or module.path:factory, installed everywhere.")] = "linear"
-    steps: Annotated[int, Option(help=STEPS)] = 1000
-    lr: Annotated[float | None, Option(help=LR, show_default=False)] = None
-    batch_size: Annotated[int, Option(help="Rows each user draws for a gradient.")] = 32
-    seed: Annotated[int, Option(help="What splits, initial weights and batches depend on.")] = 0
-    exchange_every: Annotated[int, Option(help="Steps of user 0 for each exchange with the sites.")] = 1
-    local_steps: Annotated[int, Option(help="Plain steps that every user takes for one step of the run.")] = 1
-
-    def settings(self) -> dict[str, Any]:
-        """Return how steps are taken, as it is written to the settings."""
-        return {name: value for name, value in vars(self).items() if name != "model"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MessageOptions:
+class MessageOptions(MessageSettings):
     """Messages, and sites that do not answer."""
 
-    compress: Annotated[
-        Literal["bf16", "fp16"] | None, Option(help="Send in half precision; what is lost is added to the next.")
-    ] = None
     secure_sums: Annotated[
-        bool, Option("--secure-sums", help="See the sum of the sites' gradients only; for wga and bc.")
+        bool, Option("--secure-sums", help="See only the sum of the sites' gradients; for wga and bc.")
     ] = False
-    timeout: Annotated[float, Option(help="Seconds to wait for a site in one step.")] = 10.0
-    misses: Annotated[int, Option(help="Steps without an answer until a site is not waited for.")] = 3
-    probe_every: Annotated[int, Option(help="Steps from one look whether it is back to the next.")] = 10
-    minimum: Annotated[int, Option(help="Answers without which a step is taken alone.")] = 1
-
-    def settings(self) -> dict[str, Any]:
-        """Return how sites are asked, as it is written to the settings."""
-        return {**vars(self), "compress": self.compress or ""}

@@ -1,12 +1,18 @@
-"""Options in groups: a group is a dataclass whose fields are options, and a panel of the command's help."""
+"""Options in groups: a group is a dataclass whose fields are options, and a panel of the command's help.
+
+A field is annotated with typer's `Option` or `Argument`, or has the `Setting` of a description that it inherits.
+"""
 
 import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from typing import Annotated, Any, get_args, get_type_hints
 
+from typer import Option
+
+from coterie.arguments import Setting, default_of
 from coterie.errors import KnobError
 
 
@@ -18,7 +24,6 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     Example:
         >>> from dataclasses import dataclass
-        >>> from typer import Option
         >>> @dataclass
         ... class Table:
         ...     '''The table.'''
@@ -51,20 +56,13 @@ def _parameters(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     parameters = []
     for field in fields(group):
-        kind, option = get_args(hints[field.name])
-        option = copy.copy(option)
+        kind, note = get_args(hints[field.name])
+        option = Option(help=note.help) if isinstance(note, Setting) else copy.copy(note)
         option.rich_help_panel = option.rich_help_panel or panel
         annotation = Annotated[kind, option]  # type: ignore[valid-type]  # made as the program runs
         made: Any = {"default": default_of(field), "annotation": annotation}
         parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **made))
     return parameters
-
-
-def default_of(field: Field[Any]) -> Any:
-    """Return what an option is where it is left out, `inspect.Parameter.empty` where it may not be."""
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
 def check_effect(group: Any, names: Sequence[str], without: str) -> None:

@@ -15,12 +15,9 @@ from coterie.engines.torch_distributed.group import Group
 from coterie.errors import KnobError
 from coterie.methods import build, entry_of
 from coterie.privacy.sums import SumsOnly
+from coterie.recording.configuration import StepSettings
 from coterie.registry import RunFacts
 from coterie.rules import RULES
-
-STEPS = "Steps to take; of a method, rounds."
-LR = "Adam's step size, 0.01 if left out; of a method, whose steps are plain, 0.1 if left out."
-"""What the two mean by what is followed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +143,7 @@ class RuleOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitOptions:
+class FitOptions(StepSettings):
     """The run."""
 
     out: Annotated[Path, Option(help="Folder for the model, its preparation, records and checkpoints.")]
@@ -176,16 +173,6 @@ class FitOptions:
             "allows for the overlap: for small tables, where one split says little. 10 take ten times as long.",
         ),
     ] = 1
-    steps: Annotated[int, Option(help=STEPS)] = 1000
-    lr: Annotated[float | None, Option(help=LR, show_default=False)] = None
-    batch_size: Annotated[int, Option(help="Rows each user draws for a gradient.")] = 32
-    exchange_every: Annotated[
-        int,
-        Option(help="Steps of user 0 for each exchange with the peers; in between it uses what they last said."),
-    ] = 1
-    local_steps: Annotated[
-        int, Option(help="Plain steps that every user takes for one step of the run; their sum is its gradient.")
-    ] = 1
     guard: Annotated[
         bool,
         Option(
@@ -195,7 +182,6 @@ class FitOptions:
             "method does not start again, and the model beside it costs as many own gradients as the method.",
         ),
     ] = True
-    seed: Annotated[int, Option(help="What splits, initial weights and batches depend on.")] = 0
     threads: Annotated[int, Option(min=1, help="CPU threads; more help large models only.")] = 1
     device: Annotated[str, Option(help="Where to train: cpu, cuda, …")] = "cpu"
     resume: Annotated[bool, Option("--resume", help="Go on with the run that is in --out.")] = False

@@ -23,11 +23,13 @@ class AFL(LocalSteps):
 
     Descent in x and ascent in λ on  min_x max_λ Σ λ_k f_k(x), from λ = p, the shares of the examples. The paper
     takes one local step; with K > 1 users drift as in FedAvg. With γ → 0 it is FedAvg. Where γ is large, the last
-    iterate circles around the solution. Users whose noise no model fits keep a large loss, and take all the weight.
+    iterate circles around the solution; the mean of the iterates, which the paper returns, does not. Users whose
+    noise no model fits keep a large loss, and take all the weight.
 
     Args:
         local_steps: K.
         weight_lr: γ, the step size of λ.
+        averaged: whether the model is the mean of x after all rounds, as in the paper, or x after the last.
 
     Reference: Mohri, Sivek, Suresh, Agnostic federated learning, ICML 2019, Algorithm 1.
 
@@ -38,6 +40,7 @@ class AFL(LocalSteps):
 
     local_steps: int = 1
     weight_lr: float = 0.01
+    averaged: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,7 +48,12 @@ class AFL(LocalSteps):
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, and users weighted by their examples."""
-        return {"step": 0, "x": x} | weighed(users.shares)
+        return {"step": 0, "x": x, "mean": x} | weighed(users.shares)
+
+    def models(self, state: State) -> Tensor:
+        """Return the model for all as a row."""
+        x: Tensor = state["mean" if self.averaged else "x"]
+        return x.unsqueeze(0)
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
@@ -58,7 +66,9 @@ class AFL(LocalSteps):
         x = (here / here.sum()) @ points if here.sum() > 0 else users.mean(points)
         losses = losses.nan_to_num(0.0, posinf=0.0)  # of a peer that is left out
         weights = _on_simplex(users.moved(weights + self.weight_lr * losses, weights))
-        return {"step": step + self.local_steps, "x": x} | weighed(weights)
+        step += self.local_steps
+        mean = torch.lerp(state["mean"], x, self.local_steps / step)
+        return {"step": step, "x": x, "mean": mean} | weighed(weights)
 
 
 @dataclass(frozen=True)

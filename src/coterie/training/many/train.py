@@ -13,7 +13,7 @@ from coterie.arguments import instance, listed
 from coterie.choosing import chooser_for
 from coterie.engines.cpu_threads import cpu_threads, threads_for
 from coterie.engines.in_process.engine import InProcess
-from coterie.errors import GradientError, UserCodeError
+from coterie.errors import GradientError, KnobError, UserCodeError
 from coterie.gradients.trained_part import copied
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import why_not_stacked
@@ -24,12 +24,15 @@ from coterie.training import setup
 from coterie.training.checking import check, with_rule, with_usable_peers
 from coterie.training.choose import with_choice
 from coterie.training.many.loop import ManyLoop, ReadyRun
-from coterie.training.run import Run, RunOptions, Stopped
+from coterie.training.run import Run, Stopped
 from coterie.training.train import train_spec
 from coterie.users.examples import InMemory
 from coterie.users.sampling import seeded
 from coterie.users.trees import as_arguments, called, form, leaves
 from coterie.users.user import User
+
+_NOT_TOGETHER = ("out", "engine", "forward_options", "capture", "threads")
+"""What runs that are one program cannot have each in its own way."""
 
 
 def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> list[Run]:
@@ -64,6 +67,9 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
         'one program of 4'
     """
     specs = listed(instance(RunSpec, ""), "a list of `coterie.RunSpec`s")("specs", specs)
+    for name in _NOT_TOGETHER:
+        if any(getattr(spec, name) != getattr(RunSpec, name) for spec in specs):
+            raise KnobError(f"`train_many` takes no `{name}`: leave it out, or train that run by `train`")
     specs = [with_usable_peers(spec) for spec in specs]
     ready = _ready(specs, progress)
     programs: dict[Hashable, list[ReadyRun]] = {}
@@ -192,7 +198,7 @@ def _form(user: User) -> Hashable:
 def _by_itself(spec: RunSpec, progress: bool | None, why: str | None) -> Run:
     """Train a run by itself, and say why."""
     try:
-        run = train_spec(spec, RunOptions(guard="off", measure=False, progress=progress))
+        run = train_spec(replace(spec, guard="off", measure=False, progress=progress))
     except GradientError as error:  # the others must not be lost with it
         run = error.run
     why = why or "with the others, a gradient was not finite, or too long"
