@@ -14,10 +14,10 @@ from torch import Tensor
 
 import coterie
 from coterie.engines.engine import Answers, Capabilities, MakeEngine, Question
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.engines.requests import MAX_POINTS
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients
@@ -175,7 +175,7 @@ def test_a_method_that_peers_elsewhere_cannot_serve_asks_nobody() -> None:
     me, *peers = make_users(CASES["mlp"])
     model, loss = make_model(CASES["mlp"]), CASES["mlp"].loss
     sites = Watched({peer.name: Peer(peer, Passes(model, loss)) for peer in peers})
-    engine = functools.partial(Flare, sites=sites, names=[peer.name for peer in peers])
+    engine = functools.partial(Remote, sites=sites, names=[peer.name for peer in peers])
     with pytest.raises(KnobError, match="needs all users in one process, as peers elsewhere give"):
         coterie.train(model, loss, me, (), Mapper(2), steps=2, engine=engine)
     assert set(asked) == {"ready"}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.engines.flare.sites import LocalReplies, LocalSites
+from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.errors import KnobError, PeerLost
 from coterie.federation import kits
 from coterie.federation.everyone.relay import relay

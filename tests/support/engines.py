@@ -18,17 +18,17 @@ from torch import nn
 
 import coterie
 from coterie.engines.engine import MakeEngine
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites
 from coterie.gradients.parameters import Parameters
 
 
-def _flare(model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], **how: Any) -> Flare:
+def _flare(model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], **how: Any) -> Remote:
     """Return the engine with sites whose models are at other parameters and have other buffers."""
     held = {peer.name: Peer(peer, Passes(_elsewhere(model), loss)) for peer in peers}
-    made: Flare = Flare(model, loss, me, sites=LocalSites(held), names=list(held), **how)
+    made: Remote = Remote(model, loss, me, sites=LocalSites(held), names=list(held), **how)
     return made
 
 

@@ -70,6 +70,7 @@ def _tell_what_to_hand_over(who: ConsortiumOptions, fingerprints: Mapping[str, s
         if site != who.me:
             typer.echo(f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key")
             typer.echo(f"  its fingerprint, to tell {site} in another way: {fingerprint}")
+    typer.echo(f"{next(folder.glob('*.whl'))}   coterie itself, for every site to install")
     too = f" and coterie federate site {mine}" if who.everyone else ""
     typer.echo(f"next: coterie federate server {folder}{too}; with all sites there: coterie federate run {folder}")
 

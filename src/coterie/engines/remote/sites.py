@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from coterie.engines.flare.responder import Responder
 from coterie.engines.peer import Peer
+from coterie.engines.remote.messages import request_bytes
+from coterie.engines.remote.responder import Responder
 from coterie.privacy.sums import SumsOnly
+from coterie.recording.traffic import Traffic
 
 
 class Replies(Protocol):
@@ -20,7 +22,7 @@ class Replies(Protocol):
 
 
 class Sites(Protocol):
-    """The sites that can be asked."""
+    """The sites that can be asked; another transport is one class with this method."""
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
         """Send a message to sites and return at once; a site has so many seconds to answer.
@@ -55,3 +57,31 @@ class LocalSites:
         """Ask the sites that are here; see `Sites.ask`."""
         here = {name: self.responders[name] for name in names if name in self.responders}
         return LocalReplies({name: getattr(one, method)(**arguments) for name, one in here.items()})
+
+
+class CountedTransport:
+    """Messages between user 0, called `me`, and sites with these names, each of whom has `timeout` seconds."""
+
+    def __init__(self, sites: Sites, timeout: float, me: str, names: Sequence[str]) -> None:
+        self.sites, self.timeout = sites, timeout
+        self.traffic = {name: Traffic() for name in (me, *names)}
+        self.mine = self.traffic[me]
+
+    def ask(self, names: Sequence[str], method: str, **arguments: Any) -> Replies:
+        """Ask sites what is short, and not counted; see `Sites.ask`."""
+        return self.sites.ask(names, method, self.timeout, **arguments)
+
+    def send(self, names: Sequence[str], method: str, request: dict[str, Any]) -> Replies:
+        """Send a request to sites, and count it."""
+        size = request_bytes(request)
+        self.mine.bytes_sent += size * len(names)
+        self.mine.messages += len(names)
+        for name in names:
+            self.traffic[name].bytes_received += size
+        return self.ask(names, method, request=request)
+
+    def received(self, name: str, size: int) -> None:
+        """Count a message of a site."""
+        self.mine.bytes_received += size
+        self.traffic[name].bytes_sent += size
+        self.traffic[name].messages += 1

@@ -17,8 +17,8 @@ from tests.support.small_peers import LOSS, model, peer_of
 
 import coterie
 from coterie.choosing.adaptive.whom import added_noise
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalReplies, LocalSites
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.errors import CoterieError, PeerLost
 
 TAU = {"peer 1": 0.5, "peer 2": 0.3, "peer 3": 0.2}
@@ -44,9 +44,9 @@ class Sites(LocalSites):
         return LocalReplies({n: a for n, a in answers.items() if a is not None and n not in self.silent})
 
 
-def engine(users: Sequence[coterie.User], sites: Sites, **knobs: Any) -> Flare:
+def engine(users: Sequence[coterie.User], sites: Sites, **knobs: Any) -> Remote:
     names = [user.name for user in users[1:]]
-    return Flare(model(), LOSS, users[0], sites=sites, names=names, batch_size=4, seed=5, **knobs)
+    return Remote(model(), LOSS, users[0], sites=sites, names=names, batch_size=4, seed=5, **knobs)
 
 
 def both(make_users: Users, change: Callable[[str, int, Any], Any], **knobs: Any) -> tuple[Any, Any]:
@@ -245,8 +245,8 @@ def test_with_every_site_gone_the_run_is_alone_to_the_bit(make_users: Users) -> 
     users = make_users()
     options: dict[str, Any] = {"lr": 0.1, "steps": 15, "batch_size": 4, "seed": 5, "progress": False}
 
-    def flare(*args: Any, **knobs: Any) -> Flare:
-        return Flare(*args, sites=LocalSites({}), names=list(TAU), **knobs)
+    def flare(*args: Any, **knobs: Any) -> Remote:
+        return Remote(*args, sites=LocalSites({}), names=list(TAU), **knobs)
 
     rule = coterie.BiasCorrection(0.7, 0.1)
     run = coterie.train(model(), LOSS, users[0], [], rule, engine=flare, **options)
@@ -267,8 +267,8 @@ def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(make_users: User
                 raise PeerLost("NVFLARE has ended the job")
             return super().ask(names, method, timeout, **arguments)
 
-    def flare(kind: type[Sites]) -> Callable[..., Flare]:
-        return lambda *args, **knobs: Flare(*args, sites=kind(users[1:]), names=list(TAU), **knobs)
+    def flare(kind: type[Sites]) -> Callable[..., Remote]:
+        return lambda *args, **knobs: Remote(*args, sites=kind(users[1:]), names=list(TAU), **knobs)
 
     whole = coterie.train(model(), LOSS, users[0], [], rule, engine=flare(Sites), **options)
     options |= {"out": tmp_path / "run"}
@@ -295,4 +295,4 @@ def test_knobs_are_checked(knobs: dict[str, Any], message: str, make_users: User
     users = make_users()
     options: dict[str, Any] = {"sites": Sites([]), "names": list(TAU)} | knobs
     with pytest.raises(CoterieError, match=message):
-        Flare(model(), LOSS, users[0], **options)
+        Remote(model(), LOSS, users[0], **options)

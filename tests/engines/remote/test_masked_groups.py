@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import coterie
 from coterie.engines.engine import Question
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.worker import _Worker
 from coterie.errors import KnobError
@@ -60,9 +60,9 @@ def sites(privacy: Privacy | None = None, folder: Path | None = None) -> LocalSi
     return LocalSites(held, SumsOnly())
 
 
-def grouped(*args: Any, carrying: LocalSites | None = None, **knobs: Any) -> Flare:
+def grouped(*args: Any, carrying: LocalSites | None = None, **knobs: Any) -> Remote:
     how: dict[str, Any] = {"sites": carrying or sites(), "names": GOOD + WRONG, "secure_sums": GROUPS}
-    return Flare(*args, **how | knobs)
+    return Remote(*args, **how | knobs)
 
 
 def test_a_group_gives_the_mean_of_its_sites_at_several_points() -> None:

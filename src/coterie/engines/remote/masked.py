@@ -1,19 +1,64 @@
-"""Groups of sites, of each of which user 0 sees the mean gradient and nobody's own: a group stands as one site."""
+"""Masked sums over sites: user 0 sees the sum of the sites' gradients, or of each group's, and nobody's own."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from coterie.engines.flare.post import Post
-from coterie.engines.flare.secure_sums import SecureSums
-from coterie.engines.flare.sites import LocalReplies, Replies, Sites
+from coterie.engines.remote.messages import read_part
+from coterie.engines.remote.sites import CountedTransport, LocalReplies, Replies, Sites
 from coterie.engines.requests import noise_told, whole_number
 from coterie.errors import KnobError
 from coterie.privacy.masked_sums import MaskedSums
+
+
+class SecureSums:
+    """The masked sums of one job over sites; see `MaskedSums`.
+
+    Args:
+        sums: who takes part.
+        transport: what carries the messages, and counts them.
+        batch_size: how many examples a gradient is of, which says how much noise it needs.
+    """
+
+    def __init__(self, sums: MaskedSums, transport: CountedTransport, batch_size: int) -> None:
+        self.sums, self._transport = sums, transport
+        self._offer = {"batch_size": batch_size}
+        self.told: dict[str, Mapping[str, Any]] = {}  # the last answers of those who gave a part
+        self._round = 0  # it goes on over agreements, so that a late request is of none but its own
+
+    def ask(
+        self, request: dict[str, Any], weights: Mapping[str, float]
+    ) -> Callable[[], tuple[Tensor | None, dict[str, str]]]:
+        """Ask sites for their parts, by a message; return at once what waits for the sum, or why there is none."""
+        agreed = self.sums.agree(weights, request["step"], self._asked)
+        if agreed is None:
+            return lambda: (None, {})
+        self._round += 1
+        names = list(agreed.weights)
+        sent = self._transport.send(names, "part", request | {"round": self._round})
+        return partial(self._added, sent, names, request, self._round)
+
+    def _asked(self, names: Sequence[str], method: str, **arguments: Any) -> Mapping[str, Any]:
+        arguments |= self._offer if method == "offer" else {}
+        return self._transport.ask(names, method, **arguments).wait()
+
+    def _added(
+        self, sent: Replies, names: Sequence[str], request: dict[str, Any], round_: int
+    ) -> tuple[Tensor | None, dict[str, str]]:
+        replies, step, size = sent.wait(), request["step"], request["points"].size
+        read = {name: read_part(name, replies.get(name), step, round_, size) for name in names}
+        parts = {name: part for name, part in read.items() if not isinstance(part, str)}
+        for name, part in parts.items():
+            self._transport.received(name, part.nbytes)
+        missing = {name: part for name, part in read.items() if isinstance(part, str)}
+        self.told = {name: replies[name] for name in parts}
+        words = None if missing else reduce(np.add, parts.values())
+        return self.sums.added(words, missing, step)
 
 
 class MaskedGroups:
@@ -26,7 +71,7 @@ class MaskedGroups:
         sites: what carries messages to sites.
         groups: the sites of each group, by a name for the group.
         names: the sites that may take part.
-        timeout, batch_size, misses, largest: as for `Flare`.
+        timeout, batch_size, misses, largest: as for `Remote`.
     """
 
     def __init__(
@@ -55,12 +100,14 @@ class MaskedGroups:
         self._sites = sites
         self._tau = {name: dict.fromkeys(group, 1 / len(group)) for name, group in groups.items()}
 
-        post = Post(sites, timeout, "", names)  # `Flare` counts what groups send and get, as one site each
+        transport = CountedTransport(
+            sites, timeout, "", names
+        )  # `Remote` counts what groups send and get, as one site each
         sums = {name: MaskedSums(misses=misses, largest=largest) for name in groups}
-        self._sums = {name: SecureSums(each, post, batch_size) for name, each in sums.items()}
+        self._sums = {name: SecureSums(each, transport, batch_size) for name, each in sums.items()}
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
-        """Ask the sites of these groups; see `Sites.ask`. Seconds are those of `Flare`."""
+        """Ask the sites of these groups; see `Sites.ask`. Seconds are those of `Remote`."""
         if method != "gradients":
             return LocalReplies({name: self._ready(name, timeout) for name in names})
         request = arguments["request"]

@@ -1,4 +1,4 @@
-"""Between organisations: peers are sites that NVFLARE reaches, each with its own data, over mutual TLS."""
+"""The one engine for peers elsewhere: it asks sites, whatever carries the messages, and reads their answers."""
 
 import collections
 import logging
@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from coterie.arguments import COUNT, POSITIVE, one_of
 from coterie.engines.engine import Answers, Capabilities, Question
-from coterie.engines.flare.masked_groups import MaskedGroups
-from coterie.engines.flare.messages import pack_request, read_reply
-from coterie.engines.flare.post import Post
-from coterie.engines.flare.secure_sums import SecureSums
-from coterie.engines.flare.sites import Replies, Sites
-from coterie.engines.flare.standing import Standings, seconds_told
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.remote.health import Liveness, seconds_told
+from coterie.engines.remote.masked import MaskedGroups, SecureSums
+from coterie.engines.remote.messages import pack_request, read_reply
+from coterie.engines.remote.sites import CountedTransport, Replies, Sites
 from coterie.engines.requests import Request, noise_told, promise_told, whole_number
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.errors import KnobError
@@ -32,8 +30,6 @@ from coterie.users.user import Loss, User, check_names
 
 logger = logging.getLogger(__name__)
 
-MASKED_NVFLARE = "NVFLARE, masked sums"
-
 COMPRESS = one_of(*HALVES, None)
 """What numbers may be rounded to on the way."""
 
@@ -42,8 +38,8 @@ Given: TypeAlias = dict[tuple[int, int], Tensor]
 """Gradients by place: of the point, and of the site among all."""
 
 
-class Flare:
-    """Gradients of peers in other organisations, who may be late, gone, or wrong.
+class Remote:
+    """Gradients of peers elsewhere, who may be late, gone, or wrong.
 
     A site that does not answer within `timeout` is left out of that step, and its weight goes back to g_0. After
     `misses` steps in a row without an answer it is no longer waited for; a short question in the background, every
@@ -102,9 +98,9 @@ class Flare:
         self.names = tuple(names)
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
         self.batch_size, self.seed, self._alone = batch_size, seed, False
-        self._post = Post(sites, timeout, me.name, self.names)
-        self._mine = self._post.mine
-        self._standings = Standings(self._post, self.names, misses=misses, probe_every=probe_every)
+        self._transport = CountedTransport(sites, timeout, me.name, self.names)
+        self._mine = self._transport.mine
+        self._liveness = Liveness(self._transport, self.names, misses=misses, probe_every=probe_every)
         self._rounding = None if compress is None else Rounding(HALVES[compress])
         self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
         self._noise: dict[str, float] = {}
@@ -112,7 +108,7 @@ class Flare:
         self._sums: SecureSums | None = None
         if secure_sums and not self.groups:
             sums = MaskedSums(misses=misses, minimum=minimum, largest=largest)
-            self._sums = SecureSums(sums, self._post, batch_size)
+            self._sums = SecureSums(sums, self._transport, batch_size)
         else:
             self._ask_sizes()
 
@@ -134,7 +130,7 @@ class Flare:
     @property
     def dropped(self) -> tuple[str, ...]:
         """The sites that are not waited for."""
-        return self._standings.dropped
+        return self._liveness.dropped
 
     def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
@@ -169,7 +165,7 @@ class Flare:
         """Ask each site, and return what waits for those gradients that can be used, and for who is left out."""
         step, wanted_by = question.step, (~question.weights.isnan()).T.cpu()
         asked = {name: wanted for name, wanted in zip(self.names, wanted_by, strict=True) if wanted.any()}
-        left_out = self._standings.not_asked(asked, step)
+        left_out = self._liveness.not_asked(asked, step)
         alike: dict[tuple[bool, ...], list[str]] = {}
         for name, wanted in asked.items():
             if name not in left_out:
@@ -191,20 +187,20 @@ class Flare:
         knobs |= {} if self.compress is None else {"compress": self.compress}
         knobs |= {} if self._sums is None else {"largest": self._sums.sums.largest}
         knobs |= {"groups": {name: list(group) for name, group in self.groups.items()}} if self.groups else {}
-        masked = self._sums is not None or self.groups
-        peers, name = dict.fromkeys(self.names, "at its site"), MASKED_NVFLARE if masked else "NVFLARE"
-        return self.own.describe() | {"engine": name, "peers": peers} | knobs
+        masked = ", masked sums" if self._sums is not None or self.groups else ""
+        about = {"engine": f"elsewhere{masked}"}
+        return self.own.describe() | about | {"peers": dict.fromkeys(self.names, "at its site")} | knobs
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return what has travelled so far, by user; a site's waiting is not known here."""
-        return self._post.traffic
+        return self._transport.traffic
 
     def promises(self) -> Mapping[str, Mapping[str, float]]:
         """Ask the sites that told of noise what they promise and have spent, and return it with that noise."""
         asked = [name for name, noise in self._noise.items() if noise]  # who has spent all, and refuses, too
         if not asked:
             return {}
-        replies = self._post.ask(asked, "ready").wait()
+        replies = self._transport.ask(asked, "ready").wait()
         terms = {name: reply.get("promise") for name, reply in replies.items() if isinstance(reply, dict)}
         told = {name: promise for name in terms if (promise := promise_told(terms[name])) is not None}
         return {name: {**promise, "noise": self._noise[name]} for name, promise in told.items()}
@@ -237,7 +233,7 @@ class Flare:
 
     def _ask_sizes(self) -> None:
         """Ask how many examples sites have: a rule may weigh them by it in its first step."""
-        for name, terms in self._post.ask(self.names, "ready").wait().items():
+        for name, terms in self._transport.ask(self.names, "ready").wait().items():
             if name in self.names and isinstance(terms, Mapping):
                 self._examples[name] = whole_number(terms.get("size"))
 
@@ -254,7 +250,7 @@ class Flare:
         )
         rounded = None if sent is None else sent[wanted]
         message = pack_request(request, rounded)  # a copy: a late site may still be sent to when points have moved
-        return self._post.send(names, "gradients", message)
+        return self._transport.send(names, "gradients", message)
 
     def _answers(
         self,
@@ -301,12 +297,12 @@ class Flare:
         """Return a site's gradients, or why there are none."""
         answer = read_reply(name, reply, step, points)
         if answer is None or (isinstance(answer, str) and answer.startswith("refused")):
-            self._standings.miss(name, step, answer)
+            self._liveness.miss(name, step, answer)
         else:
-            self._standings.answered(name)
+            self._liveness.answered(name)
         if isinstance(answer, Tensor):
-            self._post.received(name, reply["gradients"].nbytes)
+            self._transport.received(name, reply["gradients"].nbytes)
             self._examples[name] = whole_number(reply.get("examples"))
             self._noise[name] = noise_told(reply.get("noise"))
-            self._post.traffic[name].seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
+            self._transport.traffic[name].seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
         return "no answer" if answer is None else answer

@@ -5,14 +5,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.engines.flare.post import Post
-from coterie.engines.flare.sites import Replies
+from coterie.engines.remote.sites import CountedTransport, Replies
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Standing:
+class SiteHealth:
     """How a site stands."""
 
     pause: int  # steps to let pass before it is asked whether it is back
@@ -22,16 +21,16 @@ class Standing:
     probe: Replies | None = None  # the question whether it is back, where one is on its way
 
 
-class Standings:
+class Liveness:
     """Who is waited for: who gives nothing `misses` times in a row is dropped, and taken back when it says so.
 
     Every `probe_every` steps a question in the background finds out. One that comes back and again gives nothing is
     dropped at once, for twice as long each time.
     """
 
-    def __init__(self, post: Post, names: Sequence[str], *, misses: int, probe_every: int) -> None:
-        self._post, self._misses, self._probe_every = post, misses, probe_every
-        self._sites = {name: Standing(probe_every) for name in names}
+    def __init__(self, transport: CountedTransport, names: Sequence[str], *, misses: int, probe_every: int) -> None:
+        self._transport, self._misses, self._probe_every = transport, misses, probe_every
+        self._sites = {name: SiteHealth(probe_every) for name in names}
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -48,7 +47,7 @@ class Standings:
 
     def answered(self, name: str) -> None:
         """Take note that a site has answered."""
-        self._sites[name] = Standing(self._probe_every)
+        self._sites[name] = SiteHealth(self._probe_every)
 
     def miss(self, name: str, step: int, why: str | None) -> None:
         """Take note that a site has given nothing in a step, and why, where it said so."""
@@ -72,7 +71,7 @@ class Standings:
                     site.missed, site.pause = self._misses - 1, 2 * site.pause
                     logger.warning("step %d: %s is back", step, name)
             elif site.probe is None and step - site.since >= site.pause:
-                site.probe = self._post.ask([name], "ready")
+                site.probe = self._transport.ask([name], "ready")
 
 
 def seconds_told(reported: Any, most: float) -> float:

@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 
 from coterie.arguments import either, mapped
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites
 from coterie.errors import KnobError
 from coterie.privacy.privacy import PROMISE, Privacy
 from coterie.recording.traffic import Traffic
@@ -20,7 +20,7 @@ PROMISES = either(PROMISE, mapped(PROMISE, "a `coterie.privacy.Privacy`, or one 
 """What peers may promise."""
 
 
-class PrivatePeers(Flare):
+class PrivatePeers(Remote):
     """Gradients of users in this process whose peers promise (ε, δ): to find out what a promise costs.
 
     Peers answer and refuse as they would between organisations; what they spend is counted in memory, and is
