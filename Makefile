@@ -3,12 +3,28 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check format setup bench docs package clean
+.PHONY: demo test test-cuda test-oldest coverage check format setup bench docs package lock clean
 demo: $(READY)
 	$(BIN)/coterie demo
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal  # three: some wait for processes
+
+test-cuda: $(READY)  # the tests that need a GPU, and no others
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no GPU")'
+	$(BIN)/python -m pytest -m cuda -rs tests
+
+# All dependencies at their lower bounds, in an environment of its own. TORCH=2.13.0 takes another torch.
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) .ci/oldest.py $(TORCH) > .venv-oldest/oldest.txt
+	.venv-oldest/bin/python -m pip install --quiet -c .venv-oldest/oldest.txt -e '.[sklearn,tensorboard,flare,privacy,test]'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 3 --dist worksteal $(TESTS)
+
+coverage: $(READY)  # lines and branches; of processes that tests start too
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 3 --dist worksteal
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -31,6 +47,13 @@ docs: $(READY)
 package: $(READY)
 	$(BIN)/python .ci/package.py
 
+# What the container installs: every dependency with its hash. torch comes in many builds and is left out.
+lock: $(READY)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet pyproject.toml --extra sklearn --extra tensorboard --extra flare --extra privacy \
+		-c constraints.txt --generate-hashes --python-version 3.11 --no-emit-package torch --no-annotate \
+		--torch-backend cpu --custom-compile-command 'make lock' --output-file requirements.lock
+
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -40,4 +63,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-oldest dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis

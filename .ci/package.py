@@ -1,6 +1,11 @@
-"""Build the sdist and, from it, the wheel; install the wheel in a clean environment, and run the demo from it."""
+"""Build the sdist and, from it, the wheel; install the wheel in a clean environment, and run the demo from it.
 
+`dist` then holds what would be published: sdist, wheel, and an SBOM of the clean environment (CycloneDX).
+"""
+
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -40,15 +45,26 @@ def check_contents(dist: Path) -> Path:
     return wheel
 
 
+def list_components(python: Path, sbom: Path) -> None:
+    """Write what is installed beside coterie, each with its version and licence."""
+    command = [sys.executable, "-m", "cyclonedx_py", "environment", "--pyproject", ROOT / "pyproject.toml"]
+    run(*command, "--mc-type", "library", "--output-reproducible", "-o", sbom, python, cwd=sbom.parent)
+    components = {each["name"] for each in json.loads(sbom.read_text(encoding="utf-8"))["components"]}
+    missing = {"torch", "numpy", "scipy", "pandas"} - components
+    assert not missing, f"the SBOM lacks {sorted(missing)}"
+
+
 def main() -> None:
     """Check what would be published."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        run(sys.executable, "-m", "build", "--outdir", place / "dist", ROOT, cwd=place)
-        wheel = check_contents(place / "dist")
+        dist = place / "dist"
+        run(sys.executable, "-m", "build", "--outdir", dist, ROOT, cwd=place)
+        wheel = check_contents(dist)
         run(sys.executable, "-m", "venv", place / "clean", cwd=place)
         binaries = place / "clean" / "bin"
         run(binaries / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, cwd=place)
+        list_components(binaries / "python", dist / f"{wheel.name.partition('-py3')[0]}.cdx.json")
         print(run(binaries / "coterie", "--version", cwd=place).strip())
         print(
             run(binaries / "coterie", "demo", "--seeds", "1", "--steps", "20", "--out", "demo", cwd=place).strip()
@@ -57,7 +73,9 @@ def main() -> None:
         (place / "mine.csv").write_text("age,ill\n" + "30,0\n51,1\n30,1\n51,0\n" * 10, encoding="utf-8")
         consortium = "federate init trial --data mine.csv --target ill --server localhost --site basel"
         refused = run(binaries / "coterie", *consortium.split(), cwd=place, expected=2).strip()
-        assert refused == 'coterie: NVFLARE is not installed; `pip install "coterie[flare]"`', refused
+        assert refused == 'coterie: NVFLARE is not installed; `pip install "nvflare<2.10,>=2.9"`', refused
+        shutil.rmtree(ROOT / "dist", ignore_errors=True)
+        shutil.copytree(dist, ROOT / "dist")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/consortium.py [--data DIR] [--seeds 3] [--conditions honest,one-wrong]
 
 Each of the four hospitals is user 0 in turn, with 40 rows to learn from, others for each seed; the other three are
-sites with their first caps, which answer `Flare` in this process, with no network between. *One wrong*: one of the
+sites with their first caps, which answer `Remote` in this process, with no network between. *One wrong*: one of the
 three has `ill` the wrong way round. Shown are test accuracies, paired differences ± one standard error, and the
 weight of the wrong site. DIR holds the `processed.*.data` files of the UCI Heart Disease set; without it tables of
 the same shape are made up.
@@ -23,10 +23,10 @@ import pandas as pd
 import torch
 
 import coterie
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites
 from coterie.tables import models
 
 RULES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def scores(table: pd.DataFrame, me: str, wrong: str | None, seed: int) -> dict[s
     for name, rule in RULES.items():
         passes = Passes(models.build("linear", task.n_inputs, task.n_outputs), loss)
         held = {peer.name: Peer(peer, passes, Caps(None, 10, 16)) for peer in task.peers}
-        engine = partial(Flare, sites=LocalSites(held), names=list(held))
+        engine = partial(Remote, sites=LocalSites(held), names=list(held))
         run = coterie.train(model, loss, task.me, [], rule, engine=engine, seed=seed, **OPTIONS)
         measured[name] = run.test["accuracy"]
         if name == "adaptive" and wrong is not None:

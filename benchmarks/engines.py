@@ -14,7 +14,7 @@ Every side takes its turn in the same processes. For torch.distributed (gloo):
   other.
 
 For NVFLARE, over mutual TLS, in one job (`engines_flare.py`): a bare Collab call that sends x and gets as much
-back; the same with gradients by plain autograd; `Flare.gradients`; the same with
+back; the same with gradients by plain autograd; `Remote.gradients`; the same with
 `secure_sums`.
 
 The model has d parameters and next to no arithmetic, so that what is compared is the exchange. Another engine joins

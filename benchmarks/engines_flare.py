@@ -4,7 +4,7 @@ One job measures all sides in turns:
 
 - calls: a bare Collab call that sends x and gets an array of its size back, nothing else;
 - bare: the same with a gradient by plain autograd at each site and then at user 0, as a script without coterie;
-- ours: `Flare.gradients`, with the weights, the caps, the log of requests and the checks;
+- ours: `Remote.gradients`, with the weights, the caps, the log of requests and the checks;
 - masked: the same with `secure_sums`, with every site's gradient under masks.
 """
 
@@ -28,10 +28,10 @@ from nvflare.collab import collab
 from nvflare.fuel.flare_api.flare_api import new_secure_session
 from torch.nn.functional import mse_loss
 
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.responder import Responder
 from coterie.federation.job import LEAD_CLASS, SITE_CLASS, write_job
 from coterie.federation.lead_job import CollabSites
 from coterie.federation.manifest import Kit
@@ -120,7 +120,7 @@ class User0:
         torch.set_num_threads(1)
         model, plain = Flat(self.d), Flat(self.d)
         how: dict[str, Any] = {"sites": CollabSites(), "names": NAMES, "batch_size": 4, "timeout": 60}
-        engine, secure = (Flare(model, mse_loss, user(0), secure_sums=masked, **how) for masked in (False, True))
+        engine, secure = (Remote(model, mse_loss, user(0), secure_sums=masked, **how) for masked in (False, True))
         x = Parameters(model).share()
         weights = dict.fromkeys(NAMES, 1 / PEERS)
 

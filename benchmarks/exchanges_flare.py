@@ -22,11 +22,11 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.data import digits_by_writer
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.messages import answer_message
-from coterie.engines.flare.sites import Replies
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.messages import answer_message
+from coterie.engines.remote.sites import Replies
 from coterie.federation.lead_job import CollabSites
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -121,7 +121,7 @@ class User0:
         """Train until the validation loss is low enough, or for twice as many own gradients as at first."""
         task, losses = digits_by_writer(0), []
         me = task.me
-        engine = Flare(model(), cross_entropy, me, sites=Delayed(latency), names=NAMES, batch_size=16, timeout=60)
+        engine = Remote(model(), cross_entropy, me, sites=Delayed(latency), names=NAMES, batch_size=16, timeout=60)
 
         def low_enough(step: coterie.Step) -> bool:
             if step.point is not None:

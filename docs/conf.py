@@ -80,7 +80,7 @@ def whole_pages(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("% every other page", "\n".join(unnamed))
     source[0] = source[0].replace("\n\n```\n", "\n```\n")  # doctest wants a blank line after what is printed
     source[0] = re.sub(
-        r"\]\(\.\./(SECURITY|CHANGELOG|CONTRIBUTING)\.md", lambda m: f"]({m[1].lower()}.md", source[0]
+        r"\]\(\.\./(SECURITY|CHANGELOG|CONTRIBUTING|GOVERNANCE)\.md", lambda m: f"]({m[1].lower()}.md", source[0]
     )
 
 

@@ -6,7 +6,7 @@ FOLDER holds `shakespeare.zip` (github.com/nltk/nltk_data, packages/corpora/shak
 two layers over characters, is built from a configuration and first trained on the other plays, in the place of one
 that would be downloaded; it is then frozen. Adapters are trained alone, with all speakers' lines pooled, and by the
 default rule; each is judged by lines of the speaker that nobody has seen.
-It needs `pip install coterie[hugging-face]`.
+It needs `pip install ".[hugging-face]"` in a clone.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 With `--everyone` each of the four trains a model for itself, and answers the others.
 
 One command starts everything on this machine, each hospital in processes of its own, connected by NVFLARE over
-mutual TLS (`pip install "coterie[flare]"`), and ends it:
+mutual TLS (`pip install ".[flare]"` in a clone), and ends it:
 
     python examples/consortium.py [FOLDER [DATA]] [--wrong SITE] [--everyone]
 

@@ -18,6 +18,13 @@ torch.set_num_threads(1)
 settings.register_profile("coterie", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("coterie")
 
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need a GPU where there is none; `make test-cuda` runs these alone."""
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 Users = Callable[..., list[coterie.User]]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
 
@@ -111,3 +112,17 @@ def printable(text: object, most: int = 200) -> str:
         'a?[2J?b'
     """
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
+
+
+def not_installed(package: str, extra: str) -> str:
+    """Say that a package is missing, and the command that brings what this extra of coterie needs.
+
+    The command names the packages themselves: coterie is in no package index, and its name there may be anybody's.
+
+    Example:
+        >>> not_installed("NVFLARE", "flare")
+        'NVFLARE is not installed; `pip install "nvflare<2.10,>=2.9"`'
+    """
+    needs = [each.partition(";") for each in metadata.requires("coterie") or ()]
+    names = [f'"{need.strip()}"' for need, _, marker in needs if f'"{extra}"' in marker.replace("'", '"')]
+    return f"{package} is not installed; `pip install {' '.join(names)}`"

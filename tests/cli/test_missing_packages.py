@@ -28,8 +28,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-FLARE = 'NVFLARE is not installed; `pip install "coterie[flare]"`'
-HUGGING_FACE = 'not installed; `pip install "coterie[hugging-face]"`'
+FLARE = 'NVFLARE is not installed; `pip install "nvflare<2.10,>=2.9"`'
+HUGGING_FACE = 'not installed; `pip install "datasets>=4" "peft>=0.19" "transformers>=5"`'
 TRAIN = "train --data visits.csv --user-column clinic --target ill --me a --out run"
 
 

@@ -19,8 +19,8 @@ import coterie
 from coterie.engines import InProcess
 from coterie.engines.capabilities import WorksLocally
 from coterie.engines.engine import LocalWork, MakeEngine, Question
-from coterie.engines.flare.messages import answer_message, pack_request
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.remote.messages import answer_message, pack_request
 from coterie.engines.requests import MAX_LOCAL_STEPS, Request
 from coterie.errors import KnobError
 

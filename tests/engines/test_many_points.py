@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.engines.capabilities import AsksAtPoints
 from coterie.engines.engine import MakeEngine, Question
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites
 from coterie.engines.requests import Request
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key, sketch_size
 from coterie.engines.torch_distributed.engine import serve
@@ -105,7 +105,9 @@ def test_a_lost_site_is_lost_at_all_points() -> None:
     users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
     held = {user.name: Peer(user, Passes(make_model(CASES["mlp"]), cross_entropy)) for user in users[1:4]}
     names = [user.name for user in users[1:]]
-    engine = Flare(model, cross_entropy, users[0], sites=LocalSites(held), names=names, batch_size=BATCH, minimum=2)
+    engine = Remote(
+        model, cross_entropy, users[0], sites=LocalSites(held), names=names, batch_size=BATCH, minimum=2
+    )
     weights = [[0.25] * 4, [0.0, NAN, NAN, 1.0]]
     found = engine.ask(question(weights, some_point(model)))()
     assert found.left_out == {names[3]: "no answer", names[0]: "fewer than 2 peers answered"}

@@ -14,16 +14,19 @@ from torch import Tensor
 
 import coterie
 from coterie.engines.engine import Answers, Capabilities, MakeEngine, Question
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.engines.requests import MAX_POINTS
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients
 from coterie.methods import (
     APFL,
     L2GD,
+    AffPCL,
+    AuxMom,
+    AuxMVR,
     Ditto,
     FedAvg,
     FedFomo,
@@ -40,8 +43,7 @@ from coterie.methods import (
 )
 from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rehearsal import gradients_asked
-from coterie.recording.costs import Costs
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Costs, Traffic
 
 METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer sends in two rounds
     "FedAvg": (FedAvg(3), 2),
@@ -56,6 +58,9 @@ METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer se
     "L2GD": (L2GD(2), 4),
     "FedFomo": (FedFomo(), 2),
     "pFedMe": (PFedMe(2, inner_steps=3), 2 * 6),
+    "AffPCL": (AffPCL(2), 2 * 2),
+    "AuxMom": (AuxMom(2), 2 * 3),
+    "AuxMVR": (AuxMVR(2), 2 * 4),
 }
 
 
@@ -173,7 +178,7 @@ def test_a_method_that_peers_elsewhere_cannot_serve_asks_nobody() -> None:
     me, *peers = make_users(CASES["mlp"])
     model, loss = make_model(CASES["mlp"]), CASES["mlp"].loss
     sites = Watched({peer.name: Peer(peer, Passes(model, loss)) for peer in peers})
-    engine = functools.partial(Flare, sites=sites, names=[peer.name for peer in peers])
+    engine = functools.partial(Remote, sites=sites, names=[peer.name for peer in peers])
     with pytest.raises(KnobError, match="needs all users in one process, as peers elsewhere give"):
         coterie.train(model, loss, me, (), Mapper(2), steps=2, engine=engine)
     assert set(asked) == {"ready"}

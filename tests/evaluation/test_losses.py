@@ -58,7 +58,7 @@ def test_a_loss_goes_where_the_model_is_as_a_copy(declared: bool) -> None:
     assert on_device(f.cross_entropy, there) is f.cross_entropy
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("rule", [coterie.WeightedAveraging(0.5), coterie.AdaptiveAveraging()])
 @pytest.mark.parametrize("held", ["cpu", "cuda"])
 def test_weights_of_classes_are_used_on_a_gpu_wherever_they_are(rule: Any, held: str) -> None:
@@ -78,7 +78,7 @@ def test_weights_of_classes_are_used_on_a_gpu_wherever_they_are(rule: Any, held:
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_weights_of_classes_are_used_on_a_gpu_by_runs_that_are_taken_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -58,7 +58,7 @@ def test_one_program_gives_the_runs_of_train(rule: str) -> None:
     assert_close(runs, users, RULES[rule])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("rule", RULES)
 def test_one_program_on_a_gpu_gives_what_the_cpu_gives(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "captured", lambda *_: (None, "off"))  # captured steps are each run's own

@@ -26,9 +26,9 @@ from tests.support.waiting import steps_done, until
 
 import coterie
 from coterie.data import Preparation
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.peer import Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites
 from coterie.federation.job import write_job
 from coterie.federation.participants import LOG, lead_participant, peer_of, responder_of
 from coterie.federation.provisioning import LEAD
@@ -40,7 +40,7 @@ from coterie.tables.fit import fit
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
     pytest.mark.skipif(
-        importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+        importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
     ),
 ]
 TESTS = Path(__file__).parents[1]
@@ -94,7 +94,7 @@ def test_a_consortium_gives_the_model_of_one_process(
         steps=knobs.steps,
         lr=knobs.lr,
         batch_size=knobs.batch_size,
-        engine=functools.partial(Flare, sites=LocalSites(here), names=sites),
+        engine=functools.partial(Remote, sites=LocalSites(here), names=sites),
     )
     assert inside is not None
     found = torch.load(folder / "run" / "model.pt", weights_only=True)
@@ -201,7 +201,7 @@ def test_masked_sums_with_keys_that_were_compared(tmp_path: Path, example: Modul
     _, mine = lead_participant(folder, settings)
     assert mine is not None
     here = {site: site_in_this_process(kit, tmp_path / "here" / site) for site, kit in kits.items()}
-    plain = functools.partial(Flare, sites=LocalSites(here), names=sites)
+    plain = functools.partial(Remote, sites=LocalSites(here), names=sites)
     knobs = {name: getattr(settings.training, name) for name in ("seed", "steps", "lr", "batch_size")}
     inside = fit(mine, coterie.WeightedAveraging(0.5), "linear", tmp_path / "inside", engine=plain, **knobs)
     assert inside is not None

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.engines.flare.sites import Replies
+from coterie.engines.remote.sites import Replies
 from coterie.errors import KnobError
 from coterie.federation.everyone.member import MemberRun
 from coterie.federation.everyone.relay import MEMBERS, Standing, relay, unfinished

@@ -19,7 +19,7 @@ import coterie
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
     pytest.mark.skipif(
-        importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+        importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
     ),
     pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it"),
 ]

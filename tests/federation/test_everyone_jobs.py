@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import coterie
-from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
+from coterie.engines.remote.responder import Responder
 from coterie.errors import CoterieError, KnobError, PeerLost
 from coterie.federation.everyone import following
 from coterie.federation.everyone.relay import MEMBERS
@@ -27,7 +27,7 @@ from coterie.federation.watching import MemberWatch, Screen
 from coterie.recording import files
 
 needs_nvflare = pytest.mark.skipif(
-    importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+    importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
 )
 
 

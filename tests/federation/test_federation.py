@@ -25,10 +25,10 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.data import Preparation
-from coterie.engines.flare.responder import Responder
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.remote.responder import Responder
+from coterie.engines.remote.sites import LocalSites
 from coterie.engines.requests import Request
 from coterie.errors import CoterieError, DataError, FileError, KnobError, PeerLost
 from coterie.federation.job import write_job
@@ -45,7 +45,7 @@ from coterie.rules.streams import StreamAveraging
 from coterie.users.examples import InMemory
 
 needs_nvflare = pytest.mark.skipif(
-    importlib.util.find_spec("nvflare") is None, reason='NVFLARE is not installed: pip install "coterie[flare]"'
+    importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
 )
 
 
@@ -309,7 +309,7 @@ def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: py
     command = ["federate", "init", str(tmp_path / "trial"), "--data", str(tmp_path / "mine.csv")]
     answer = CliRunner().invoke(app, [*command, "--target", "ill", "--server", "localhost", "--site", "a"])
     assert answer.exit_code == 2
-    assert 'pip install "coterie[flare]"' in answer.output
+    assert 'pip install "nvflare<2.10,>=2.9"' in answer.output
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.data import Preparation, from_table
-from coterie.engines.flare.responder import Responder
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.remote.responder import Responder
+from coterie.engines.remote.sites import LocalSites
 from coterie.errors import FileError, KnobError
 from coterie.federation import workspace
 from coterie.federation.kits import accept, accepted

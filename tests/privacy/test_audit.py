@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-pytest.importorskip("dp_accounting", reason='dp-accounting is not installed: pip install "coterie[privacy]"')
+pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: the extra `privacy`")
 RUNS = {1: 8000, 50: 960}
 """By steps, so many that chance alone does not show an honest peer as a cheat."""
 TRIES = 3

@@ -9,7 +9,7 @@ from inversion import alike, by_algebra
 from membership import told_apart
 from torch import nn
 
-pytest.importorskip("dp_accounting", reason='dp-accounting is not installed: pip install "coterie[privacy]"')
+pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: the extra `privacy`")
 VIEWS = {view.name: view for view in leakage.VIEWS}
 
 

@@ -54,7 +54,7 @@ def test_noise_is_made_of_the_stream_that_the_standard_says() -> None:
     assert next(normals_of(key, CHUNK))[:8].tolist() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_a_gpu_makes_the_same_numbers_of_a_key() -> None:
     from coterie.privacy import normals_on_gpu
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 
 import coterie
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.private_peers import PrivatePeers
-from coterie.engines.flare.responder import Responder
-from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.private_gradients import PrivateGradients
+from coterie.engines.private_peers import PrivatePeers
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.responder import Responder
+from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.engines.requests import Request
 from coterie.engines.torch_distributed.group import Group
 from coterie.engines.torch_distributed.secure_sums import MaskedPart
@@ -75,8 +75,10 @@ class Sites(LocalSites):
     def _note(self, peer: Peer) -> None:
         answer = peer.answer
 
-        def noted(request: Request, caller: str = "user 0", share: NoiseShare | None = None) -> Any:
-            reply = answer(request, caller, share)
+        def noted(
+            request: Request, caller: str = "user 0", share: NoiseShare | None = None, *, masked: bool = False
+        ) -> Any:
+            reply = answer(request, caller, share, masked=masked)
             if reply.gradients is not None:
                 self.parts[peer.user.name], self.shares[peer.user.name] = reply.gradients[0], share
             return reply
@@ -94,12 +96,12 @@ def _no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivateGradients, "_clipped", lambda self, x, *_: torch.zeros_like(x, dtype=torch.float64))
 
 
-def engine(sites: LocalSites, **knobs: Any) -> Flare:
+def engine(sites: LocalSites, **knobs: Any) -> Remote:
     how: dict[str, Any] = {"sites": sites, "names": NAMES, "batch_size": BATCH, "secure_sums": True}
-    return Flare(model(), LOSS, user("me"), **how | knobs)
+    return Remote(model(), LOSS, user("me"), **how | knobs)
 
 
-def step(made: Flare, k: int = 0, tau: Mapping[str, float] = TAU) -> coterie.Gradients:
+def step(made: Remote, k: int = 0, tau: Mapping[str, float] = TAU) -> coterie.Gradients:
     return made.gradients(torch.zeros(D), k, tau)
 
 

@@ -121,5 +121,5 @@ def test_nobody_elses_random_numbers_are_drawn() -> None:
 def test_without_scikit_learn_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.delitem(sys.modules, "coterie.sklearn")
-    with pytest.raises(ImportError, match=r'^scikit-learn is not installed; `pip install "coterie\[sklearn\]"`$'):
+    with pytest.raises(ImportError, match=r'^scikit-learn is not installed; `pip install "scikit-learn>=1\.6"`$'):
         importlib.import_module("coterie.sklearn")

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalReplies, LocalSites
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.errors import CoterieError
 
 STEPS, FIRST, LAST = 12, 4, 7
@@ -87,10 +87,12 @@ def trained(folder: Path, fault: str | None = None, **options: Any) -> coterie.R
     if fault is None:
         return coterie.train(nn.Linear(3, 2), cross_entropy, me, others, rule, **settings | options)
 
-    def engine(model: Any, loss: Any, me: Any, peers: Any, *, batch_size: int, seed: int) -> Flare:
+    def engine(model: Any, loss: Any, me: Any, peers: Any, *, batch_size: int, seed: int) -> Remote:
         there = coterie.InProcess(model, loss, me, others, batch_size=batch_size, seed=seed)
         sites = Faulty(LocalSites({peer.name: there.peer(peer.name) for peer in others}), fault)
-        return Flare(model, loss, me, [], names="abc", sites=sites, batch_size=batch_size, seed=seed, probe_every=2)
+        return Remote(
+            model, loss, me, [], names="abc", sites=sites, batch_size=batch_size, seed=seed, probe_every=2
+        )
 
     return coterie.train(nn.Linear(3, 2), cross_entropy, me, [], rule, engine=engine, **settings | options)
 

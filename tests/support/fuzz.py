@@ -25,12 +25,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is t
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.messages import answer_message, read_reply
-from coterie.engines.flare.responder import Responder
-from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.messages import answer_message, read_reply
+from coterie.engines.remote.responder import Responder
+from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.engines.torch_distributed.group import Group
 from coterie.engines.torch_distributed.hellos import HELLO, check_hellos, strictest
 from coterie.engines.torch_distributed.request import Ask
@@ -275,7 +275,7 @@ def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
                 replies["a"] = _message(replies["a"], rng)
             return LocalReplies(replies)
 
-    def step(engine: Flare, k: int) -> None:
+    def step(engine: Remote, k: int) -> None:
         g = engine.gradients(torch.zeros(engine.own.parameters.size), k, dict.fromkeys("abcd", 0.25))
         assert g.peers is not None
         assert g.peers.isfinite().all()
@@ -285,7 +285,7 @@ def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
 
     for _ in range(n):
         peers = {name: Peer(user(name), Passes(model(), cross_entropy)) for name in "abcd"}
-        made = Flare(
+        made = Remote(
             model(), cross_entropy, user("me"), sites=Odd(peers), names="abcd", batch_size=8, secure_sums=True
         )
         for at in range(2):

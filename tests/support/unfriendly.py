@@ -10,9 +10,9 @@ import numpy as np
 
 from coterie import User
 from coterie.data import Preparation, read_table
-from coterie.engines.flare import responder
-from coterie.engines.flare.messages import answer_message
 from coterie.engines.peer import Peer
+from coterie.engines.remote import responder
+from coterie.engines.remote.messages import answer_message
 
 BYTES = 2**30
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from tests.support.quadratics import within
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from coterie import BiasCorrection, Rule, User, WeightedAveraging, theory, train
 from coterie.cli import app
@@ -20,7 +21,7 @@ from coterie.privacy import Privacy
 from coterie.theory.estimates import Estimates
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
-pytest.importorskip("dp_accounting", reason='dp-accounting is not installed: pip install "coterie[privacy]"')
+pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: the extra `privacy`")
 D, ROWS, STEPS = 600, 20, [2, 4, 12]
 PROBLEM = theory.Constants(smoothness=2, pl=1, initial_gap=5, noise=2.0, n_peers=10, bias_floor=0.1)
 

@@ -26,7 +26,7 @@ from coterie.training.run import Run, Step
 from coterie.training.step_tables import StepTables
 from coterie.users.sampling import MAX_STEPS_AHEAD
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 STEPS = 2 * MAX_STEPS_AHEAD + 30
 AnyRule: TypeAlias = Rule | coterie.AdaptiveAveraging
 
@@ -137,13 +137,14 @@ def test_a_guard_s_shadow_is_in_the_program_and_restarts_it(device: str) -> None
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW, falling"])
-def test_adaptive_averaging_steps_as_one_by_one_with_every_schedule(optimizer: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_adaptive_averaging_steps_as_one_by_one_with_every_schedule(optimizer: str, device: str) -> None:
     made, scheduler = OPTIMIZERS[optimizer]
     one_by_one, captured = (
-        train(RULES["adaptive"], users(), capture=flag, optimizer=made, scheduler=scheduler, device=DEVICES[-1])
+        train(RULES["adaptive"], users(), capture=flag, optimizer=made, scheduler=scheduler, device=device)
         for flag in (False, True)
     )
-    assert_same(one_by_one, captured, DEVICES[-1])
+    assert_same(one_by_one, captured, device)
 
 
 @pytest.mark.parametrize("rule", ["corrected", "adaptive"])

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import coterie
 
@@ -35,7 +34,7 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("rule", ["adaptive", "averaging", "alone", "correction", "cosine"])
 def test_the_first_run_of_a_process(rule: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(coterie.__file__).parents[1]), *sys.path])}

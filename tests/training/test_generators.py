@@ -19,12 +19,12 @@ from torch.nn import functional as f
 
 import coterie
 from coterie import methods
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.private_peers import PrivatePeers
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.model_support import warnings_as_errors
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
+from coterie.engines.private_peers import PrivatePeers
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites
 from coterie.privacy.privacy import Privacy
 from coterie.users.sampling import seeded
 
@@ -113,7 +113,7 @@ def test_a_method_with_peers_elsewhere_moves_no_global_generator() -> None:
     me, *peers = users()
     model = made(dropout)
     sites = LocalSites({peer.name: Peer(peer, Passes(copy.deepcopy(model), f.mse_loss)) for peer in peers})
-    engine = functools.partial(Flare, sites=sites, names=[peer.name for peer in peers])
+    engine = functools.partial(Remote, sites=sites, names=[peer.name for peer in peers])
     before = global_state()
     coterie.train(model, f.mse_loss, me, (), methods.FedAvg(2), steps=3, engine=engine)
     assert global_state() == before

@@ -21,7 +21,7 @@ from coterie.engines import Capabilities
 from coterie.errors import KnobError
 from coterie.gradients.gradients import receive, weighted_sum
 from coterie.recording import UserSummary, checkpoint
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 
 Users = Callable[..., list[coterie.User]]
 
@@ -253,7 +253,7 @@ def test_device(make_users: Users, device: Any) -> None:
     assert next(run.model.parameters()).device.type == "cpu"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("between", [[], [nn.BatchNorm1d(5), nn.Dropout(0.0)]])
 def test_a_gpu_gives_what_the_cpu_gives(make_users: Users, between: list[nn.Module]) -> None:
     users = make_users()

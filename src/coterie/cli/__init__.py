@@ -24,7 +24,7 @@ from coterie.cli.predict import predict
 from coterie.cli.reproduce import reproduce
 from coterie.cli.train import train
 from coterie.cli.worker import worker
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, not_installed
 from coterie.registry import IMPORTS, import_from_environment
 
 
@@ -89,8 +89,8 @@ EXTRAS = {
 def _missing(error: ModuleNotFoundError) -> str:
     """Say which package is not there, and what brings it."""
     name = (error.name or str(error)).partition(".")[0]
-    brings = f'"coterie[{EXTRAS[name]}]"' if name in EXTRAS else name
-    return f"the package {name!r} is not installed; `pip install {brings}`"
+    said = f"the package {name!r}"
+    return not_installed(said, EXTRAS[name]) if name in EXTRAS else f"{said} is not installed; `pip install {name}`"
 
 
 def _show(message: str) -> None:

@@ -56,10 +56,10 @@ def init(
     members = (who.me, *who.site) if who.everyone else tuple(who.site)
     consortium = Consortium(who.name, who.server, members, who.port, who.admin_port, everyone=who.everyone)
     fingerprints = set_up(who.folder, consortium, settings, **table.columns())
-    _tell_what_to_hand_over(who, fingerprints)
+    _print_next_steps(who, fingerprints)
 
 
-def _tell_what_to_hand_over(who: ConsortiumOptions, fingerprints: Mapping[str, str]) -> None:
+def _print_next_steps(who: ConsortiumOptions, fingerprints: Mapping[str, str]) -> None:
     """Say which folder is for whom, how it is known to be the right one, and what comes next."""
     folder, mine = who.folder, f"{who.folder}/sites/{who.me}"
     if who.everyone:
@@ -70,6 +70,7 @@ def _tell_what_to_hand_over(who: ConsortiumOptions, fingerprints: Mapping[str, s
         if site != who.me:
             typer.echo(f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key")
             typer.echo(f"  its fingerprint, to tell {site} in another way: {fingerprint}")
+    typer.echo(f"{next(folder.glob('*.whl'))}   coterie itself, for every site to install")
     too = f" and coterie federate site {mine}" if who.everyone else ""
     typer.echo(f"next: coterie federate server {folder}{too}; with all sites there: coterie federate run {folder}")
 

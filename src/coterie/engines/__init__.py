@@ -2,8 +2,10 @@
 
 from coterie.engines.capabilities import AnswersAtOwnPoints, Captures, Local, require
 from coterie.engines.engine import Capabilities, Engine, MakeEngine
-from coterie.engines.flare.private_peers import PrivatePeers
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.private_peers import PrivatePeers
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites, Replies, Sites
 
 __all__ = [
     "AnswersAtOwnPoints",
@@ -12,7 +14,11 @@ __all__ = [
     "Engine",
     "InProcess",
     "Local",
+    "LocalSites",
     "MakeEngine",
     "PrivatePeers",
+    "Remote",
+    "Replies",
+    "Sites",
     "require",
 ]

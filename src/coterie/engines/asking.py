@@ -28,8 +28,7 @@ from coterie.engines.in_process.stacked_sums import ExamplePool, StackedSums
 from coterie.engines.sketch import Sketch, sketch_key
 from coterie.evaluation.evaluate import example_losses
 from coterie.gradients.gradients import finite_rows, is_finite
-from coterie.gradients.parameters import Parameters
-from coterie.gradients.trained_part import copied
+from coterie.gradients.parameters import Parameters, copied
 from coterie.users.examples import Examples, FromDataset, InMemory
 from coterie.users.trees import mapped
 from coterie.users.user import Loss, User

@@ -20,8 +20,7 @@ from coterie.everyone.program import EvaluatedTogether, SharedAnswers, learners_
 from coterie.learners.learner import Learner
 from coterie.learners.program import HOST
 from coterie.learners.spec import RunSpec
-from coterie.recording.interruption import interruptible
-from coterie.recording.progress import Show, progress_bar
+from coterie.recording.progress import Show, interruptible, progress_bar
 from coterie.rules import Alone, FormulaRule
 from coterie.training.loop import TrainingLoop
 from coterie.training.run import Run, Stopped

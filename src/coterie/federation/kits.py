@@ -15,6 +15,7 @@ from coterie.federation.manifest import KIT_FILES, Kit, quoted, seal, verify
 from coterie.federation.participants import lead_task
 from coterie.federation.provisioning import Consortium, provision
 from coterie.federation.settings import FILE, SITE_CAPS, Data, LeadSettings, Model, Training
+from coterie.federation.wheel import write_wheel
 from coterie.tables import models
 
 README = """# {site} in the consortium {consortium}
@@ -23,7 +24,8 @@ You take part in training a model for {lead}. At every step {lead} sends the mod
 computes the gradient of the loss on a batch of **your** rows, and sends that back. Your rows stay here. This folder
 is data: nothing in it is run. Your machine runs the `coterie` that you installed.
 
-1. `pip install "coterie[flare]"` in a Python environment of your own.
+1. `pip install "./{wheel}[flare]"` in a Python environment of your own. The file is coterie itself: {lead}
+   sends it with this folder. `sha256sum` must show `{digest}`. What it depends on comes from your package index.
 2. `coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone for
    example. It then writes `{file}`, which is yours: nobody else has a say in it.
 3. Edit `{file}`: where your table is, how its columns are called, what you give at most (below).
@@ -74,7 +76,7 @@ examples = {examples}     # no gradient of fewer rows than this
 {rest}"""
 
 PRIVACY = """\
-# [privacy]             # what you promise about every row; take `norm` above away. `pip install "coterie[privacy]"`
+# [privacy]             # what you promise about every row; take `norm` above away. It needs the extra `privacy`
 # epsilon = 4.0         # over all runs; a request beyond it is refused
 # delta = 1e-5          # less than one over the number of your rows
 # clip = 1.0            # each row's gradient is clipped to this norm
@@ -96,7 +98,7 @@ def set_up(
     settings: LeadSettings,
     **columns: Any,
 ) -> dict[str, str]:
-    """Write user 0's folder, with a kit for each site, and return the kits' fingerprints.
+    """Write user 0's folder, with a kit for each site and coterie's wheel, and return the kits' fingerprints.
 
     The folder must hold no consortium yet. User 0's table is read to learn how rows become inputs. Where everyone
     trains user 0 has a kit too, which is accepted, and the folder beside it is the server's alone. `columns` are
@@ -115,21 +117,24 @@ def set_up(
     text = _server_file(consortium.sites) if consortium.everyone else _lead_file(settings)
     (folder / FILE).write_text(text, encoding="utf-8")
     fingerprints = {}
+    wheel, digest = write_wheel(folder)
     for kit in kits:
         place = folder / "sites" / kit.site
         kit.save(place)
         preparation.save(place)
-        (place / "README.md").write_text(_page(kit), encoding="utf-8")
+        (place / "README.md").write_text(_page(kit, wheel, digest), encoding="utf-8")
         fingerprints[kit.site] = seal(place)
     if consortium.everyone:
         accept(folder / "sites" / settings.me, fingerprints[settings.me], mine=settings.data)
     return fingerprints
 
 
-def _page(kit: Kit) -> str:
+def _page(kit: Kit, wheel: str, digest: str) -> str:
     page = README_OF_A_MEMBER if kit.everyone else README
     return page.format(
         file=FILE,
+        wheel=wheel,
+        digest=digest,
         caps=first_caps(kit),
         n_others=len(kit.others),
         members_in_words=", ".join(kit.members),

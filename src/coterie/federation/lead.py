@@ -15,8 +15,8 @@ from coterie.choosing import MakesLearner, TellsGradients, chooser_for
 from coterie.choosing.adaptive.schedule import Schedule
 from coterie.data.table import TableTask
 from coterie.engines.engine import MakeEngine
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import Sites
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import Sites
 from coterie.errors import CoterieError, KnobError, PeerLost, printable
 from coterie.federation.participants import Participant, lead_participant
 from coterie.federation.settings import FILE, LeadSettings, MessageSettings, lead_settings
@@ -28,7 +28,7 @@ from coterie.recording.claim import claimed
 from coterie.recording.configuration import StepSettings
 from coterie.registry import RunFacts
 from coterie.tables.fit import Followed, fit, step_size
-from coterie.tables.model_files import save_model
+from coterie.tables.models import save_model
 from coterie.training.train import train
 
 RUN = "run"
@@ -95,7 +95,7 @@ def _engine_of(settings: LeadSettings, sites: Sites) -> MakeEngine:
     """Return what makes the engine: one that sees each site's gradient, or their sum alone."""
     knobs = settings.training
     messages = {each.name: getattr(knobs, each.name) for each in fields(MessageSettings)}
-    return functools.partial(Flare, sites=sites, names=settings.sites, **messages)
+    return functools.partial(Remote, sites=sites, names=settings.sites, **messages)
 
 
 def planned_gradients(settings: LeadSettings) -> int:

@@ -12,9 +12,9 @@ from coterie.data import Preparation, from_table, read_table
 from coterie.data.columns import as_category, check_names
 from coterie.data.reading import some
 from coterie.data.table import TableTask
-from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
+from coterie.engines.remote.responder import Responder
 from coterie.errors import DataError, KnobError
 from coterie.federation.settings import FILE, Data, LeadSettings, Model, SiteSettings, site_settings
 from coterie.tables import models

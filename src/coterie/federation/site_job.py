@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from nvflare.collab import collab
 
-from coterie.engines.flare.responder import Responder
+from coterie.engines.remote.responder import Responder
 from coterie.federation.participants import responder_of
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from coterie.engines.flare.sites import LocalSites
+from coterie.engines.remote.sites import LocalSites
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import write_job
 from coterie.federation.lead import REFUSED, RUN, SUMMARY, lead, rule_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.engines.requests import MAX_POINTS
-from coterie.errors import CoterieError, KnobError
+from coterie.errors import CoterieError, KnobError, not_installed
 from coterie.federation.job import EXECUTOR, site_class
 from coterie.federation.manifest import CERTIFICATES, Kit
 from coterie.federation.watching import LOG
@@ -124,7 +124,7 @@ def surroundings() -> dict[str, str]:
 def require_nvflare() -> None:
     """Refuse to go on where NVFLARE is not installed."""
     if importlib.util.find_spec("nvflare") is None:
-        raise CoterieError('NVFLARE is not installed; `pip install "coterie[flare]"`')
+        raise CoterieError(not_installed("NVFLARE", "flare"))
 
 
 def run_process(command: Sequence[str], place: Path, watch: Callable[[], None]) -> int:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from coterie.arguments import Check
 from coterie.engines.engine import Answers
-from coterie.gradients.parameters import Parameters
-from coterie.gradients.trained_part import copied
+from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.methods.clients import Clients

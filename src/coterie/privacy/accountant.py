@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from coterie.arguments import check_fields, real
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, not_installed
 
 INTERVAL = 1e-3
 """How finely privacy losses are told apart; a coarser interval gives a larger ε, never a smaller one."""
@@ -156,5 +156,5 @@ def dp_accounting_packages() -> tuple[Any, Any]:
         import dp_accounting
         from dp_accounting import pld
     except ImportError as error:
-        raise CoterieError('dp-accounting is not installed; `pip install "coterie[privacy]"`') from error
+        raise CoterieError(not_installed("dp-accounting", "privacy")) from error
     return dp_accounting, pld

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Self
 
-from coterie.errors import CoterieError, MaskError, printable
+from coterie.errors import CoterieError, MaskError, not_installed, printable
 
 _SIGNED = b"coterie: a key for masked sums, of "
 
@@ -102,7 +102,7 @@ class Identity:
 def check_installed() -> None:
     """Refuse to make keys and masks without the package that makes them."""
     if importlib.util.find_spec("cryptography") is None:
-        raise CoterieError('cryptography is not installed; `pip install "coterie[privacy]"`')
+        raise CoterieError(not_installed("cryptography", "privacy"))
 
 
 def shared_secret(private: Any, offer: Offer) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, not_installed
 
 CHUNK = 2**15
 """So many numbers are made at a time, as fit into a cache; of each chunk the first half of the stream are radii."""
@@ -56,7 +56,7 @@ def normals_of(key: bytes, n: int) -> Iterator[Tensor]:
         from cryptography.hazmat.primitives.ciphers import Cipher
         from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
     except ImportError as error:
-        raise CoterieError('cryptography is not installed; `pip install "coterie[privacy]"`') from error
+        raise CoterieError(not_installed("cryptography", "privacy")) from error
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()  # a key that is used once needs no nonce
     zeros, words = bytes(8 * CHUNK), np.empty((2, CHUNK // 2), dtype="<u8")
     for done in range(0, n, CHUNK):

@@ -20,11 +20,11 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import coterie
 from coterie import User
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalReplies, LocalSites
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.engines.requests import Reply, Request
 from coterie.engines.torch_distributed.engine import TorchDistributed, serve
 from coterie.gradients.parameters import Parameters
@@ -161,8 +161,8 @@ def test_a_site_that_is_late_or_lost_is_judged_by_what_it_answered(silent: Calla
     me, peers = users(8)
     names = [peer.name for peer in peers]
 
-    def flare(*given: Any, **options: Any) -> Flare:
-        return Flare(*given[:3], sites=Absent(peers, silent), names=names, misses=STEPS, **options)
+    def flare(*given: Any, **options: Any) -> Remote:
+        return Remote(*given[:3], sites=Absent(peers, silent), names=names, misses=STEPS, **options)
 
     run = train(me, peers, engine=flare)
     account = run.record.end.account
@@ -179,8 +179,10 @@ def test_a_silent_site_is_counted_with_what_it_gave(rule: Any, misses: int) -> N
     me, peers = users()
     sites = Absent(peers, lambda step: step % 7 > 3)
 
-    def flare(*given: Any, **options: Any) -> Flare:
-        return Flare(*given[:3], sites=sites, names=list(sites.responders), misses=misses, probe_every=4, **options)
+    def flare(*given: Any, **options: Any) -> Remote:
+        return Remote(
+            *given[:3], sites=sites, names=list(sites.responders), misses=misses, probe_every=4, **options
+        )
 
     costs = train(me, [], engine=flare, rule=rule).record.end.costs
     assert {name: costs[name].gradients for name in sites.given()} == sites.given()
@@ -192,8 +194,8 @@ def test_sites_that_come_when_peers_have_been_judged_are_not_asked_for_nothing()
     me, peers = users()
     sites = Absent(peers, lambda step: step < STEPS // 2, [peer.name for peer in peers])
 
-    def flare(*given: Any, **options: Any) -> Flare:
-        return Flare(*given[:3], sites=sites, names=list(sites.responders), misses=STEPS, **options)
+    def flare(*given: Any, **options: Any) -> Remote:
+        return Remote(*given[:3], sites=sites, names=list(sites.responders), misses=STEPS, **options)
 
     end = train(me, [], engine=flare).record.end
     assert (end.account["trunk"], end.account["path"], end.account["tau"]) == ("none", "alone", {})
@@ -242,8 +244,8 @@ def test_pooled_weighs_sites_by_what_they_say_they_have() -> None:
     )
     held = {one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss), Caps(examples=10)) for one in peers[:2]}
 
-    def flare(*given: Any, **options: Any) -> Flare:
-        return Flare(*given[:3], sites=LocalSites(held), names=[one.name for one in peers], misses=1, **options)
+    def flare(*given: Any, **options: Any) -> Remote:
+        return Remote(*given[:3], sites=LocalSites(held), names=[one.name for one in peers], misses=1, **options)
 
     made: list[Any] = []
 
@@ -266,8 +268,8 @@ def test_costs_are_the_gradients_that_peers_were_asked_for() -> None:
     me, peers = users()
     held = {one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss)) for one in peers}
 
-    def flare(*given: Any, **options: Any) -> Flare:
-        return Flare(*given[:3], sites=LocalSites(held), names=list(held), **options)
+    def flare(*given: Any, **options: Any) -> Remote:
+        return Remote(*given[:3], sites=LocalSites(held), names=list(held), **options)
 
     costs = train(me, [], engine=flare).record.end.costs
     assert all(peer.ledger.given == costs[name].gradients for name, peer in held.items())
@@ -296,8 +298,8 @@ def test_a_loud_peer_is_not_counted_where_it_is_not_asked() -> None:
     peers[1] = User("loud", 1000 * inputs, targets)
     held = {one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss)) for one in peers}
 
-    def flare(*given: Any, **options: Any) -> Flare:
-        return Flare(*given[:3], sites=LocalSites(held), names=list(held), **options)
+    def flare(*given: Any, **options: Any) -> Remote:
+        return Remote(*given[:3], sites=LocalSites(held), names=list(held), **options)
 
     costs = train(me, [], engine=flare).record.end.costs
     assert {name: costs[name].gradients for name in held} == {name: one.ledger.given for name, one in held.items()}
@@ -311,8 +313,8 @@ def test_of_three_sites_the_wrong_one_is_not_listened_to() -> None:
     caps = Caps(gradients=1000, norm=10.0, examples=16)  # those that sites have at first
     held = {one.name: Peer(one, Passes(make(), cross_entropy), caps) for one in peers}
 
-    def flare(*given: Any, **options: Any) -> Flare:
-        return Flare(*given[:3], sites=LocalSites(held), names=list(held), **options)
+    def flare(*given: Any, **options: Any) -> Remote:
+        return Remote(*given[:3], sites=LocalSites(held), names=list(held), **options)
 
     torch.manual_seed(0)
     options: dict[str, Any] = {"lr": 0.01, "steps": 40, "measure": False, "progress": False}

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import coterie
-from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.mutual.letters import packed, unpacked
 from coterie.engines.mutual.processes import LAST_THREAD, Mate, Processes
+from coterie.engines.remote.responder import Responder
 
 
 class Written:

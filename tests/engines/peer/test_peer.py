@@ -15,13 +15,13 @@ from tests.support.small_peers import LOSS, model, peer_of
 from torch import nn
 
 import coterie
-from coterie.engines.flare.messages import answer_message
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.peer.caps import Caps, clipped
+from coterie.engines.remote.messages import answer_message
 from coterie.engines.requests import Request, to_array
 from coterie.errors import KnobError
-from coterie.gradients.trained_part import frozen_digest
+from coterie.gradients.parameters import frozen_digest
 
 Users = Callable[..., list[coterie.User]]
 

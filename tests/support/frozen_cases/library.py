@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import coterie
 from coterie import aggregators, attacks, methods
 from coterie.data import from_table
-from coterie.engines.flare.engine import Flare
-from coterie.engines.flare.sites import LocalSites
 from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites
 from coterie.errors import GradientError
 from coterie.rules import similarity
 from coterie.rules.streams import StreamAveraging
@@ -169,7 +169,7 @@ def changed(model: nn.Module) -> nn.Module:
 def flare(model: nn.Module, loss: Any, me: Any, peers: Users, **settings: Any) -> Any:
     """Make an engine whose sites are in this process."""
     sites = LocalSites({peer.name: Peer(peer, Passes(changed(model), loss)) for peer in peers})
-    return Flare(model, loss, me, sites=sites, names=[peer.name for peer in peers], **settings)
+    return Remote(model, loss, me, sites=sites, names=[peer.name for peer in peers], **settings)
 
 
 def attacked(attackers: Sequence[str], attack: Any) -> Callable[..., Any]:

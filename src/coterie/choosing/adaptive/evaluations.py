@@ -11,7 +11,7 @@ from coterie.choosing.adaptive.stopping import Chosen, Path, Resampled, hellinge
 from coterie.choosing.adaptive.weights import Array
 from coterie.engines.asking import GradientsAtPoints
 from coterie.evaluation.losses import is_log_likelihood, is_squared
-from coterie.gradients.trained_part import copied
+from coterie.gradients.parameters import copied
 from coterie.learners.spec import RunSpec
 from coterie.recording.result import GuardDecision
 from coterie.users.examples import InMemory

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from coterie.engines.flare.engine import MASKED_NVFLARE, Flare
-from coterie.engines.flare.responder import Responder
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.mutual.meeting import HELLO, Meeting
 from coterie.engines.mutual.processes import Mate, Processes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.responder import Responder
 from coterie.engines.requests import MAX_POINTS, whole_number
 from coterie.engines.rounding import Compress
 from coterie.errors import DataError, ModelError, printable
@@ -30,20 +30,20 @@ _ENTRIES: dict[str, Any] = {"name": str, "examples": int | str, "size": int, "dt
 """What a process says of itself, and of which types it is."""
 
 
-class Mutual(Flare):
+class Mutual(Remote):
     """The gradients of users in other processes, each of which trains its own model in the same way.
 
     Every process calls `coterie.train(model, loss, me, [], …, engine=Mutual)` with its own user. It asks the others
     for gradients at its points, and answers them at theirs, in threads of its own. No process waits for another's
     step, and the answer to a question depends on nothing but the question: where nobody is late, everybody has the
-    run that `coterie.train_everyone` gives it. One that is late or lost is left out as by `Flare`, and comes back
+    run that `coterie.train_everyone` gives it. One that is late or lost is left out as by `Remote`, and comes back
     by itself. Who is done first answers until the others are done.
 
     Args:
         model, loss, me, batch_size, seed: as for `InProcess`; examples stay in their process.
         peers: none, as their examples are elsewhere.
         timeout: seconds to wait for another process in one step. One that is lost is not waited for.
-        misses, probe_every, minimum, compress, secure_sums, largest: as for `Flare`.
+        misses, probe_every, minimum, compress, secure_sums, largest: as for `Remote`.
         caps, log: what this process gives the others; as for `serve`. There is no `privacy`: the points of its own
             run, which the others see, tell of its examples without noise.
         sums: give masked sums only, such as these; the others then need `secure_sums`.
@@ -92,9 +92,7 @@ class Mutual(Flare):
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
-        described = super().describe()
-        masked = ", masked sums" if described["engine"] == MASKED_NVFLARE else ""
-        return described | {"engine": f"torch.distributed, everybody trains{masked}", "peers": self._told}
+        return super().describe() | {"peers": self._told}
 
     def close(self) -> None:
         """Ask no more; the others are answered until they are done, in the background."""

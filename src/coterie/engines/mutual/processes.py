@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from coterie.engines.flare.responder import Responder
 from coterie.engines.mutual.letters import packed, unpacked
 from coterie.engines.mutual.link import Link
 from coterie.engines.mutual.meeting import Meeting, Notes
+from coterie.engines.remote.responder import Responder
 from coterie.errors import PeerLost
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Mate:
 
 @dataclass(frozen=True)
 class Awaited:
-    """The answers of several processes, as they come; see `coterie.engines.flare.sites.Replies`."""
+    """The answers of several processes, as they come; see `coterie.engines.remote.sites.Replies`."""
 
     answers: Mapping[str, futures.Future[Any]]
     end: float  # by `time.monotonic`
@@ -103,7 +103,7 @@ class Awaited:
 
 
 class Processes:
-    """All other processes; what `coterie.engines.flare.sites.Sites` asks for.
+    """All other processes; what `coterie.engines.remote.sites.Sites` asks for.
 
     Threads of their own read what comes, so that a process answers also while its own training waits, evaluates or
     is over. One of them computes the answers, one after the other.

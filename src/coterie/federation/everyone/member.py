@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from coterie.engines.flare.responder import Responder
-from coterie.engines.flare.sites import Sites
+from coterie.engines.remote.responder import Responder
+from coterie.engines.remote.sites import Sites
 from coterie.errors import CoterieError, PeerLost
 from coterie.federation.lead import RECORD, REFUSED, RUN, at_work, problems_with, rule_of, train_here
 from coterie.federation.participants import lead_participant, peer_with

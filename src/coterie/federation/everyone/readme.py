@@ -8,7 +8,8 @@ training rows. Yours does the same for them. Rows stay where they are; your mode
 test rows and what comes out stay here, in `run`. The server at {server} passes messages on: they are encrypted from
 site to site. This folder is data: nothing in it is run. Your machine runs the `coterie` that you installed.
 
-1. `pip install "coterie[flare]"` in a Python environment of your own.
+1. `pip install "./{wheel}[flare]"` in a Python environment of your own. The file is coterie itself: {lead}
+   sends it with this folder. `sha256sum` must show `{digest}`. What it depends on comes from your package index.
 2. `coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone for
    example. It then writes `{file}`, which is yours: nobody else has a say in it.
 3. Edit `{file}`: where your table is, how its columns are called, how you train, what you give at most (below).

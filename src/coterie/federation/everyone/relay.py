@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coterie.engines.flare.sites import Sites
+from coterie.engines.remote.sites import Sites
 from coterie.errors import printable
 from coterie.federation.lead import REFUSED, REMEDY, RUN, SUMMARY, at_work
 from coterie.federation.settings import members_of

@@ -1,0 +1,173 @@
+"""Requests and replies as NVFLARE carries them: dictionaries of plain data and NumPy arrays.
+
+Both ends take nothing on trust. What does not fit is refused by the site, and left out by user 0.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.engines.engine import LocalWork
+from coterie.engines.peer import Peer
+from coterie.engines.requests import Request, to_array
+from coterie.errors import printable
+from coterie.gradients.gradients import is_finite
+from coterie.gradients.parameters import Parameters
+from coterie.privacy.masks import N_CHECKS, NoiseShare, Words
+
+FLOATS = (np.float16, np.float32, np.float64)
+MAX_EXTRA_BYTES = 4096
+"""How many bytes a message may have beside the gradients."""
+
+
+def pack_request(request: Request, points: Tensor | None = None) -> dict[str, Any]:
+    """Return a request as a message; with `points` in place of its own, which may be in half precision."""
+    buffers = {name: to_array(buffer) for name, buffer in request.buffers.items()}
+    sent = to_array(request.points) if points is None else _encoded(points)
+    message = vars(request) | {"points": sent, "buffers": buffers}
+    work = message.pop("work")
+    if work is not None:
+        message["work"] = vars(work) | {"add": None if work.add is None else to_array(work.add)}
+    return message
+
+
+def request_bytes(message: dict[str, Any]) -> int:
+    """Return how many bytes the arrays of a request have."""
+    arrays = [message["points"], *message["buffers"].values(), message.get("work", {}).get("add")]
+    return sum(array.nbytes for array in arrays if array is not None)
+
+
+def answer_message(
+    peer: Peer, caller: str, request: Any, share: NoiseShare | None = None, *, masked: bool = False
+) -> dict[str, Any]:
+    """Return a peer's reply to a message, as a message; for a masked sum, with a share of its noise.
+
+    Of an error only its kind leaves the site: its text may hold what is in the data.
+    """
+    step = request.get("step") if isinstance(request, dict) else None
+    try:
+        read = _read_request(peer, request)
+        reply = (
+            peer.refuse(read, caller, step)
+            if isinstance(read, str)
+            else peer.answer(read, caller, share, masked=masked)
+        )
+    except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
+        return {"refused": f"it failed with {type(error).__name__}"}
+    if reply.gradients is None:
+        return {"refused": reply.refused}
+    gradients, asked_as = reply.gradients, _decoded(request["points"])
+    if asked_as is not None and share is None:  # in half precision a share of noise could be rounded away
+        gradients = peer.rounded(gradients, asked_as.dtype, caller)
+    about = {"site": peer.user.name, "step": step, "seconds": reply.seconds, "examples": reply.examples}
+    about |= {} if reply.noise is None else {"noise": reply.noise}
+    return {"gradients": _encoded(gradients), **about}
+
+
+def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str | None:
+    """Return the gradients in a reply, like `points`, None where there is no reply, or what is wrong with it.
+
+    They may not be finite.
+    """
+    if reply is None:
+        return None
+    fields = reply if isinstance(reply, dict) else {}
+    sent, refused = fields.get("gradients"), fields.get("refused")
+    if isinstance(refused, str):
+        return "refused: " + printable(refused, 100)
+    if not isinstance(sent, np.ndarray):
+        return "not a gradient"
+    gradients = _decoded(sent)
+    wrong = {
+        "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
+        "of another step": _is_other(fields.get("step"), step),
+        "too large": sent.nbytes > points.numel() * 8 + MAX_EXTRA_BYTES,
+        "not of floating-point numbers": gradients is None,
+        f"shape {sent.shape} instead of {tuple(points.shape)}": sent.shape != tuple(points.shape),
+    }
+    reasons = [reason for reason, is_so in wrong.items() if is_so]
+    return reasons[0] if reasons or gradients is None else gradients.to(points)
+
+
+def read_part(name: str, reply: Any, step: int, round_: int, size: int) -> Words | str:
+    """Return a site's masked part of a sum of `size` numbers, or why there is none."""
+    fields = reply if isinstance(reply, dict) else {}
+    part, refused = fields.get("part"), fields.get("refused")
+    if isinstance(refused, str):
+        return "refused: " + printable(refused, 150)
+    wrong = {
+        "no answer": reply is None,
+        "not a masked part": not isinstance(part, np.ndarray) or part.dtype != np.uint32,
+        "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
+        "of another step": _is_other(fields.get("step"), step) or _is_other(fields.get("round"), round_),
+    }
+    reasons = [reason for reason, is_so in wrong.items() if is_so]
+    if reasons or not isinstance(part, np.ndarray):
+        return reasons[0]
+    return part if part.shape == (size + N_CHECKS,) else f"shape {part.shape} instead of {(size + N_CHECKS,)}"
+
+
+def _is_other(number: Any, expected: int) -> bool:
+    return not isinstance(number, int) or number != expected
+
+
+def _read_request(peer: Peer, message: Any) -> Request | str:
+    """Return the request in a message, for this peer's model, or what is wrong with it."""
+    if not isinstance(message, dict):
+        return "a request must have fields"
+    points, parameters = _decoded(message.get("points")), peer.passes.parameters
+    if points is None or not is_finite(points):
+        return f"a point must be {parameters.size} finite floating-point numbers"
+    work = _read_work(message.get("work"), parameters)
+    if isinstance(work, str):
+        return work
+    numbers: dict[str, Any] = {name: message.get(name) for name in ("step", "seed", "batch_size")}
+    buffers, frozen = message.get("buffers", {}), message.get("frozen")
+    if not all(isinstance(number, int) for number in numbers.values()):
+        return "step, seed and batch size must be whole numbers"
+    if not isinstance(buffers, dict) or not all(
+        isinstance(b, np.ndarray) and b.dtype.kind in "fiub" for b in buffers.values()
+    ):
+        return "buffers must be arrays by name"
+    return Request(
+        points.to(parameters.device, parameters.dtype),
+        **numbers,
+        buffers={name: torch.from_numpy(np.array(buffer)) for name, buffer in buffers.items()},
+        frozen=None if frozen is None else str(frozen),
+        work=work,
+    )
+
+
+def _read_work(message: Any, parameters: Parameters) -> LocalWork | str | None:
+    """Return the steps that a message asks for, None where it asks for none, or what is wrong with them."""
+    if message is None:
+        return None
+    fields = message if isinstance(message, dict) else {}
+    count, lr, decay, add = (fields.get(name) for name in ("count", "lr", "decay", "add"))
+    if type(count) is not int or type(lr) is not float or type(decay) is not float:
+        return "steps of its own must have a count, a step size and a decay"
+    row = None if add is None else _decoded(add)
+    if add is not None and (row is None or not bool(row.isfinite().all())):
+        return "what is added must be finite numbers like the points"
+    row = None if row is None else row.to(parameters.device, parameters.dtype)
+    return LocalWork(count, lr, row, decay)
+
+
+def _encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return an array to send; of bfloat16, which NumPy does not have, its bits as whole numbers of 16 bits."""
+    plain = tensor.detach().cpu()
+    return np.array(plain.view(torch.int16).numpy()) if plain.dtype == torch.bfloat16 else to_array(plain)
+
+
+def _decoded(array: Any) -> Tensor | None:
+    """Return the numbers of an array; None where it is not one of floating-point numbers.
+
+    They are where they came, and not to be changed, unless torch cannot read them there.
+    """
+    if not isinstance(array, np.ndarray) or array.dtype not in (*FLOATS, np.int16):
+        return None
+    plain = array if array.flags.c_contiguous and array.flags.behaved else np.array(array)
+    numbers = torch.from_numpy(plain)
+    return numbers.view(torch.bfloat16) if array.dtype == np.int16 else numbers

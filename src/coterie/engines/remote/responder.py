@@ -1,0 +1,94 @@
+"""What a site answers, whatever carries the messages: gradients, or its part of sums that hide the parts."""
+
+import functools
+from typing import Any
+
+from coterie.engines.peer import Peer
+from coterie.engines.remote.messages import answer_message
+from coterie.errors import MaskError
+from coterie.privacy.masks import digest_of
+from coterie.privacy.member import Member, check_margin
+from coterie.privacy.sums import SumsOnly
+
+
+class Responder:
+    """A site in one job. It gives its gradients, or with `sums` its part of masked sums and nothing else.
+
+    Which sums it takes part in is its own decision; see `Member`.
+
+    Args:
+        peer: what computes the gradients.
+        sums: which sums it takes part in. With None it also gives gradients on their own, and takes part in the
+            sums that `SumsOnly()` allows.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from coterie import User
+        >>> from coterie.engines.in_process.passes import Passes
+        >>> user = User("a", torch.eye(2), torch.ones(2, 1))
+        >>> peer = Peer(user, Passes(nn.Linear(2, 1), nn.functional.mse_loss))
+        >>> Responder(peer, SumsOnly()).gradients({"step": 0})
+        {'refused': 'it gives masked sums only; set `secure_sums` in [training]'}
+    """
+
+    def __init__(self, peer: Peer, sums: SumsOnly | None = None) -> None:
+        self.peer, self.only_sums, self.sums = peer, sums is not None, sums or SumsOnly()
+        check_margin(peer.margin, sums)
+
+    def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
+        """Say whether there is a gradient to give, and what is given at most; see `Peer.terms`."""
+        return self.peer.terms(batch_size, gradients) | ({"sums_of": self.sums.peers} if self.only_sums else {})
+
+    def gradients(self, request: Any, caller: str = "user 0") -> dict[str, Any]:
+        """Return the gradients asked for, or why there are none; see `Peer.answer`."""
+        if self.only_sums:
+            return self._refused("it gives masked sums only; set `secure_sums` in [training]", caller, request)
+        return answer_message(self.peer, caller, request)
+
+    @functools.cached_property
+    def member(self) -> Member:
+        """What it is in masked sums."""
+        how = self.peer.norm_under_masks, self.peer.margin
+        return Member(self.peer.identity, self.sums, *how, masked_only=self.only_sums)
+
+    def offer(self, batch_size: Any = None) -> dict[str, Any]:
+        """Return a new key for one agreement, and the noise that the sum must have for such batches."""
+        return self.member.offer() | self.peer.noise_terms(batch_size)
+
+    def join(self, agreement: Any, caller: str = "user 0") -> dict[str, Any]:
+        """Take part in the sums of an agreement, with the key offered last; say so, or why not."""
+        try:
+            agreed = self.member.join(agreement)
+        except Exception as error:
+            return self._refused(_reason(error), caller, {})
+        for site, offer in agreed.offers.items():
+            self.peer.ledger.note(caller=caller, sum_with=site, fingerprint=offer.fingerprint)
+        return {"joined": agreed.digest.hex()}
+
+    def part(self, request: Any, caller: str = "user 0") -> dict[str, Any]:
+        """Return the masked part of a sum: the gradients asked for, by their weight, or why there are none.
+
+        The masks are those of this request, and its `round` must be larger than the last, so that no mask is used
+        twice.
+        """
+        fields = request if isinstance(request, dict) else {}
+        try:
+            context, masks = digest_of(request), self.member.next_round(fields.get("round"), fields.get("work"))
+            share = masks.agreement.share_of(masks.site)
+            reply = answer_message(self.peer, caller, request, share, masked=True)
+            if "gradients" not in reply:
+                return reply
+            part = masks.masked(reply.pop("gradients"), context)
+            return reply | {"round": fields["round"], "part": part}
+        except Exception as error:
+            return self._refused(_reason(error), caller, request)
+
+    def _refused(self, reason: str, caller: str, request: Any) -> dict[str, Any]:
+        step = request.get("step") if isinstance(request, dict) else None
+        return {"refused": self.peer.refuse(reason, caller, step).refused}
+
+
+def _reason(error: Exception) -> str:
+    """Return what leaves of an error: its text may hold what is in the data."""
+    return str(error) if isinstance(error, MaskError) else f"it failed with {type(error).__name__}"

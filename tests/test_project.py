@@ -1,0 +1,97 @@
+"""What a stranger meets first is true: workflows call make targets, containers start commands that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie.cli import app
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_call_make_targets_that_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    workflow = load(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    called: set[str] = set()
+    for job in workflow["jobs"].values():
+        commands = [step.get("run", "") for step in job.get("steps", ())]
+        matrix = job.get("strategy", {}).get("matrix", {})
+        called |= {word for line in commands for word in re.findall(r"^make ([a-z-]+)", line)}
+        called |= set(matrix.get("target", ()))
+        assert "uses" in job or job["timeout-minutes"] <= 180
+    assert called
+    assert called <= targets
+
+
+def test_what_continuous_integration_runs_is_what_the_hosted_workflow_runs() -> None:
+    here = {
+        target
+        for name in ("run", "release")
+        for target in re.findall(r"^make (\S+)", (ROOT / ".ci" / name).read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert here <= set(
+        load(ROOT / ".github/workflows/test.yml")["jobs"]["make"]["strategy"]["matrix"]["target"]
+    ) | {"test"}
+
+
+def test_the_lock_has_what_is_needed_with_hashes_and_agrees_with_the_constraints() -> None:
+    locked = dict(
+        re.findall(r"^([\w.-]+)==(\S+) \\\n    --hash", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    )
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = {name.lower(): version for name, version in pinned.items()}
+    needed = {"numpy", "scipy", "scikit-learn", "pandas", "pyarrow", "skops", "typer", "nvflare", "dp-accounting"}
+    assert needed <= locked.keys()
+    assert "torch" not in locked, "it comes in many builds"
+    assert {name: version for name, version in locked.items() if pinned.get(name, version) != version} == {}
+
+
+def test_the_container_has_no_root_and_no_compiler() -> None:
+    lines = [
+        line for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines() if line[:1] not in "# "
+    ]
+    last = max(number for number, line in enumerate(lines) if line.startswith("FROM "))
+    assert [line for line in lines[last:] if line.startswith("USER ")] == ["USER 10001"]
+    assert not re.search(r"apt-get|gcc|:latest", "\n".join(lines))
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert {f"!{name}" for name in copied} == {name for name in ignored if name.startswith("!")}
+
+
+def test_the_consortium_of_containers_runs_commands_that_exist() -> None:
+    services = load(ROOT / "compose.yaml")["services"]
+    assert set(services) == {"setup", "server", "basel", "bern", "geneva"}
+    (script,) = services["setup"]["command"]
+    words = shlex.split(script.replace("$$", "$").replace("\\\n", " "), comments=True)
+    starts = [place for place, word in enumerate(words) if word == "coterie"]
+    commands = [words[place + 1 : place + 3] for place in starts]
+    commands += [service["command"][:2] for name, service in services.items() if name != "setup"]
+    assert sorted(name for _, name in commands) == ["accept", "init", "run", "server", "site", "site"]
+    for command in commands:
+        answer = CliRunner().invoke(app, [*command, "--help"])
+        assert answer.exit_code == 0
+    told = CliRunner().invoke(app, ["federate", "init", "--help"], env={"COLUMNS": "200"}).output
+    assert [word for word in words if word.startswith("--") and word not in told] == []
+    for service in services.values():
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert set(service.get("depends_on", ())) <= set(services)
+    for site in ("basel", "bern"):
+        (volume,) = services[site]["volumes"]
+        assert volume["volume"]["subpath"] == f"sites/{site}", "a site sees its own folder alone"
