@@ -45,8 +45,7 @@ from coterie.methods import (
 )
 from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rehearsal import gradients_asked
-from coterie.recording.costs import Costs
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Costs, Traffic
 
 METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer sends in two rounds
     "FedAvg": (FedAvg(3), 2),
