@@ -75,8 +75,10 @@ class Sites(LocalSites):
     def _note(self, peer: Peer) -> None:
         answer = peer.answer
 
-        def noted(request: Request, caller: str = "user 0", share: NoiseShare | None = None) -> Any:
-            reply = answer(request, caller, share)
+        def noted(
+            request: Request, caller: str = "user 0", share: NoiseShare | None = None, *, masked: bool = False
+        ) -> Any:
+            reply = answer(request, caller, share, masked=masked)
             if reply.gradients is not None:
                 self.parts[peer.user.name], self.shares[peer.user.name] = reply.gradients[0], share
             return reply

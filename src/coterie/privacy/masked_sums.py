@@ -13,7 +13,7 @@ from coterie.errors import KnobError, MaskError, printable
 from coterie.gradients.gradients import Gradients, complete
 from coterie.privacy.keys import Offer, check_installed
 from coterie.privacy.masks import Agreement, Words, revealed
-from coterie.privacy.sums import ROUNDING
+from coterie.privacy.sums import LARGEST, ROUNDING
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class MaskedSums:
         {'basel': 'no answer', 'bern': 'no answer'}
     """
 
-    def __init__(self, *, misses: int = 3, minimum: int = 1, largest: float = 16.0) -> None:
+    def __init__(self, *, misses: int = 3, minimum: int = 1, largest: float = LARGEST) -> None:
         for knob, least in {"misses": misses, "minimum": minimum}.items():
             if least < 1:
                 raise KnobError(f"`{knob}` must be at least 1, got {least}")

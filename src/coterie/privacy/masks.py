@@ -8,6 +8,7 @@ different things have different masks, and their sum is noise.
 import hashlib
 import hmac
 import math
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ SPREAD = 8.0
 LEAST_UNITS = 4.0
 """So many units must a share of noise have: then it hides what is lost when a part is rounded to a whole number."""
 
+UNITS_OF_NORM = 2.0**12
+"""So many units must the norm have that a site clips to: coarser steps would tell where its own part lies."""
+
 MAX_SITES = 1000
 MAX_DEPTH = 4
 
@@ -42,7 +46,7 @@ class Agreement:
 
     Args:
         weights: τ, the weight of each site.
-        largest: what no entry of a gradient exceeds; one that does is an error.
+        largest: what no entry of a gradient exceeds; one that does is cut.
         offers: the key of each site.
         noise: the standard deviation of the noise that the sum has, where the sites split it: also without that of
             `margin` of them. Each site adds a share.
@@ -114,7 +118,7 @@ class Agreement:
     @property
     def scale(self) -> float:
         """How many units of the whole numbers are 1: the largest sum, rounded at every site, does not wrap."""
-        return (2**31 - 1 - len(self.weights)) / (self.largest * math.fsum(self.weights.values()))
+        return (2**31 - 1 - 2 * len(self.weights)) / (self.largest * math.fsum(self.weights.values()))
 
 
 @dataclass(frozen=True)
@@ -161,39 +165,40 @@ class Masks:
                 derive = HKDF(hashes.SHA256(), length=32, salt=agreement.digest, info=b"coterie: masks of a pair")
                 self._keys[other] = derive.derive(shared_secret(private, offer))
 
-    def masked(self, gradient: np.ndarray[Any, Any], context: bytes, *, cut: bool = False) -> Words:
+    def masked(self, gradient: np.ndarray[Any, Any], context: bytes) -> Words:
         """Return τ_k g_k as whole numbers under the masks of this context, in which nothing else may be masked.
 
-        `cut`: an entry that is too large is cut, not refused: of a private gradient no refusal may tell.
+        An entry that is too large is cut: a refusal would tell of this site alone. So would the steps of rounding:
+        before it, numbers of [-1, 1] are added, with which neither mean nor variance of the error depends on the
+        entry (triangular dither).
         """
         values, largest = gradient.ravel(), self.agreement.largest
         part = np.zeros(values.size + N_CHECKS, np.uint32)
         zeros, mask = memoryview(bytes(4 * CHUNK)), np.empty(CHUNK, np.uint32)
+        dither = _stream(secrets.token_bytes(32), b"")
         streams = [(_stream(key, context), self.site < other) for other, key in self._keys.items()]
         for start in range(0, len(part), CHUNK):
             some, here = values[start : start + CHUNK], part[start : start + CHUNK]
-            if cut and some.dtype.kind == "f":  # to no more than `largest`, which single precision may not have
+            if some.dtype.kind == "f":  # to no more than `largest`, which single precision may not have
                 some = some.astype(np.float64).clip(-largest, largest)
-            here[: len(some)] = whole_numbers(some, self.agreement.weights[self.site], self.agreement)
+            dither.update_into(zeros[: 4 * len(some)], mask.data.cast("B"))
+            here[: len(some)] = whole_numbers(
+                some, self.agreement.weights[self.site], self.agreement, _triangular(mask[: len(some)])
+            )
             for stream, adds in streams:
                 stream.update_into(zeros[: here.nbytes], mask.data.cast("B"))
                 (np.add if adds else np.subtract)(here, _little(mask[: len(here)]), out=here)
         return part
 
 
-def whole_numbers(gradient: np.ndarray[Any, Any], weight: float, agreement: Agreement) -> Words:
-    """Return τ_k g_k as whole numbers modulo 2³²; a `MaskError` for what is not finite or too large."""
+def whole_numbers(gradient: np.ndarray[Any, Any], weight: float, agreement: Agreement, dither: Any = 0.0) -> Words:
+    """Return τ_k g_k as whole numbers modulo 2³², of entries up to `largest`; a `MaskError` for other values."""
     if gradient.dtype.kind != "f":
         raise MaskError("a masked sum is of floating-point numbers, not rounded to 16 bits")
-    largest = max(float(gradient.max()), -float(gradient.min())) if gradient.size else 0.0  # of NaN it is NaN
-    if not math.isfinite(largest):
-        raise MaskError("not finite")
-    if largest > agreement.largest:
-        raise MaskError(
-            f"an entry of the gradient is beyond {agreement.largest:g}, the largest that the sum takes; clip to a "
-            "norm of at most that"
-        )
+    if gradient.size and not max(float(gradient.max()), -float(gradient.min())) <= agreement.largest:  # or NaN
+        raise MaskError(f"an entry of the gradient is beyond {agreement.largest:g}, or not finite")
     values = np.multiply(gradient.ravel(), weight * agreement.scale, dtype=np.float64)
+    values += dither
     whole: Words = np.rint(values, out=values).astype(np.int32).view(np.uint32)
     return whole
 
@@ -253,6 +258,12 @@ def _stream(key: bytes, context: bytes) -> Any:
 
     once = hmac.digest(key, b"coterie: a mask of " + context + b"\x01", "sha256")  # HKDF's second half, of 32 bytes
     return Cipher(ChaCha20(once, bytes(16)), mode=None).encryptor()  # a key for one message needs no nonce
+
+
+def _triangular(words: Words) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return for each word the sum of two uniform numbers of [-1/2, 1/2], made from its halves."""
+    halves = words.view(np.uint16).reshape(-1, 2)
+    return (halves[:, 0].astype(np.float64) + halves[:, 1]) / (2**16 - 1) - 1
 
 
 def _little(words: Words) -> Words:

@@ -6,7 +6,7 @@ import torch
 
 from coterie.errors import KnobError, MaskError, printable
 from coterie.privacy.keys import Giving, Identity, check_known
-from coterie.privacy.masks import LEAST_UNITS, Agreement, Masks
+from coterie.privacy.masks import LEAST_UNITS, UNITS_OF_NORM, Agreement, Masks
 from coterie.privacy.sums import SumsOnly
 
 MAX_ROUND = 2**62
@@ -21,6 +21,8 @@ class Member:
     Args:
         identity: by what the others know it.
         sums: which sums it takes part in.
+        norm: what its gradients are clipped to, so that none has a larger entry; None where they are private. A sum
+            that takes less would cut its part, and by where it cuts user 0 would find out what the part is.
         margin: it splits its noise with the other sites, of which so many may tell theirs; see `Privacy`.
         masked_only: it gives gradients under masks only. Sites that give theirs more freely then do not count:
             user 0 could have their gradients otherwise, and take them off the sum.
@@ -40,10 +42,16 @@ class Member:
     """
 
     def __init__(
-        self, identity: Identity, sums: SumsOnly, margin: int | None = None, *, masked_only: bool = True
+        self,
+        identity: Identity,
+        sums: SumsOnly,
+        norm: float | None = None,
+        margin: int | None = None,
+        *,
+        masked_only: bool = True,
     ) -> None:
         check_margin(margin, sums)
-        self.identity, self.sums, self.margin = identity, sums, margin
+        self.identity, self.sums, self.norm, self.margin = identity, sums, norm, margin
         self.giving = Giving.PLAIN if not masked_only else Giving.KNOWN_KEYS if sums.keys else Giving.MASKED
         self._private: Any = None  # the key of the offer that is open
         self._masks: Masks | None = None
@@ -68,7 +76,7 @@ class Member:
         """Return the masks of the next round, which are good for one part; none for steps of its own."""
         if self._masks is None:
             raise MaskError("it has joined no sum")
-        if work is not None:  # what is added to a gradient would tell by refusals where it lies
+        if work is not None:
             raise MaskError("it adds gradients under masks, not steps of its own")
         if type(number) is not int or not self._round < number < MAX_ROUND:
             raise MaskError("the number of a round must be larger than the last")
@@ -88,6 +96,12 @@ class Member:
             how = "know the others' keys" if self.giving is Giving.KNOWN_KEYS else "give masked sums only"
             but = f"; {printable(freer[0], 50)!r} does not {how}, and does not count" if freer else ""
             raise MaskError(f"it gives {self.sums}{but}")
+        if self.norm is not None and agreed.largest < self.norm:
+            raise MaskError(
+                f"it clips gradients to norm {self.norm:g}, and the sum takes entries up to {agreed.largest:g} only"
+            )
+        if self.norm is not None and self.norm * weights[me] * agreed.scale < UNITS_OF_NORM:
+            raise MaskError(f"its gradients would be rounded away where entries may be {agreed.largest:g}")
         self._check_noise(agreed)
         if self._last is not None:
             _check_same_job(self._last, agreed)
@@ -128,7 +142,7 @@ def _check_same_job(before: Agreement, agreed: Agreement) -> None:
     """Refuse an agreement that is not the one before, less some sites: sums could be compared by it."""
     if any(before.weights.get(site) != weight for site, weight in agreed.weights.items()):
         raise MaskError("in a job the sites of a sum and their weights stay: sites may be lost, not join")
-    if before.largest != agreed.largest:  # refusals would tell how large its entries are
+    if before.largest != agreed.largest:
         raise MaskError("in a job the largest entry of a sum stays")
     if any(before.offers[site].identity != offer.identity for site, offer in agreed.offers.items()):
         raise MaskError("in a job a site keeps the key that it is known by")

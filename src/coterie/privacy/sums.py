@@ -11,6 +11,9 @@ from coterie.arguments import COUNT, check_fields, instance, mapped, real
 COUNTED = 0.1
 """A peer takes part in a sum where its weight is at least this part of the largest."""
 
+LARGEST = 16.0
+"""What no entry of a masked gradient exceeds: user 0 asks for it, and peers without a norm cap clip to it."""
+
 ROUNDING = 1e-6
 """How much more than its share a peer may have, relatively: weights are rounded to single precision on the way."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from coterie.engines.peer import Caps, Peer
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies, LocalSites
+from coterie.engines.requests import Request
 from coterie.errors import CoterieError, KnobError, MaskError
 from coterie.privacy.keys import Giving, Identity
 from coterie.privacy.masked_sums import MASKED
@@ -168,24 +170,83 @@ def test_one_that_is_lost_costs_a_step_and_the_others_go_on(caplog: pytest.LogCa
     assert g.left_out["peer 1"].startswith("refused: it gives sums of at least 3 peers")
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 17.0])
-def test_what_cannot_be_added_costs_steps_and_is_never_in_a_sum(bad: float) -> None:
+def leaky(share: float, name: str, rows: int = 100) -> coterie.User:
+    """Return a site with this share of healthy patients, and a row that no number holds at some points."""
+    inputs = torch.zeros(rows, 3)
+    inputs[0, 0] = 1e30 * share
+    return coterie.User(name, inputs, (torch.arange(rows) >= share * rows).long())
+
+
+def transcript(share: float, attack: Sequence[Any], folder: Path, largest: float = 16.0) -> list[Any]:
+    """Return all that a lead with a changed program sees of the first of three, but for the masked numbers."""
+    folder.mkdir()
+    people = [leaky(each, f"peer {k}") for k, each in enumerate((share, 0.3, 0.6), 1)]
+    peers = {user.name: Peer(user, Passes(logistic(), LOSS), CAPS, folder / user.name) for user in people}
+    known = {name: peer.identity.fingerprint for name, peer in peers.items()}
+    sites = {name: Responder(peer, SumsOnly(keys=known)) for name, peer in peers.items()}
+    told = told_to(sites) | {"largest": largest}
+    seen: list[Any] = [{key: bool(key) for key in site.join(told)} for site in sites.values()]
+    for number, point in enumerate(attack, 1):
+        asked = request(points=np.array([point], np.float32), batch_size=100, round=number)
+        reply = sites["peer 1"].part(asked)
+        reply.pop("part", None)
+        seen += [reply, sites["peer 1"].ready(batch_size=100, gradients=10)]
+    return seen
+
+
+CAPS = Caps(gradients=1000, norm=10.0, examples=50)
+
+
+def logistic() -> torch.nn.Module:
+    return torch.nn.Linear(3, 2)
+
+
+def at(bias: float, weight: float = 0.0) -> list[float]:
+    """Return a point at which a gradient is the share of healthy patients less that of a bias."""
+    return [weight] + [0.0] * 5 + [bias, 0.0]
+
+
+@pytest.mark.parametrize("largest", [0.4, 9.9, 1e12])
+def test_a_site_takes_no_part_where_its_entries_would_be_cut_or_rounded_away(
+    largest: float, tmp_path: Path
+) -> None:
+    """The lead chose `largest`, and found each site's share of healthy patients by bisection on refusals."""
+    shares = (0.2, 0.7)
+    seen = [transcript(share, [at(0.0)], tmp_path / f"{share}", largest) for share in shares]
+    assert seen[0] == seen[1]
+    assert all(reply == {"refused": True} for reply in seen[0][:3])
+
+
+def test_nothing_but_the_sum_tells_of_a_site(tmp_path: Path) -> None:
+    """Bisection on a bias, numbers that overflow, rows that raise: two sites with other rows answer alike."""
+    attack = [at(bias) for bias in np.linspace(-3, 3, 18)] + [at(0.0, 1e9), at(0.0, 3e38), at(1e38), at(-3e38)]
+    seen = [transcript(share, attack, tmp_path / f"{share}") for share in (0.2, 0.7)]
+    assert seen[0] == seen[1]
+    assert all(reply.keys() == {"joined"} for reply in seen[0][:3])
+    assert seen[0][-1]["left"] == 1000 - len(attack), "what is not finite counts too"
+    logs = [(tmp_path / f"{share}" / "peer 1").read_text() for share in (0.2, 0.7)]
+    assert all("not finite" in log for log in logs), "the site itself is told"
+
+    peer = Peer(leaky(0.2, "peer 1"), Passes(logistic(), lambda *_: 1 / 0), CAPS)  # type: ignore[arg-type]
+    reply = peer.answer(Request(torch.zeros(1, 8), 0, 0, 100), masked=True)
+    assert (reply.refused, reply.seconds) == (None, 0.0)
+    assert reply.gradients is not None
+    assert not reply.gradients.any()
+
+
+@pytest.mark.parametrize(("bad", "given"), [(math.nan, 0.0), (math.inf, 0.0), (17.0, 16 / math.sqrt(12))])
+def test_what_cannot_be_added_is_zero_or_clipped(bad: float, given: float) -> None:
     people = users(4)
     sites = Sites(people[1:])
     made = engine(people, sites, misses=2)
-    good = sites.responders["peer 1"].peer._gradients
     spoiled = lambda request, added=None: (torch.full((1, 12), bad, dtype=torch.float64), 4)  # noqa: E731
-    said = []
-    for step, is_bad in enumerate([False, True, False, True, True, False]):
-        sites.responders["peer 1"].peer._gradients = spoiled if is_bad else good  # type: ignore[assignment]
+    sites.responders["peer 1"].peer._gradients = spoiled  # type: ignore[assignment]
+    for step in range(3):
         g = made.gradients(X, step, tau_of(4))
         assert g.peers is not None
-        own, rows = plain_rows(people, X, step)
-        kept = [k for k, name in enumerate(tau_of(4)) if name not in g.left_out]
-        expected = own * (1 - len(kept) / 4) + rows[kept].sum(0) / 4
-        torch.testing.assert_close(g.peers, expected, rtol=0, atol=1e-6)
-        said.append(g.left_out.get("peer 1", "")[:8])
-    assert said == ["", "refused:", "", "refused:", "refused:", "refused:"]  # lost after two in a row
+        _, rows = plain_rows(people, X, step)
+        assert (g.left_out, g.answered) == ({}, 1)
+        torch.testing.assert_close(g.peers, (rows[1:].sum(0) + given) / 4, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +316,7 @@ def test_a_site_says_which_sums_it_takes_part_in() -> None:
     stays = "in a job the sites of a sum and their weights stay: sites may be lost, not join"
     for other in (tau | {"peer_4": 0.3}, tau | {"peer_3": 0.2}):
         assert lead.joined(**other)[:3] == [stays] * 3
-    told = lead.agreement({name.replace("_", " "): weight for name, weight in tau.items()}, largest=1.0)
+    told = lead.agreement({name.replace("_", " "): weight for name, weight in tau.items()}, largest=17.0)
     assert lead.sites["peer 1"].join(told) == {"refused": "in a job the largest entry of a sum stays"}
     assert lead.joined(**tau) == ["", "", ""]
     lead.sites["peer 2"] = Responder(peer_of(users(4)[2]))  # one that takes its place
@@ -432,3 +493,25 @@ def test_points_in_half_precision_are_refused() -> None:
     site.join(lead.agreement())
     said = site.part(request(points=np.zeros((1, 12), np.int16)))  # zeros of bfloat16
     assert said == {"refused": "a masked sum is of floating-point numbers, not rounded to 16 bits"}
+
+
+def test_what_masks_do_not_prevent(tmp_path: Path) -> None:
+    """A user 0 that chooses points: where a site's own part begins to be clipped, the sum has a kink."""
+    tau, means, norm = {"peer 1": 0.45, "peer 2": 0.3, "peer 3": 0.25}, (1.25, 4.0, 6.5), 2.0
+    people = [
+        coterie.User(name, torch.ones(50, 1), torch.full((50, 1), m)) for name, m in zip(tau, means, strict=True)
+    ]
+    loss = torch.nn.functional.mse_loss
+    peers = [Peer(u, Passes(torch.nn.Linear(1, 1, bias=False), loss), Caps(norm=norm, examples=50)) for u in people]
+    sites = {peer.user.name: Responder(peer, SumsOnly()) for peer in peers}
+    told = told_to(sites) | {"weights": tau}
+    assert all("joined" in site.join(told) for site in sites.values())
+    agreed, points, sums = Agreement.read(told), np.arange(-2.0, 10.0, 0.125), []
+    for number, point in enumerate(points, 1):
+        asked = request(points=np.array([[point]], np.float32), batch_size=50, round=number)
+        sums.append(total([site.part(asked)["part"] for site in sites.values()], agreed)[0])
+    bends = np.diff(sums, 2) / (2 * 0.125)  # of −τ_k where the part of site k is clipped from above
+    found = {name: points[1:-1][np.isclose(bends, -weight, atol=1e-3)] - norm / 2 for name, weight in tau.items()}
+    assert {name: mean.tolist() for name, mean in found.items()} == {
+        n: [m] for n, m in zip(tau, means, strict=True)
+    }

@@ -167,16 +167,16 @@ def test_a_peer_takes_part_in_sums_of_its_own_choice() -> None:
     assert said.startswith("refused: it gives sums of at least 3 peers")
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 17.0])
-def test_what_cannot_be_added_costs_its_step(bad: float) -> None:
+@pytest.mark.parametrize(("bad", "given"), [(math.nan, 0.0), (math.inf, 0.0), (17.0, 16 / math.sqrt(D))])
+def test_what_cannot_be_added_is_zero_or_clipped_and_nobody_else_is_told(bad: float, given: float) -> None:
     ring, tau = Ring(4), tau_of(4)
     peer = ring.parts[1].peer
-    good, spoiled = peer._gradients, lambda request, added=None: (torch.full((1, D), bad, dtype=torch.float64), 4)
-    answered = []
-    for step, is_bad in enumerate([False, True, False, True, True, False]):
-        peer._gradients = spoiled if is_bad else good  # type: ignore[assignment]
-        answered.append(ring.step(X, step, tau).answered)
-    assert answered == [1, 0, 1, 0, 0, 0.75]  # lost after two in a row
+    peer._gradients = lambda request, added=None: (torch.full((1, D), bad, dtype=torch.float64), 4)  # type: ignore[assignment]
+    for step in range(3):
+        found = ring.step(X, step, tau)
+        wanted = (sum(drawn(f"peer {k}", step) for k in (1, 3, 4)) + given) / 4
+        assert (found.answered, found.left_out) == (1, {})
+        torch.testing.assert_close(found.peers, wanted, rtol=0, atol=1e-6)
 
 
 def test_keys_are_told_by_name() -> None:

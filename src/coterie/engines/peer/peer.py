@@ -28,6 +28,7 @@ from coterie.gradients.trained_part import frozen_digest
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import NoiseShare
 from coterie.privacy.privacy import PROMISE, Privacy
+from coterie.privacy.sums import LARGEST
 from coterie.users.user import User
 
 MOST_PLANNED = 10**6
@@ -179,19 +180,34 @@ class Peer:
         """Whether something is promised about each example."""
         return self._private is not None
 
+    @property
+    def norm_under_masks(self) -> float | None:
+        """The norm that its part of a masked sum is clipped to; None where it is private, and examples are."""
+        return None if self._private is not None else self.caps.norm or LARGEST
+
     def noise_terms(self, batch_size: Any) -> dict[str, Any]:
         """Return what noise a masked sum must have for such batches; nothing where none is split."""
         if self._private is None or not _is_count(batch_size) or self._private.why_not_of(batch_size) is not None:
             return {}
         return self._private.noise_terms(batch_size, self.size or 1)
 
-    def answer(self, request: Request, caller: str = "user 0", share: NoiseShare | None = None) -> Reply:
+    def answer(
+        self,
+        request: Request,
+        caller: str = "user 0",
+        share: NoiseShare | None = None,
+        *,
+        masked: bool = False,
+    ) -> Reply:
         """Return the gradients at the points on the batch of (seed, user, step), or why there are none.
 
         Every gradient counts against the caps, those of steps of its own too, each of which is clipped. With caps
         on the norm or a log, one that is not finite is not given: its row is not numbers, and where that holds for
         all the request is refused. An error is logged and raised. The log also names the caller. The `share` is of
         the noise of a masked sum, where the answer is a part of one and its sites split the noise.
+
+        Where it is `masked`, nothing but the sum may tell of the examples. So what is refused follows from the
+        request and the counts, a gradient that fails or is not finite is zero, and no time is told. The log has it.
         """
         began = time.perf_counter()
         if reason := self._misfit(request) or self._exceeded_cap(request):
@@ -203,9 +219,18 @@ class Peer:
             gradients, examples = self._gradients(request)
         except Exception as error:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
-            raise
+            if not masked:
+                raise
+            gradients, examples = torch.zeros_like(request.points), 0
         given, norm = request.gradients, None
-        if counts:
+        if masked:
+            pairs = [clipped(gradient, self.norm_under_masks) for gradient in gradients]
+            norms = [norm for _, norm in pairs if math.isfinite(norm)]
+            if len(norms) < len(pairs):
+                self._note(caller, request.step, failed="not finite: given as zero, under masks")
+            norm, zero = max(norms, default=0.0), torch.zeros_like(gradients[0])
+            gradients = torch.stack([each if math.isfinite(norm) else zero for each, norm in pairs])
+        elif counts:
             cap = None if request.work is not None else self.caps.norm  # steps of its own are clipped one by one
             pairs = [clipped(gradient, cap) for gradient in gradients]
             norms = [norm for _, norm in pairs if math.isfinite(norm)]
@@ -222,7 +247,7 @@ class Peer:
         }
         if not self.ledger.give(given, at_most=self.caps.gradients, **line):  # another process was faster
             return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
-        return Reply(gradients, seconds=time.perf_counter() - began, examples=self.size)
+        return Reply(gradients, seconds=0.0 if masked else time.perf_counter() - began, examples=self.size)
 
     def _answer_privately(
         self, request: Request, private: PrivateGradients, caller: str, share: NoiseShare | None

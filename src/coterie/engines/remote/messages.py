@@ -39,15 +39,21 @@ def request_bytes(message: dict[str, Any]) -> int:
     return sum(array.nbytes for array in arrays if array is not None)
 
 
-def answer_message(peer: Peer, caller: str, request: Any, share: NoiseShare | None = None) -> dict[str, Any]:
-    """Return a peer's reply to a message, as a message; with a share of the noise of a masked sum.
+def answer_message(
+    peer: Peer, caller: str, request: Any, share: NoiseShare | None = None, *, masked: bool = False
+) -> dict[str, Any]:
+    """Return a peer's reply to a message, as a message; for a masked sum, with a share of its noise.
 
     Of an error only its kind leaves the site: its text may hold what is in the data.
     """
     step = request.get("step") if isinstance(request, dict) else None
     try:
         read = _read_request(peer, request)
-        reply = peer.refuse(read, caller, step) if isinstance(read, str) else peer.answer(read, caller, share)
+        reply = (
+            peer.refuse(read, caller, step)
+            if isinstance(read, str)
+            else peer.answer(read, caller, share, masked=masked)
+        )
     except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
         return {"refused": f"it failed with {type(error).__name__}"}
     if reply.gradients is None:

@@ -49,7 +49,8 @@ class Responder:
     @functools.cached_property
     def member(self) -> Member:
         """What it is in masked sums."""
-        return Member(self.peer.identity, self.sums, self.peer.margin, masked_only=self.only_sums)
+        how = self.peer.norm_under_masks, self.peer.margin
+        return Member(self.peer.identity, self.sums, *how, masked_only=self.only_sums)
 
     def offer(self, batch_size: Any = None) -> dict[str, Any]:
         """Return a new key for one agreement, and the noise that the sum must have for such batches."""
@@ -75,10 +76,10 @@ class Responder:
         try:
             context, masks = digest_of(request), self.member.next_round(fields.get("round"), fields.get("work"))
             share = masks.agreement.share_of(masks.site)
-            reply = answer_message(self.peer, caller, request, share)
+            reply = answer_message(self.peer, caller, request, share, masked=True)
             if "gradients" not in reply:
                 return reply
-            part = masks.masked(reply.pop("gradients"), context, cut=self.peer.is_private)
+            part = masks.masked(reply.pop("gradients"), context)
             return reply | {"round": fields["round"], "part": part}
         except Exception as error:
             return self._refused(_reason(error), caller, request)

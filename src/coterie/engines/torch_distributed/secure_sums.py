@@ -15,7 +15,7 @@ from coterie.engines.requests import Request, to_array
 from coterie.engines.torch_distributed.group import Group
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.wire import Notes, Outcome, Wire
-from coterie.errors import MaskError, blaming
+from coterie.errors import MaskError
 from coterie.gradients.gradients import Gradients
 from coterie.privacy.masked_sums import MaskedSums
 from coterie.privacy.masks import N_CHECKS, Words, digest_of
@@ -86,7 +86,7 @@ class MaskedPart:
     ) -> None:
         self.peer, self._group, self._batch_size = peer, group, run["batch_size"]
         self._shared = digest_of({"run": run, "constants": constants}).hex()
-        self.member = Member(peer.identity, sums, peer.margin, masked_only=masked_only)
+        self.member = Member(peer.identity, sums, peer.norm_under_masks, peer.margin, masked_only=masked_only)
         self._takes_part, self._round = False, 0
         logger.warning("%s: masked sums; its key has the fingerprint %s", peer.user.name, peer.identity.fingerprint)
 
@@ -123,11 +123,10 @@ class MaskedPart:
         try:
             context = digest_of({"shared": self._shared, "round": self._round, "message": message.cpu().numpy()})
             masks = self.member.next_round(self._round, request.work)
-            with blaming("the model or the loss"):
-                reply = self.peer.answer(request, share=masks.agreement.share_of(masks.site))
+            reply = self.peer.answer(request, share=masks.agreement.share_of(masks.site), masked=True)
             if reply.gradients is None:
                 return None, Outcome.REFUSED
-            part = masks.masked(to_array(reply.gradients), context, cut=self.peer.is_private)
+            part = masks.masked(to_array(reply.gradients), context)
         except MaskError as error:
             self.peer.refuse(str(error), step=request.step)
             return None, Outcome.REFUSED
