@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support import records
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from coterie import theory
 from coterie.cli import app
@@ -35,7 +35,7 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.reporting.plan_page.POSITIONS", 1)
 
 
-def run(*more: str, **changes: Any) -> Result:
+def run(*more: str, **changes: Any) -> Any:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in (PROBLEM | changes).items()]
     return CliRunner().invoke(app, ["plan", *options, *more])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.support.quadratics import within
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from coterie import BiasCorrection, Rule, User, WeightedAveraging, theory, train
 from coterie.cli import app
@@ -152,7 +152,7 @@ def test_best_weights_fall_with_the_noise_that_a_promise_adds() -> None:
 class TestCommand:
     """`coterie plan --epsilon`."""
 
-    def run(self, *more: str, **changes: Any) -> Result:
+    def run(self, *more: str, **changes: Any) -> Any:
         given = {"n_peers": 10, "noise": 2, "bias_floor": 0.1, "hessian_gap": 0.1, "smoothness": 2, "pl": 1}
         given |= {"initial_gap": 5, "steps": 200, "examples": 100, "parameters": 400, "epsilon": 4} | changes
         options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
