@@ -25,6 +25,8 @@ from coterie.methods import (
     APFL,
     L2GD,
     AffPCL,
+    AuxMom,
+    AuxMVR,
     Ditto,
     FedAvg,
     FedFomo,
@@ -58,6 +60,8 @@ METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer se
     "FedFomo": (FedFomo(), 2),
     "pFedMe": (PFedMe(2, inner_steps=3), 2 * 6),
     "AffPCL": (AffPCL(2), 2 * 2),
+    "AuxMom": (AuxMom(2), 2 * 3),
+    "AuxMVR": (AuxMVR(2), 2 * 4),
 }
 
 

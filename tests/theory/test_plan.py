@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import Result
 from tests.support import records
 from typer.testing import CliRunner
 

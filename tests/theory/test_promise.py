@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from tests.support.quadratics import within
 from torch import Tensor, nn
 from typer.testing import CliRunner

@@ -23,6 +23,7 @@ from coterie.methods.personal.pfedme import PFedMe
 from coterie.methods.personal.shared_part import FedBN, FedPer, FedRep
 from coterie.methods.rounds import Method
 from coterie.methods.variance.affpcl import AffPCL
+from coterie.methods.variance.auxiliary import AuxMom, AuxMVR
 from coterie.methods.variance.mime import Mime
 from coterie.methods.variance.own_variance import MVR, SAGA, SVRG
 from coterie.methods.variance.scaffold import Scaffold
@@ -44,6 +45,8 @@ __all__ = [
     "SAGA",
     "SVRG",
     "AffPCL",
+    "AuxMVR",
+    "AuxMom",
     "Clients",
     "Ditto",
     "FedAvg",
@@ -162,6 +165,8 @@ METHODS.register(
     benchmark_settings=_MOMENTA,
 )
 METHODS.register("affpcl", AffPCL, benchmark_settings=[{"alpha": alpha} for alpha in (0.5, 1.0)])
+METHODS.register("auxmom", AuxMom, benchmark_settings=[{"rate": rate} for rate in (0.1, 0.5)])
+METHODS.register("auxmvr", AuxMVR, benchmark_settings=[{"rate": rate} for rate in (0.1, 0.5)])
 METHODS.register("svrg", SVRG, benchmark_settings=_FIVE_OR_TEN)
 METHODS.register("saga", SAGA, benchmark_settings=_FIVE_OR_TEN)
 METHODS.register(
