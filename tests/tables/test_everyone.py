@@ -6,7 +6,6 @@ import io
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -216,7 +215,7 @@ def test_names_are_read_as_they_are_written_and_a_table_is_told_of_once(tmp_path
         assert result.stderr.count(f"column 'ward' has {len(rows)} of {len(rows)} values that") == 1
 
 
-def _piped(command: list[str], rows: pd.DataFrame) -> Any:
+def _piped(command: list[str], rows: pd.DataFrame) -> Result:
     """Run a command whose last argument is a pipe that holds a table."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as pipe:

@@ -36,7 +36,7 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.reporting.plan_page.POSITIONS", 1)
 
 
-def run(*more: str, **changes: Any) -> Any:
+def run(*more: str, **changes: Any) -> Result:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in (PROBLEM | changes).items()]
     return CliRunner().invoke(app, ["plan", *options, *more])
 

@@ -153,7 +153,7 @@ def test_best_weights_fall_with_the_noise_that_a_promise_adds() -> None:
 class TestCommand:
     """`coterie plan --epsilon`."""
 
-    def run(self, *more: str, **changes: Any) -> Any:
+    def run(self, *more: str, **changes: Any) -> Result:
         given = {"n_peers": 10, "noise": 2, "bias_floor": 0.1, "hessian_gap": 0.1, "smoothness": 2, "pl": 1}
         given |= {"initial_gap": 5, "steps": 200, "examples": 100, "parameters": 400, "epsilon": 4} | changes
         options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
