@@ -1,4 +1,4 @@
-"""The command line: one file a command, gathered here."""
+"""The command line, gathered here: a file for each large command, and one for the short ones."""
 
 import os
 import re
@@ -14,14 +14,11 @@ from typer import Option
 from typer.core import TyperGroup
 
 from coterie.cli.bench import bench
+from coterie.cli.commands import explore, list_, predict, reproduce
 from coterie.cli.demo import demo
-from coterie.cli.explore import explore
 from coterie.cli.federate import federate
-from coterie.cli.listing import list_
 from coterie.cli.options.registered import Command, bare_flags
 from coterie.cli.plan import plan
-from coterie.cli.predict import predict
-from coterie.cli.reproduce import reproduce
 from coterie.cli.train import train
 from coterie.cli.worker import worker
 from coterie.errors import CoterieError, not_installed
