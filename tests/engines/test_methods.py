@@ -28,6 +28,8 @@ from coterie.methods import (
     AuxMom,
     AuxMVR,
     Ditto,
+    FedALA,
+    FedAMP,
     FedAvg,
     FedFomo,
     FedProx,
@@ -59,6 +61,8 @@ METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer se
     "FedFomo": (FedFomo(), 2),
     "pFedMe": (PFedMe(2, inner_steps=3), 2 * 6),
     "AffPCL": (AffPCL(2), 2 * 2),
+    "FedALA": (FedALA(3), 2 * 2),
+    "FedAMP": (FedAMP(3), 2),
     "AuxMom": (AuxMom(2), 2 * 3),
     "AuxMVR": (AuxMVR(2), 2 * 4),
 }

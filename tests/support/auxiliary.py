@@ -1,4 +1,4 @@
-"""Exact second moments of AuxMom and AuxMVR on random quadratics, by a recursion that uses nothing of the theory."""
+"""Exact second moments of AuxMom and AuxMVR on random quadratics, by a recursion without the theory."""
 
 from __future__ import annotations
 

@@ -67,8 +67,10 @@ def auxiliary_bound(
     peers = problem.peer_variance
     s = problem.noise**2 + peers
     error = s if initial_error is None else as_numbers("initial_error", initial_error)
+    forgotten: Numbers = 1.0
+    kept: Numbers = 1.0
     if noise_gap is None:
-        forgotten, kept, follows = 1.0, 1.0, (1 - rate) * problem.hessian_gap**2 / rate**2
+        follows = (1 - rate) * problem.hessian_gap**2 / rate**2
     else:
         gap = as_numbers("noise_gap", noise_gap)
         forgotten, kept = 1 / (2 - rate), np.where(np.equal(gap, 0), 1, 2) / (2 - rate)

@@ -1,0 +1,44 @@
+"""`coterie predict`: apply a trained model to a table."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from coterie.data import read_table
+from coterie.errors import KnobError
+from coterie.tables.predict import columns_of_names
+from coterie.tables.predict import predict as predictions
+
+STANDARD_INPUT = Path("/dev/stdin")
+"""What `-` stands for."""
+
+
+def predict(
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
+    file: Annotated[
+        Path, Argument(metavar="FILE", help="A CSV or Parquet file with the same columns; - for standard input.")
+    ],
+    out: Annotated[Path | None, Option(help="Where to write the CSV; standard output when not given.")] = None,
+    sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ",",
+    decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = ".",
+    model: Annotated[
+        str | None, Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own.")
+    ] = None,
+) -> None:
+    """Predict the target for every row of a table, in order, with the personal model of a run.
+
+    Writes a CSV with the columns `prediction` and, in classification, `probability_CLASS` for each class. The
+    column that `coterie train --id` named comes first.
+
+    Example: coterie predict run new_visits.csv --out predictions.csv
+    """
+    if out is not None and not out.absolute().parent.is_dir():
+        raise KnobError(f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another")
+    source, names = STANDARD_INPUT if str(file) == "-" else file, columns_of_names(folder)
+    rows = read_table(source, sep=sep, decimal=decimal, as_written=names)
+    predictions(folder, rows, model).to_csv(sys.stdout if out is None else out, index=False)
+    if out is not None:
+        typer.echo(f"predictions: {out}", err=True)
