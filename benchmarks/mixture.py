@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,7 +37,7 @@ STRENGTHS = np.logspace(-3, 3, 13)
 def plain_tools(own: Data, peers: list[Data], test: Data, classes: int) -> dict[str, tuple[float, float]]:
     """Return score and loss of scikit-learn's own-rows CV model, pooled, and pooled with the user one-hot."""
     owners = np.repeat(np.arange(len(peers) + 1), [len(x) for x, _ in (own, *peers)])
-    x, y = (np.concatenate([each[i] for each in (own, *peers)]) for i in (0, 1))
+    x, y = joined([own, *peers])
     hot = np.eye(len(peers) + 1)
     scaler = StandardScaler().fit(x)
     inputs, everything, asked = scaler.transform(own[0]), scaler.transform(x), scaler.transform(test[0])
@@ -88,6 +90,16 @@ def table(rows: dict[str, list[tuple[float, float]]]) -> str:
     return " | ".join(f"{name} {score:.3f} ({loss:.3f})" for name, (score, loss) in means.items())
 
 
+def numbers(examples: Any) -> Data:
+    """Return inputs and targets of examples that are in memory."""
+    return examples.inputs.flatten(1).double().numpy(), examples.targets.numpy().reshape(-1)
+
+
+def joined(parts: Sequence[Data]) -> Data:
+    """Return the rows of several parts together."""
+    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+
+
 def on_sets(options: argparse.Namespace) -> None:
     """Print a line for each set and condition."""
     for name in options.sets.split(","):
@@ -101,9 +113,8 @@ def on_sets(options: argparse.Namespace) -> None:
                     few = {"own_examples": user_set.own_examples, "most_peers": user_set.most_peers}
                     task = task_of(people, me, **few, condition=condition, seed=seed)
                     parts = [task.me.examples, task.me.validation, task.me.test, *(p.examples for p in task.peers)]
-                    arrays = [(e.inputs.flatten(1).double().numpy(), e.targets.numpy()) for e in parts]
-                    arrays = [(x, y.reshape(-1)) for x, y in arrays]
-                    own = tuple(np.concatenate(both) for both in zip(*arrays[:2], strict=True))
+                    arrays = [numbers(examples) for examples in parts]
+                    own = joined(arrays[:2])
                     began = time.process_time()
                     found = mixtures(own, arrays[3:], arrays[2], task.n_outputs)
                     seconds, count = seconds + time.process_time() - began, count + 1
@@ -116,7 +127,7 @@ def on_sets(options: argparse.Namespace) -> None:
 def on_planted(options: argparse.Namespace) -> None:
     """Print the squared error of the coefficients over that of `RidgeCV`."""
     for stranger in (False, True):
-        ours, alone, ridge = [], [], []
+        ours, alone, ridge = list[float](), list[float](), list[float]()
         for seed in range(50):
             random = np.random.default_rng(seed)
             centre, spread = random.normal(size=8), np.array([0.05] * 7 + [1.0])
@@ -143,11 +154,11 @@ def on_heart(options: argparse.Namespace) -> None:
             random = np.random.default_rng(split)
             mine = random.permutation(people.rows(hospital))
             own, test = mine[: len(mine) * 4 // 5], mine[len(mine) * 4 // 5 :]
-            targets: pd.Series[int] = pd.Series(people.targets)
+            targets, findings = pd.Series(people.targets), pd.DataFrame(people.inputs)
             prepared = Preparation.fit(
-                people.inputs.iloc[own], targets.iloc[own], pd.Series([0, 1]), "classification", people.categorical
+                findings.iloc[own], targets.iloc[own], pd.Series([0, 1]), "classification", people.categorical
             )
-            inputs = prepared.inputs(people.inputs).double().numpy()
+            inputs = prepared.inputs(findings).double().numpy()
             places = [own, *(people.rows(name) for name in people.names if name != hospital)]
             data = [(inputs[rows_], people.targets[rows_]) for rows_ in places]
             asked = inputs[test], people.targets[test]

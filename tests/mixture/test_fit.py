@@ -7,7 +7,7 @@ import pytest
 from sklearn.linear_model import RidgeCV
 
 from coterie.mixture.candidates import constant, flat_prior, folds_of, paths
-from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array
+from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, fit_here
 from coterie.mixture.mixing import halves, mixed, weights_of
 from coterie.mixture.posterior import Priors, Rows
@@ -91,9 +91,8 @@ def finite(fitted: Fitted) -> bool:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 40])
 @pytest.mark.parametrize("family", [SQUARED, SOFTMAX, LOGISTIC, POISSON], ids=lambda family: family.name)
-def test_bad_peers_and_few_rows(n: int, family: object) -> None:
+def test_bad_peers_and_few_rows(n: int, family: Family) -> None:
     """One row, one class, NaN, 10⁹ times the scale, collinear and constant columns: survived."""
-    assert family in {SQUARED, SOFTMAX, LOGISTIC, POISSON}
     random = np.random.default_rng(n)
     k = 3 if family is SOFTMAX else 1
 
@@ -107,8 +106,8 @@ def test_bad_peers_and_few_rows(n: int, family: object) -> None:
     broken[0][:] = np.nan
     one_class[1][:] = 2 if family is SOFTMAX else 1  # for classes one that nobody else has
     peers = [user(30), user(1), broken, one_class, user(30, 1e9)]
-    assert finite(fit_here(*user(n), peers, family, k))  # type: ignore[arg-type]
-    assert finite(fit_here(*user(n), [], family, k))  # type: ignore[arg-type]
+    assert finite(fit_here(*user(n), peers, family, k))
+    assert finite(fit_here(*user(n), [], family, k))
 
 
 def test_more_columns_than_rows() -> None:

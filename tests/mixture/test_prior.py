@@ -24,7 +24,7 @@ def planted(users: int, rows: int, centre: Array, spread: Array) -> list[Rows]:
 def test_the_m_step_is_that_of_a_plain_loop() -> None:
     tau = np.array([0.5, 0.3, 0.2])
     modes, variances, mean, variance = RANDOM.normal(size=3), np.array([0.1, 0.2, 0.05]), 0.4, 1.5
-    sums = Posterior(*np.zeros((4, 1, 1, 1)), np.zeros(1), np.zeros(1), np.ones(1))
+    sums = Posterior.of(np.zeros((1, 7)), 1, 1)
     first = sum(t * (x - mean) for t, x in zip(tau, modes, strict=True))
     given = sums._replace(
         first=np.full((1, 1, 1), first),
