@@ -24,7 +24,12 @@ from coterie.gradients.gradients import Gradients
 from coterie.methods import (
     APFL,
     L2GD,
+    AffPCL,
+    AuxMom,
+    AuxMVR,
     Ditto,
+    FedALA,
+    FedAMP,
     FedAvg,
     FedFomo,
     FedProx,
@@ -40,8 +45,7 @@ from coterie.methods import (
 )
 from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rehearsal import gradients_asked
-from coterie.recording.costs import Costs
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Costs, Traffic
 
 METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer sends in two rounds
     "FedAvg": (FedAvg(3), 2),
@@ -56,6 +60,11 @@ METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer se
     "L2GD": (L2GD(2), 4),
     "FedFomo": (FedFomo(), 2),
     "pFedMe": (PFedMe(2, inner_steps=3), 2 * 6),
+    "AffPCL": (AffPCL(2), 2 * 2),
+    "FedALA": (FedALA(3), 2 * 2),
+    "FedAMP": (FedAMP(3), 2),
+    "AuxMom": (AuxMom(2), 2 * 3),
+    "AuxMVR": (AuxMVR(2), 2 * 4),
 }
 
 

@@ -8,6 +8,8 @@ is v, the oracle's noise about one peer, and `initial_error` is E_0; see `correc
 paper and does not hold.
 """
 
+from coterie.theory.affine import Affine, affine_bound
+from coterie.theory.auxiliary import auxiliary_bound
 from coterie.theory.choices import (
     averaging_cost,
     averaging_speedup,
@@ -41,6 +43,7 @@ from coterie.theory.plan import (
 )
 
 __all__ = [
+    "Affine",
     "Averaging",
     "Choice",
     "Constants",
@@ -52,8 +55,10 @@ __all__ = [
     "Peers",
     "Promise",
     "PromiseCost",
+    "affine_bound",
     "alone",
     "alone_in_time",
+    "auxiliary_bound",
     "averaging",
     "averaging_cost",
     "averaging_speedup",
