@@ -104,7 +104,7 @@ def test_a_spreadsheet_runs_no_cell_of_what_is_written_unless_it_is_asked_for(ta
     assert RUNNER.invoke(app, train(table, tmp_path / "run", "--id", "patient", "--steps", "2")).exit_code == 0
     for options, before in (([], "'"), (["--raw"], "")):
         predicted = RUNNER.invoke(app, ["predict", str(tmp_path / "run"), str(table), *options]).stdout
-        assert pd.read_csv(io.StringIO(predicted), dtype=str)["patient"].tolist() == [before + id for id in ids]
+        assert pd.read_csv(io.StringIO(predicted), dtype=str)["patient"].tolist() == [before + one for one in ids]
 
 
 def test_the_reported_test_metric_is_that_of_the_saved_model(table: Path, tmp_path: Path) -> None:
