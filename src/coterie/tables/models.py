@@ -108,8 +108,9 @@ def save_model(folder: Path, model: nn.Module, name: str, n_inputs: int, n_outpu
     """Write a model's parameters, and then what it is; a folder without the latter holds no finished model."""
     buffer = io.BytesIO()
     torch.save({key: value.clone().cpu() for key, value in model.state_dict().items()}, buffer)
-    files.write(folder / PARAMETERS, buffer.getbuffer())
-    about = About(name, n_inputs, n_outputs, files.sha256(buffer.getbuffer()))
+    with buffer.getbuffer() as body:
+        files.write(folder / PARAMETERS, body)
+        about = About(name, n_inputs, n_outputs, files.sha256(body))
     files.write_json(folder / ABOUT, asdict(about))
 
 
