@@ -96,7 +96,7 @@ def test_those_who_mislead_get_nothing() -> None:
     assert account(run)["path"] == "branch"
     assert sum(account(run)["tau"].get(f"contrary {k}", 0.0) for k in range(4)) < 0.02
     _, _, followed, who, *_ = run.summary().splitlines()
-    assert followed.startswith("followed the peers, then the own examples")
+    assert followed.startswith("trained with peers first, then increasingly")
     assert who.endswith("contrary 0, contrary 1, contrary 2, contrary 3")
 
 
