@@ -138,7 +138,7 @@ def test_the_account_is_complete_and_plain() -> None:
     }
     assert all(sum(looks["frequencies"]) == pytest.approx(1) for looks in told["looks"].values())
     assert told["stop"]["first"] <= told["stop"]["mean"] <= told["stop"]["last"]
-    assert "what is served is the mean of the models of steps" in run.summary()
+    assert "the mean of the models of steps" in run.summary()
     assert json.loads(json.dumps(told)) == told
     asked = run.record.end.costs["alike 0"]
     assert 60 * 4 < asked.gradients <= 60 * 4.5  # it is not asked where it has no weight
