@@ -91,6 +91,9 @@ SUMS = """# [sums]                # give gradients under masks only: user 0 sees
 # keys = { }            # other = "its fingerprint", by `coterie federate check` there, told by telephone
 """
 
+KEYS = """# [keys]                # other = "its fingerprint", by `coterie federate check` there, told by telephone
+"""
+
 
 def set_up(
     folder: Path,
@@ -211,7 +214,7 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
         names |= {
             "sites": f"sites = {quoted(list(kit.others))}   # whom you ask and answer; nobody else gets anything\n",
             "own_examples": f"{wanted}   # train on at most so many rows\n",
-            "rest": f"[training]              # how you train a model of your own\n{training}\n",
+            "rest": f"[training]              # how you train a model of your own\n{training}\n\n{KEYS}",
         }
     return SITE.format(columns=columns, model=model, **names, **limits)
 

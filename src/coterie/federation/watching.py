@@ -127,7 +127,10 @@ class SiteWatch:
                 self._refuse(str(reason), str(line.get("step")))
             if site := line.get("sum_with"):
                 self.screen.line(f"masked sums with {site}, whose key is {line.get('fingerprint')}")
-        lines = [line for line in lines if "sum_with" not in line]
+            if site := line.get("calls_with"):
+                told = f"{site}, seen for the first time, has the key {line.get('fingerprint')}"
+                self.screen.line(f"{told}: compare it by telephone, and write it under [keys]")
+        lines = [line for line in lines if "fingerprint" not in line]
         if lines:
             most = "" if self.caps.gradients is None else f" of {self.caps.gradients}"
             refused = f", {sum(self._refused.values())} requests refused" if self._refused else ""
