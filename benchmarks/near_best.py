@@ -8,8 +8,8 @@ the method that was the best there with the other seed, on the same users.
     coterie bench --data DIR --users 8 --seeds 2 --out bench
     python benchmarks/near_best.py bench/results.parquet
 
-Contenders are all methods but the other form of adaptive averaging; then those that know nothing in hindsight, that
-is without the four fixed α.
+Contenders are all methods, the plain tools too, but the other form of adaptive averaging; then those that know
+nothing in hindsight, that is without the four fixed α.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from coterie.benchmark.tools import TOOLS
+
 FORMS = ("adaptive", "adaptive-guarded")
+"""What is counted beside the plain tools."""
 PLACE = ["set", "condition"]
 
 
 def near_best(scores: pd.DataFrame, method: str, contenders: Sequence[str]) -> bool:
     """Say whether a method is near the best of the contenders, by scores with a row a user."""
-    values = {name: scores[name].to_numpy(float) for name in {*contenders, method}}
-    best = max(contenders, key=lambda name: float(values[name].mean()))
+    measured = scores.dropna(axis="columns")  # plain tools do not fit every set
+    values = {name: measured[name].to_numpy(float) for name in {*contenders, method} if name in measured}
+    best = max((name for name in contenders if name in values), key=lambda name: float(values[name].mean()))
     behind = values[best] - values[method]
     error = behind.std(ddof=1) / np.sqrt(len(behind)) if len(behind) > 1 else 0.0
     return bool(behind.mean() <= error + 1e-12)
@@ -37,7 +41,9 @@ def near_best(scores: pd.DataFrame, method: str, contenders: Sequence[str]) -> b
 def counted(scores: pd.DataFrame, method: str, contenders: Sequence[str]) -> int:
     """Count the sets and conditions where a method is near the best."""
     everybody = sorted({*contenders, method})
-    return sum(near_best(some, method, everybody) for _, some in scores.groupby(PLACE))
+    return sum(
+        near_best(some, method, everybody) for _, some in scores.groupby(PLACE) if some[method].notna().all()
+    )
 
 
 def by_oracle(known: pd.DataFrame, scores: pd.DataFrame, contenders: Sequence[str]) -> int:
@@ -61,7 +67,7 @@ def main() -> None:
         ("beside all", others),
         ("without hindsight", [name for name in others if not name.startswith("wga-")]),
     ):
-        for form in FORMS:
+        for form in [name for name in (*FORMS, *TOOLS) if name in together]:
             each = [counted(scores, form, names) for scores in by_seed.values()]
             _show(f"{form}, {told}", str(counted(together, form, names)), each)
         each = [by_oracle(without[seed], scores, names) for seed, scores in by_seed.items()]

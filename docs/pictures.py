@@ -18,7 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import coterie
-from coterie.methods import data_interpolation
+from coterie.methods import AffPCL, data_interpolation
 from coterie.reporting.page import svg
 from coterie.rules.similarity import CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
 from coterie.rules.streams import StreamAveraging
@@ -56,6 +56,7 @@ RULES: dict[str, Callable[[Any, Any], Any]] = {
     "weight-erosion": lambda me, peers: WeightErosion(),
     "meritfed": lambda me, peers: MirrorDescent(),
     "data-interpolation": lambda me, peers: data_interpolation(me, peers, mixing=0.5),
+    "affpcl": lambda me, peers: AffPCL(beta=0.05),
 }
 
 

@@ -172,7 +172,7 @@ def test_the_benchmark_compares_them_on_the_set(
     result = RUNNER.invoke(app, [*imports, "bench", *asked, *small, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     frame = pd.read_parquet(tmp_path / "results.parquet")  # of another process
-    assert sorted(set(frame["method"])) == ["alone", "clipped", "half-way", "wga-bounded"]
-    assert len(frame) == 4
+    assert sorted(set(frame["method"])) == ["alone", "clipped", "half-way", "sklearn-alone", "wga-bounded"]
+    assert len(frame) == 5
     tried = dict(zip(frame["method"], frame["settings"], strict=True))
-    assert tried == {"alone": 12, "clipped": 9, "half-way": 12, "wga-bounded": 12}
+    assert tried == {"alone": 12, "sklearn-alone": 9, "clipped": 9, "half-way": 12, "wga-bounded": 12}

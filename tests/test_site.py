@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from coterie.methods import METHODS
 from coterie.rules import RULES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -23,6 +24,9 @@ def test_every_rule_has_a_page_with_its_picture() -> None:
         assert f"```{{rule-picture}} {name}\n" in pages[name]
         assert f'    "{name}": ' in pictures
         assert f"--rule {name}" in pages[name] or name == "adaptive"
+    for name in set(pages) & set(METHODS):
+        assert f"```{{rule-picture}} {name}\n" in pages[name]
+        assert f"--rule {name}" in pages[name]
     assert named_in(DOCS / "rules" / "index.md") == set(pages) - {"index"}
 
 

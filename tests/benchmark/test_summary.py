@@ -29,6 +29,7 @@ def cell_rows(metric: str = "accuracy") -> list[dict[str, Any]]:
                         {
                             **{"set": "digits", "model": "linear", "condition": condition, "user": user},
                             **{"seed": seed, "method": method, "metric": metric, "score": float(score)},
+                            "loss": float(errors.mean()) + 0.1,
                             **{"errors": errors.tolist(), "wrong_weight": 0.25, "settings": 12, "seconds": 1.0},
                         }
                     )
@@ -117,6 +118,38 @@ def test_one_user_is_called_neither_better_nor_worse_also_by_chance() -> None:
     wga = by(totals, "method")["wga",]
     assert (wga["better"], wga["worse"], wga["by_chance"]) == (0, 0, 0.0)
     assert conclusion(totals).endswith("no method can be called better or worse.")
+
+
+def test_differences_are_to_the_better_alone_of_each_set_and_condition() -> None:
+    rows = cell_rows()
+    for row in [row for row in rows if row["method"] == "alone"]:
+        gain = 0.1 if row["condition"] == "honest" else -0.1
+        strong = row | {"method": "sklearn-alone", "score": row["score"] + gain, "loss": row["loss"] + 0.5}
+        rows.append(strong)
+    means = by(summary(table(rows)), "condition", "method")
+    plain = by(summary(table(cell_rows())), "condition", "method")
+    for condition, weaker, gain in (("honest", "alone", 0.1), ("stranger", "sklearn-alone", 0.0)):
+        assert means[condition, "wga"]["difference"] == pytest.approx(plain[condition, "wga"]["difference"] - gain)
+        assert means[condition, weaker]["difference"] == pytest.approx(-0.1)
+        # By the log loss `alone` is the better one in both.
+        assert means[condition, "sklearn-alone"]["loss_difference"] == pytest.approx(0.5)
+        assert means[condition, "wga"]["loss_difference"] == pytest.approx(
+            plain[condition, "wga"]["loss_difference"]
+        )
+    without = [row for row in rows if (row["method"], row["user"]) != ("sklearn-alone", "c")]  # as after Ctrl-C
+    assert set(summary(table(without))["best_alone"]) == {"alone"}
+
+
+def test_the_headline_names_all_that_are_near_the_best_equally_often_alone_too() -> None:
+    rows = [row for row in cell_rows() if row["method"] == "alone"]
+    rows += [row | {"method": "adaptive"} for row in rows]
+    assert conclusion(overall(table(rows))) == (
+        "Of 2 methods `alone`, `adaptive` are near the best most often: in 2 of 2 sets and conditions. "
+        "No plain tool wins."
+    )
+    rows += [row | {"method": "sklearn-trees", "score": row["score"] + 1} for row in rows[:6]]  # honest
+    said = conclusion(overall(table(rows)))
+    assert said.endswith("Plain tools have the highest mean: `sklearn-trees` in 1.")
 
 
 def test_alone_by_itself_is_compared_with_nothing() -> None:

@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import LinearLR
 from coterie.benchmark.methods import contender, names
 from coterie.benchmark.models import MODELS
 from coterie.benchmark.population import Population
-from coterie.benchmark.settings import BUDGET, RATES, Fixed, Setting
+from coterie.benchmark.settings import BUDGET, RATES, Contender, Fixed, Setting
 from coterie.benchmark.tasks import SetTask
+from coterie.benchmark.tools import TOOLS
 from coterie.benchmark.tuning import Tuning
 from coterie.evaluation.evaluate import evaluate
 from coterie.learners.spec import RunSpec
@@ -31,7 +32,9 @@ from coterie.users.user import User
 
 
 def settings(name: str) -> tuple[Setting, ...]:
-    return contender(name).settings
+    one = contender(name)
+    assert isinstance(one, Contender)
+    return one.settings
 
 
 def facts(task: SetTask, steps: int = 6) -> RunFacts:
@@ -86,6 +89,9 @@ def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(monkey
     assert len(seen) == len(tried), "a setting that two methods share is trained once"
     assert outcomes["alone"].settings == outcomes["wga"].settings == outcomes["fine-tuned"].settings == BUDGET
     for name in names():
+        if name in TOOLS:
+            assert len(TOOLS[name].strengths) <= BUDGET
+            continue
         starts = {setting.start for setting in settings(name)} - {None}
         assert sum(len(setting.lrs) for setting in (*settings(name), *starts) if setting) <= BUDGET
         for setting in settings(name):

@@ -24,6 +24,7 @@ from coterie.gradients.gradients import Gradients
 from coterie.methods import (
     APFL,
     L2GD,
+    AffPCL,
     Ditto,
     FedAvg,
     FedFomo,
@@ -56,6 +57,7 @@ METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer se
     "L2GD": (L2GD(2), 4),
     "FedFomo": (FedFomo(), 2),
     "pFedMe": (PFedMe(2, inner_steps=3), 2 * 6),
+    "AffPCL": (AffPCL(2), 2 * 2),
 }
 
 

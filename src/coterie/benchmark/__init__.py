@@ -7,6 +7,7 @@ from coterie.benchmark.running import measure_cells, run
 from coterie.benchmark.sets import SETS, UserSet, register_set
 from coterie.benchmark.settings import Contender, Setting
 from coterie.benchmark.summary import overall, summary, table
+from coterie.benchmark.tools import Tool
 
 __all__ = [
     "SETS",
@@ -16,6 +17,7 @@ __all__ = [
     "Selection",
     "Setting",
     "Store",
+    "Tool",
     "UserSet",
     "in_short",
     "measure_cells",

@@ -14,7 +14,9 @@ from coterie.benchmark.methods import contender, names
 from coterie.benchmark.models import MODELS
 from coterie.benchmark.sets import SETS, UserSet, load
 from coterie.benchmark.settings import RATES, Contender
+from coterie.benchmark.summary import ALONE
 from coterie.benchmark.tasks import candidates
+from coterie.benchmark.tools import Tool
 from coterie.errors import KnobError
 from coterie.recording import files
 
@@ -33,10 +35,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cells are asked for, as by the arguments of `run`; `alone` is always among the methods."""
+    """Which cells are asked for, as by the arguments of `run`; what trains alone is always among the methods."""
 
     sets: Sequence[str | UserSet]
-    methods: Sequence[str | Contender]
+    methods: Sequence[str | Contender | Tool]
     conditions: Sequence[str] = tuple(CONDITIONS)
     models: Sequence[str] | None = None
     users: int = 3
@@ -58,7 +60,7 @@ class Selection:
             if number < 1:
                 raise KnobError(f"`{what}` must be at least 1, got {number}")
         for one in self.methods:
-            if not isinstance(one, str | Contender):
+            if not isinstance(one, str | Contender | Tool):
                 raise KnobError(
                     f"`methods` are names or contenders, got {one!r}; write `benchmark.Contender.of(name, rule)`"
                 )
@@ -68,7 +70,7 @@ class Selection:
         """Return a set of this selection."""
         return self._sets[name]
 
-    def contender(self, name: str) -> Contender:
+    def contender(self, name: str) -> Contender | Tool:
         """Return a method of this selection."""
         return self._contenders[name]
 
@@ -78,8 +80,8 @@ class Selection:
         return {user_set.name: user_set for user_set in sets}
 
     @property
-    def _contenders(self) -> dict[str, Contender]:
-        each = [contender(one) if isinstance(one, str) else one for one in ("alone", *self.methods)]
+    def _contenders(self) -> dict[str, Contender | Tool]:
+        each = [contender(one) if isinstance(one, str) else one for one in (*ALONE, *self.methods)]
         return {one.name: one for one in each}
 
     def cells(self, data: Path | None) -> Iterator[Cell]:
@@ -87,9 +89,11 @@ class Selection:
         for name, user_set in self._sets.items():
             fitting = list(user_set.makers)
             models = fitting[:1] if self.models is None else [model for model in fitting if model in self.models]
-            users = candidates(load(user_set, data), user_set.own_examples)[: self.users]
+            people = load(user_set, data)
+            users = candidates(people, user_set.own_examples)[: self.users]
+            methods = [name for name, one in self._contenders.items() if one.fits(people)]
             for model, condition, user, seed, method in itertools.product(
-                models, self.conditions, users, range(self.seeds), self._contenders
+                models, self.conditions, users, range(self.seeds), methods
             ):
                 yield Cell(name, model, condition, user, seed, method)
 

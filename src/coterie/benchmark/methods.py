@@ -6,6 +6,7 @@ from typing import Any
 
 from coterie.aggregators import AGGREGATORS
 from coterie.benchmark.settings import PLAIN_RATES, Contender, Knobs, Setting, schedules
+from coterie.benchmark.tools import TOOLS, Tool
 from coterie.errors import KnobError
 from coterie.methods import METHODS
 from coterie.registry import Entry, FromRun
@@ -39,7 +40,7 @@ loss. `alone-plain` and `pooled-plain` take plain steps as methods do: what a me
 not Adam's. `…-auto`: knobs by theory and measured constants."""
 
 DEFAULT = ("alone", "pooled", "fine-tuned", *(f"wga-{alpha:g}" for alpha in ALPHAS), "wga")
-DEFAULT += ("adaptive", "adaptive-guarded", "bc", "alone-plain", "pooled-plain")
+DEFAULT += ("adaptive", "adaptive-guarded", "bc", "alone-plain", "pooled-plain", *TOOLS)
 """What `coterie bench` compares if nothing else is asked for: minutes of work, where all take hours."""
 
 
@@ -54,8 +55,8 @@ def names() -> list[str]:
     return list(dict.fromkeys((*DEFAULT, *VARIANTS, *registered)))
 
 
-def contender(name: str) -> Contender:
-    """Return what is compared under a name.
+def contender(name: str) -> Contender | Tool:
+    """Return what is compared under a name: settings of coterie to choose from, or a plain tool.
 
     A rule that says nothing of its `benchmark_settings` is tried with four schedules of the optimizer, a method
     with two: each then has as many settings to choose from as the others.
@@ -67,6 +68,8 @@ def contender(name: str) -> Contender:
     """
     if name not in names():
         raise KnobError(f"unknown method {name!r}; the methods are {', '.join(names())}")
+    if name in TOOLS:
+        return TOOLS[name]
     if name in VARIANTS:
         return Contender(name, VARIANTS[name])
     if name in RULES:

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 from coterie.benchmark.cells import Store
 from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.settings import BUDGET, PLAIN_RATES, RATES
-from coterie.benchmark.summary import HARMED, LEVEL, PLACE, SIGNIFICANT, by_condition, overall, summary, table
+from coterie.benchmark.summary import (
+    ALONE,
+    HARMED,
+    LEVEL,
+    PLACE,
+    SIGNIFICANT,
+    by_condition,
+    overall,
+    summary,
+    table,
+)
+from coterie.benchmark.tools import TOOLS
 from coterie.recording import files
 from coterie.recording.describe import counted
 
@@ -49,40 +60,47 @@ def in_short(totals: "pd.DataFrame") -> list[dict[str, Any]]:
 
 
 def conclusion(totals: "pd.DataFrame") -> str:
-    """Say which method is near the best most often, and how it does beside Alone."""
-    others = totals[totals["method"] != "alone"]
-    if others.empty:
+    """Say which methods are near the best most often, how one of them does beside Alone, where a tool wins."""
+    if totals["method"].isin(ALONE).all():
         return "Only Alone is measured yet; there is nothing to compare it with."
-    best = others.sort_values("near_best", ascending=False, kind="stable").iloc[0]
+    first = totals[totals["near_best"] == totals["near_best"].max()]
+    best = first.iloc[0]
     most = (
-        f"Of {len(totals)} methods `{best['method']}` is near the best most often: in {best['near_best']} of "
-        f"{best['places']} sets and conditions."
+        f"Of {len(totals)} methods {', '.join(f'`{name}`' for name in first['method'])} "
+        f"{'is' if len(first) == 1 else 'are'} near the best most often: in {best['near_best']} of "
+        f"{int(totals['places'].max())} sets and conditions."
     )
     if best["users"] == best["places"]:
         return f"{most} With one user each there are no standard errors: no method can be called better or worse."
-    return (
-        f"{most} It is better than alone by {SIGNIFICANT:g} standard errors "
-        f"in {best['better']} and worse in {best['worse']}; chance would show {best['by_chance']:.1f} of each."
+    beside = (
+        ""
+        if len(first) > 1
+        else (
+            f" It is better than the best Alone by {SIGNIFICANT:g} standard errors "
+            f"in {best['better']} and worse in {best['worse']}; chance would show {best['by_chance']:.1f} of each."
+        )
     )
+    wins = totals[totals["method"].isin(TOOLS) & (totals["best"] > 0)]
+    where = ", ".join(f"`{row['method']}` in {row['best']}" for row in wins.to_dict("records"))
+    return f"{most}{beside} {f'Plain tools have the highest mean: {where}.' if where else 'No plain tool wins.'}"
 
 
-def over_sets(conditions: "pd.DataFrame") -> list[dict[str, Any]]:
-    """Return a row a method: its mean difference to Alone over the sets in each condition, errors between sets."""
+def over_sets(conditions: "pd.DataFrame", name: str = "difference") -> list[dict[str, Any]]:
+    """Return a row a method: a mean difference over the sets in each condition, errors between sets."""
     rows: dict[str, dict[str, Any]] = {}
     for row in conditions.to_dict("records"):
-        rows.setdefault(row["method"], {"method": row["method"]})[row["condition"]] = _number(
-            row, "difference", "+.3f"
-        )
+        rows.setdefault(row["method"], {"method": row["method"]})[row["condition"]] = _number(row, name, "+.3f")
     return list(rows.values())
 
 
 def _by_place(means: "pd.DataFrame") -> list[dict[str, Any]]:
-    """Return a row a set, model and condition: Alone's score, and each method's difference to it."""
+    """Return a row a set, model and condition: the best Alone's score, and each method's difference to it."""
     rows = []
-    methods = [method for method in means["method"].unique() if method != "alone"]
+    methods = list(means["method"].unique())
     for place, part in means.groupby(PLACE, sort=False):
         of = {row["method"]: row for row in part.to_dict("records")}
-        row = dict(zip(PLACE, place, strict=True)) | {"alone": _number(of["alone"], "score", ".3f")}
+        best = next(iter(of.values()))["best_alone"]
+        row = dict(zip(PLACE, place, strict=True)) | {"best alone": _number(of[best], "score", ".3f")}
         rows.append(row | {m: _number(of[m], "difference", "+.3f") if m in of else "" for m in methods})
     return rows
 
@@ -92,7 +110,7 @@ def _write_page(
 ) -> Path:
     from coterie.reporting.page import Lead, Section, write_page
 
-    compared = int((means["method"] != "alone").sum())
+    compared = int((means["method"] != means["best_alone"]).sum())
     users, seeds = (counted(int(means[name].max()), name.removesuffix("s")) for name in ("users", "seeds"))
     text = [
         f"Users of real data sets (up to {users} a set, {seeds}) with few examples each learn a model with their "
@@ -102,15 +120,23 @@ def _write_page(
         f"sizes included: {', '.join(map(str, RATES))} of Adam, {', '.join(map(str, PLAIN_RATES))} of plain steps. "
         f"User 0 computes {store.steps} gradients in a run. The test examples are used once, with the chosen "
         "setting.",
+        "Plain tools (sklearn-…) are ridge or logistic regression and boosted trees by scikit-learn, on the user's "
+        "training and validation rows together and on the peers' rows. The best Alone of a set and condition is "
+        f"that of {' and '.join(f'`{name}`' for name in ALONE)} with the higher mean score; for the log loss, with "
+        "the lower mean loss.",
         "± is one standard error over users, seeds averaged within each; over all sets it is one between sets. "
-        "Differences to Alone are paired. Better and worse: by more than "
+        "Differences to the best Alone are paired. Better and worse: by more than "
         f"{SIGNIFICANT:g} standard errors; beside it how often chance would show that on each side. Corrected: "
         f"better/worse where all {compared} comparisons of this page together may err by chance with {LEVEL:.0%}. "
         "Near best: the best method in a set and condition, or behind it by at most one standard error of the "
-        "difference. Harmed: users whose test examples put them below Alone by more than "
+        "difference. Harmed: users whose test examples put them below the best Alone by more than "
         f"{HARMED:g} standard errors, beside it how many chance would show. Settings: how many each chose from.",
     ]
-    sections = [Section("What was measured", text, [in_short(totals), over_sets(conditions)])]
+    loss = over_sets(conditions, "loss_difference")
+    sections = [
+        Section("What was measured", text, [in_short(totals), over_sets(conditions)]),
+        Section("Log loss against the best Alone, sets with classes", ["Less is better."], [loss]),
+    ]
     for condition, part in means.groupby("condition", sort=False):
         rows = [{k: v for k, v in row.items() if k != "condition"} for row in _by_place(part)]
         done = [inspect.getdoc(CONDITIONS[str(condition)]) or ""]
@@ -125,7 +151,7 @@ def _figures(part: "pd.DataFrame") -> list["Figure"]:
     from coterie.reporting.figures import differences
 
     drawn = []
-    for metric, rows in part[part["method"] != "alone"].groupby("metric", sort=False):
+    for metric, rows in part[part["method"] != part["best_alone"]].groupby("metric", sort=False):
         values: dict[str, dict[str, tuple[float, float]]] = {}
         for row in rows.to_dict("records"):
             pair = row["difference"], row["difference_error"]
@@ -139,7 +165,8 @@ def _everything(means: "pd.DataFrame") -> list[dict[str, Any]]:
         {
             **{key: row[key] for key in (*PLACE, "method")},
             "score": _number(row, "score", ".3f"),
-            "difference to Alone": _number(row, "difference", "+.3f") if row["method"] != "alone" else "",
+            "against the best Alone": _number(row, "difference", "+.3f"),
+            "loss": f"{row['loss']:.3f}",
             "wins/ties/losses": f"{row['wins']}/{row['ties']}/{row['losses']}",
             "harmed": row["harmed"],
             "weight on wrong peers": "" if math.isnan(row["wrong_weight"]) else f"{row['wrong_weight']:.3f}",

@@ -18,6 +18,7 @@ from coterie.benchmark.page import write_results
 from coterie.benchmark.sets import UserSet, load
 from coterie.benchmark.settings import Contender
 from coterie.benchmark.tasks import task_of
+from coterie.benchmark.tools import Tool
 from coterie.benchmark.tuning import Tuning
 from coterie.errors import KnobError
 from coterie.recording.claim import claimed
@@ -32,7 +33,7 @@ def run(
     out: Path | str,
     *,
     sets: Sequence[str | UserSet] = ("digits",),
-    methods: Sequence[str | Contender] = DEFAULT,
+    methods: Sequence[str | Contender | Tool] = DEFAULT,
     conditions: Sequence[str] = tuple(CONDITIONS),
     models: Sequence[str] | None = None,
     users: int = 3,
@@ -49,7 +50,7 @@ def run(
     Args:
         out: the folder to write.
         sets: names in `SETS`, or a `UserSet` of one's own.
-        methods: names as for `coterie bench --methods`, or a `Contender` of one's own.
+        methods: names as for `coterie bench --methods`, or a `Contender` or `Tool` of one's own.
         conditions: what is done to the data; see `CONDITIONS`.
         models: each for the sets that it fits; None takes the first of each set.
         users: how many users of a set are user 0 in turn.
@@ -64,7 +65,7 @@ def run(
         >>> with tempfile.TemporaryDirectory() as out:
         ...     rows = run(out, methods=[mine], conditions=["honest"], users=1, steps=2)
         >>> rows["method"].tolist()
-        ['alone', 'mine']
+        ['alone', 'sklearn-alone', 'mine']
     """
     selection = Selection(sets, methods, conditions, models, users, seeds)
     folder = None if data is None else Path(data)
@@ -117,11 +118,12 @@ def measure_task(cells: Sequence[Cell], selection: Selection, store: Store, data
     with seeded(first.seed, "model", 0):
         model = user_set.makers[first.model](task.n_inputs, task.n_outputs)
     tuning = Tuning(task, model, steps=store.steps, batch_size=user_set.batch_size, seed=first.seed)
-    settings = {cell: selection.contender(cell.method).settings for cell in cells}
-    tuning.prepare([setting for some in settings.values() for setting in some])
+    contenders = {cell: selection.contender(cell.method) for cell in cells}
+    tuning.prepare([s for one in contenders.values() if isinstance(one, Contender) for s in one.settings])
     counts = {"own_examples": len(task.me), "peers": len(task.peers)}
-    for cell in cells:
-        store.add(cell, counts | asdict(tuning.outcome(settings[cell])))
+    for cell, one in contenders.items():
+        outcome = one.outcome(task) if isinstance(one, Tool) else tuning.outcome(one.settings)
+        store.add(cell, counts | asdict(outcome))
 
 
 def _prepare_process() -> None:

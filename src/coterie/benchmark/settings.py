@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from coterie.benchmark.population import Population
 from coterie.errors import KnobError
 from coterie.methods import Method
 from coterie.registry import Entry, FromRun, RunFacts
@@ -92,6 +93,10 @@ class Contender:
 
     name: str
     settings: tuple[Setting, ...]
+
+    def fits(self, people: Population) -> bool:
+        """Say whether it can learn from these examples: from any."""
+        return True
 
     @classmethod
     def of(cls, name: str, *each: Any) -> Self:

@@ -1,4 +1,4 @@
-"""What the cells say together: means, paired differences to Alone, who won, who was harmed."""
+"""What the cells say together: means, paired differences to the best Alone, who won, who was harmed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,37 +12,59 @@ if TYPE_CHECKING:
 TASK = ["set", "model", "condition", "user", "seed"]
 PLACE = ["set", "model", "condition"]
 
+ALONE = ("alone", "sklearn-alone")
+"""What uses no peer: by gradient steps, and by scikit-learn. The better of the two is what others must beat."""
+
 HARMED = 2.0
 """A user is harmed whose test examples say so by more than this many standard errors."""
 
 SIGNIFICANT = 3.0
-"""A method is better or worse than Alone in a set and condition by more than this many standard errors."""
+"""A method is better or worse than the best Alone in a set and condition by more than this many standard errors."""
 
 LEVEL = 0.05
 """How often one of all comparisons may be called better or worse by chance, where they are corrected for number."""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> "pd.DataFrame":
-    """Return a row a cell, each with its difference to Alone on the same test examples.
+    """Return a row a cell, each with its difference to the best Alone on the same test examples.
 
-    `difference` is in the units of the score. `difference_error` is its standard error over the test examples,
-    paired; for −RMSE that of (MSE_alone − MSE)/(RMSE_alone + RMSE), which is the difference. The rows are
-    those of the cells, with the `errors` of each test example.
+    The best Alone of a set, model and condition is the method in `ALONE` with the highest mean score there, and
+    for `loss_difference` the one with the least mean loss. `difference` is in the units of the score;
+    `difference_error` is its standard error over the test examples, paired; for −RMSE that of
+    (MSE_alone − MSE)/(RMSE_alone + RMSE), which is the difference. The rows are those of the cells, with the
+    `errors` of each test example.
     """
     import pandas as pd
 
     frame = pd.DataFrame(rows)
-    alone = frame[frame["method"] == "alone"].set_index(TASK)
+    alone = {(*_task(row), row["method"]): row for row in rows if row["method"] in ALONE}
+    best, surest = {}, {}
+    for place, some in frame[frame["method"].isin(ALONE)].groupby(PLACE, sort=False):
+        wide = some.pivot_table(index=["user", "seed"], columns="method", values=["score", "loss"])
+        means = wide.dropna(axis="columns").mean()  # of what every task of it has, also where Ctrl-C came between
+        best[place], surest[place] = means["score"].idxmax(), means["loss"].idxmin()
     differences = []
     for row in rows:
-        other = alone.loc[tuple(row[field] for field in TASK)]
+        place = tuple(row[field] for field in PLACE)
+        other = alone[*_task(row), best[place]]
         costs = np.asarray(other["errors"]) - np.asarray(row["errors"])
         scale = -(other["score"] + row["score"]) or 1.0 if row["metric"] == "-rmse" else 1.0
         error = costs.std(ddof=1) / np.sqrt(len(costs)) / scale
-        differences.append({"difference": row["score"] - other["score"], "difference_error": float(error)})
+        differences.append(
+            {
+                "best_alone": best[place],
+                "difference": row["score"] - other["score"],
+                "difference_error": float(error),
+                "loss_difference": row["loss"] - alone[*_task(row), surest[place]]["loss"],
+            }
+        )
     frame["wrong_weight"] = frame["wrong_weight"].astype(float)  # nothing where a method has no weights
     counted = frame.drop(columns="errors").assign(test_examples=[len(row["errors"]) for row in rows])
     return counted.join(pd.DataFrame(differences))
+
+
+def _task(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[field] for field in TASK)
 
 
 def by_user(frame: "pd.DataFrame") -> "pd.DataFrame":
@@ -52,10 +74,10 @@ def by_user(frame: "pd.DataFrame") -> "pd.DataFrame":
     is if they err alike, and no smaller for being repeated.
     """
     groups = frame.groupby([*PLACE, "user", "method"], sort=False)
-    users = groups[["score", "difference", "wrong_weight", "settings", "seconds"]].mean()
+    users = groups[["score", "difference", "loss", "loss_difference", "wrong_weight", "settings", "seconds"]].mean()
     users["difference"] = users["difference"].round(12)  # a tie is one in spite of rounding
     users["seeds"] = groups.size()
-    users["metric"] = groups["metric"].first()
+    users[["metric", "best_alone"]] = groups[["metric", "best_alone"]].first()
     keys = [frame[key] for key in (*PLACE, "user", "method")]
     users["difference_error"] = frame["difference_error"].groupby(keys, sort=False).mean()
     users["harmed"] = users["difference"] < -HARMED * users["difference_error"]
@@ -68,12 +90,16 @@ def summary(frame: "pd.DataFrame") -> "pd.DataFrame":
     groups = users.groupby([*PLACE, "method"], sort=False)
     means = groups.agg(
         metric=("metric", "first"),
+        best_alone=("best_alone", "first"),
         users=("user", "size"),
         seeds=("seeds", "max"),
         score=("score", "mean"),
         score_error=("score", "sem"),
         difference=("difference", "mean"),
         difference_error=("difference", "sem"),
+        loss=("loss", "mean"),
+        loss_difference=("loss_difference", "mean"),
+        loss_difference_error=("loss_difference", "sem"),
         wins=("difference", lambda d: int((d > 0).sum())),
         ties=("difference", lambda d: int((d == 0).sum())),
         losses=("difference", lambda d: int((d < 0).sum())),
@@ -87,32 +113,45 @@ def summary(frame: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def by_condition(frame: "pd.DataFrame") -> "pd.DataFrame":
-    """Return a row a method and condition: the mean difference over sets, and its standard error between sets."""
-    groups = summary(frame).groupby(["condition", "method"], sort=False)["difference"]
-    return groups.agg(sets="size", difference="mean", difference_error="sem").reset_index()
+    """Return a row a method and condition: the mean differences over sets, with standard errors between sets.
+
+    `loss_difference` is that of the log loss, over the sets with classes.
+    """
+    means = summary(frame)
+    means["log_loss"] = means["loss_difference"].where(means["metric"] == "accuracy")
+    groups = means.groupby(["condition", "method"], sort=False)
+    return groups.agg(
+        sets=("difference", "size"),
+        difference=("difference", "mean"),
+        difference_error=("difference", "sem"),
+        loss_difference=("log_loss", "mean"),
+        loss_difference_error=("log_loss", "sem"),
+    ).reset_index()
 
 
 def overall(frame: "pd.DataFrame") -> "pd.DataFrame":
     """Return a row a method over all sets and conditions.
 
-    `better` and `worse` count those where it differs from Alone by more than three standard errors over users;
-    `by_chance` is how many chance would show on either side, by Student's t; `surely_better` and `surely_worse`
-    count what is left where all comparisons, of all methods, are corrected for their number (Bonferroni).
-    `harmed_by_chance` is how many users chance would show as harmed; `near_best` counts where it is the best
-    method, or behind the best by no more than one standard error of their paired difference.
+    `better` and `worse` count those where it differs from the best Alone by more than three standard errors over
+    users; `by_chance` is how many chance would show on either side, by Student's t; `surely_better` and
+    `surely_worse` count what is left where all comparisons, of all methods, are corrected for their number
+    (Bonferroni). `harmed_by_chance` is how many users chance would show as harmed; `best` counts where its mean
+    score is the highest, `near_best` where it is that or behind it by no more than one standard error of their
+    paired difference.
     """
     import pandas as pd
 
     means = summary(frame)
     users = by_user(frame)
     near = []
-    for place, scores in users.groupby(PLACE, sort=False):
+    for _, scores in users.groupby(PLACE, sort=False):
         wide = scores.pivot_table(index="user", columns="method", values="score")
         behind = (-wide).add(wide[wide.mean().idxmax()], axis=0)
         close = behind.mean() <= behind.sem(ddof=1).fillna(0.0)
-        near += [{"place": place, "method": method, "near_best": bool(ok)} for method, ok in close.items()]
+        best = {method: bool(mean == behind.mean().min()) for method, mean in behind.mean().items()}
+        near += [{"method": method, "near_best": bool(ok), "best": best[method]} for method, ok in close.items()]
     ratio = means["difference"] / means["difference_error"].where(means["difference_error"] > 0)
-    compared = means["method"] != "alone"
+    compared = means["method"] != means["best_alone"]
     several = means["users"] > 1  # one user has no error, and is called neither better nor worse
     sure = means["chance"] < LEVEL / max(1, compared.sum())
     counted = means.assign(
@@ -128,7 +167,7 @@ def overall(frame: "pd.DataFrame") -> "pd.DataFrame":
     sums[["by_chance", "harmed_by_chance"]] = rows[["by_chance", "harmed_by_chance"]].sum()
     sums[["users", "settings"]] = rows.agg(users=("users", "sum"), settings=("settings", "max"))
     sums.insert(0, "places", rows.size())
-    sums["near_best"] = pd.DataFrame(near).groupby("method")["near_best"].sum()
+    sums[["near_best", "best"]] = pd.DataFrame(near).groupby("method")[["near_best", "best"]].sum()
     return sums.reset_index()
 
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
@@ -18,7 +18,7 @@ from coterie.benchmark.settings import RATES, Fixed, Knobs, Setting
 from coterie.benchmark.tasks import SetTask
 from coterie.choosing import MakesLearner, chooser_for
 from coterie.errors import DataError, GradientError
-from coterie.evaluation.evaluate import evaluate, example_errors
+from coterie.evaluation.evaluate import errors_of, evaluate, outputs_on
 from coterie.learners.spec import RunSpec
 from coterie.methods import Method
 from coterie.registry import RunFacts
@@ -78,14 +78,10 @@ class Tuning:
         best = self._best(settings)
         starts = dict.fromkeys(setting.start for setting in settings if setting.start is not None)
         trials = [self.trial(setting, lr) for setting in (*settings, *starts) for lr in setting.lrs]
-        test = _held_out(self.task.me.test)
-        costs = example_errors(best.model, test, 1 / self.task.spread)
-        mean = float(costs.mean())
-        return Outcome(
-            metric="-rmse" if self.regression else "accuracy",
-            score=-(mean**0.5) if self.regression else 1 - mean,
-            errors=costs.tolist(),
-            loss=evaluate(best.model, self.loss, test)["loss"],
+        outputs = torch.cat([output for output, _, _ in outputs_on(best.model, held_out(self.task.me.test))])
+        return outcome_of(
+            self.task,
+            outputs,
             validation_loss=best.validation_loss,
             setting=f"{best.setting.label(self._facts)}, lr {best.lr:g}",
             settings=len(trials),
@@ -164,7 +160,7 @@ class Tuning:
     def _trial(self, setting: Setting, lr: float, run: Run, model: nn.Module, seconds: float) -> Trial:
         if run.stopped is Stopped.CTRL_C:
             raise KeyboardInterrupt
-        loss = evaluate(model, self.loss, _held_out(self.me.validation))["loss"]
+        loss = evaluate(model, self.loss, held_out(self.me.validation))["loss"]
         return Trial(setting, lr, model, loss, self._wrong_weight(self._rule(setting), run), seconds)
 
     def _rule(self, setting: Setting) -> Followed:
@@ -223,7 +219,24 @@ class TailAverage:
         return model
 
 
-def _held_out(examples: Examples | None) -> Examples:
+def outcome_of(task: SetTask, outputs: Tensor, **about: Any) -> Outcome:
+    """Return what outputs on the test examples are worth, with what else is known of the method."""
+    _, targets = held_out(task.me.test).take(torch.arange(len(outputs)))
+    regression = task.n_outputs == 1
+    costs = errors_of(outputs, targets, 1 / task.spread)
+    mean = float(costs.mean())
+    loss = nn.functional.mse_loss if regression else nn.functional.cross_entropy
+    return Outcome(
+        metric="-rmse" if regression else "accuracy",
+        score=-(mean**0.5) if regression else 1 - mean,
+        errors=costs.tolist(),
+        loss=float(loss(outputs, targets.to(outputs.dtype) if regression else targets)),
+        **about,
+    )
+
+
+def held_out(examples: Examples | None) -> Examples:
+    """Return examples that must be there."""
     if examples is None:
         raise DataError("user 0 needs examples held out for validation and test")
     return examples

@@ -63,7 +63,7 @@ def bench(
         stopped = _measure(cells, selection, store, data, jobs or os.cpu_count() or 1)
         if any(cell in store for cell in cells):
             frame = benchmark.write_results(store, out)
-            places = "Methods over all sets and conditions, compared with Alone"
+            places = "Methods over all sets and conditions, compared with the best Alone"
             console.print(rich_table(places, benchmark.in_short(benchmark.overall(frame))))
             console.print(f"By set, condition and user: index.html, results.json, results.parquet in {out}")
     if stopped:

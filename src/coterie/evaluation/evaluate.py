@@ -137,14 +137,18 @@ def _chunks(examples: Examples, size: int, device: torch.device) -> Iterator[lis
 
 
 def example_errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> Tensor:
+    """Return the error of each example under a model in evaluation mode; see `errors_of`."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    inputs, targets = examples.take(torch.arange(len(examples)))
+    with torch.no_grad(), evaluation_mode(model):
+        return errors_of(model(inputs.to(device)).to(targets.device), targets, scale)
+
+
+def errors_of(outputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
     """Return the error of each example: 1 for a wrong class, 0 for the right one, or the squared error of numbers.
 
     Differences of numbers are multiplied by `scale`, the size of one unit of the target.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    inputs, targets = examples.take(torch.arange(len(examples)))
-    with torch.no_grad(), evaluation_mode(model):
-        outputs: Tensor = model(inputs.to(device)).to(targets.device)
     if targets.is_floating_point():
         difference: Tensor = scale * (outputs.double() - targets.double())
         return difference.square().flatten(1).mean(1)

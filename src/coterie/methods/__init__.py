@@ -22,6 +22,7 @@ from coterie.methods.personal.per_fedavg import PerFedAvg
 from coterie.methods.personal.pfedme import PFedMe
 from coterie.methods.personal.shared_part import FedBN, FedPer, FedRep
 from coterie.methods.rounds import Method
+from coterie.methods.variance.affpcl import AffPCL
 from coterie.methods.variance.mime import Mime
 from coterie.methods.variance.own_variance import MVR, SAGA, SVRG
 from coterie.methods.variance.scaffold import Scaffold
@@ -42,6 +43,7 @@ __all__ = [
     "QFFL",
     "SAGA",
     "SVRG",
+    "AffPCL",
     "Clients",
     "Ditto",
     "FedAvg",
@@ -159,6 +161,7 @@ METHODS.register(
     defaults={"lite": True},
     benchmark_settings=_MOMENTA,
 )
+METHODS.register("affpcl", AffPCL, benchmark_settings=[{"alpha": alpha} for alpha in (0.5, 1.0)])
 METHODS.register("svrg", SVRG, benchmark_settings=_FIVE_OR_TEN)
 METHODS.register("saga", SAGA, benchmark_settings=_FIVE_OR_TEN)
 METHODS.register(

@@ -8,6 +8,7 @@ is v, the oracle's noise about one peer, and `initial_error` is E_0; see `correc
 paper and does not hold.
 """
 
+from coterie.theory.affine import Affine, affine_bound
 from coterie.theory.choices import (
     averaging_cost,
     averaging_speedup,
@@ -41,6 +42,7 @@ from coterie.theory.plan import (
 )
 
 __all__ = [
+    "Affine",
     "Averaging",
     "Choice",
     "Constants",
@@ -52,6 +54,7 @@ __all__ = [
     "Peers",
     "Promise",
     "PromiseCost",
+    "affine_bound",
     "alone",
     "alone_in_time",
     "averaging",
