@@ -1,6 +1,8 @@
 """Kits: the folder that user 0 makes for each site, and what a site makes of it."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +116,33 @@ def set_up(
     size = sum(tensor.numel() for tensor in model.state_dict().values())
     kit = _kit(consortium.sites[0], consortium, settings, preparation, size)
     kits = [replace(kit, site=site) for site in consortium.sites]  # what a run asks is found out once
-    provision(consortium, folder, size)
+    with _whole_or_nothing(folder):
+        return _write(folder, consortium, settings, preparation, kits)
+
+
+@contextmanager
+def _whole_or_nothing(folder: Path) -> Iterator[None]:
+    """Take away what was written to a folder where that has failed, so that a second try finds it as before."""
+    there = set(folder.iterdir()) if folder.exists() else None
+    try:
+        yield
+    except BaseException:
+        for path in set(folder.iterdir()) - (there or set()) if folder.exists() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if there is None and folder.exists():
+            folder.rmdir()
+        raise
+
+
+def _write(
+    folder: Path,
+    consortium: Consortium,
+    settings: LeadSettings,
+    preparation: Preparation,
+    kits: Sequence[Kit],
+) -> dict[str, str]:
+    """Write user 0's folder and the kits; see `set_up`."""
+    provision(consortium, folder, kits[0].size)
     if not consortium.everyone:
         preparation.save(folder)
     text = _server_file(consortium.sites) if consortium.everyone else _lead_file(settings)
