@@ -18,8 +18,8 @@ test-cuda: $(READY)  # the tests that need a GPU, and no others
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	$(PYTHON) .ci/oldest.py $(TORCH) > .venv-oldest/oldest.txt
-	.venv-oldest/bin/python -m pip install --quiet -c .venv-oldest/oldest.txt -e '.[sklearn,tensorboard,flare,privacy,test]'
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 3 --dist worksteal $(TESTS)
+	.venv-oldest/bin/python -m pip install --quiet -c .venv-oldest/oldest.txt -e '.[tensorboard,flare,privacy,test]'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 3 --dist worksteal -W ignore::DeprecationWarning tests src
 
 coverage: $(READY)  # lines and branches; of processes that tests start too
 	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 3 --dist worksteal
@@ -50,7 +50,7 @@ package: $(READY)
 # What the container installs: every dependency with its hash. torch comes in many builds and is left out.
 lock: $(READY)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile --quiet pyproject.toml --extra sklearn --extra tensorboard --extra flare --extra privacy \
+	$(BIN)/uv pip compile --quiet pyproject.toml --extra tensorboard --extra flare --extra privacy \
 		-c constraints.txt --generate-hashes --python-version 3.11 --no-emit-package torch --no-annotate \
 		--torch-backend cpu --custom-compile-command 'make lock' --output-file requirements.lock
 

@@ -5,7 +5,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-OLDEST = ("sklearn", "tensorboard", "flare", "privacy")  # Hugging Face's packages are imported by nothing here
+OLDEST = ("tensorboard", "flare", "privacy")  # Hugging Face's packages are imported by nothing here
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 extras = project["optional-dependencies"]
 groups = [project["dependencies"], *(extras[name] for name in extras if name in OLDEST)]

@@ -32,8 +32,8 @@ def train(message: Any, context: Any) -> Any:
         sgd.zero_grad()
         torch.autograd.backward(nn.functional.cross_entropy(model(inputs), targets))
         sgd.step()
-    answer = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": EXAMPLES})}
-    return Message(content=RecordDict(answer), reply_to=message)
+    arrays, metrics = ArrayRecord(model.state_dict()), MetricRecord({"num-examples": EXAMPLES})
+    return Message(content=RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 
 client = ClientApp()
@@ -58,6 +58,6 @@ def play(regime: str, rounds: int) -> Watch:
         )
 
     server.main()(main)
-    one_actor = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 1}}
+    one_actor: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 1}}
     run_simulation(server, client, num_supernodes=USERS, backend_config=one_actor)
     return watch

@@ -6,6 +6,7 @@ python benchmarks/theorems.py [--problems 5000]
 import argparse
 
 import numpy as np
+from tests.support.auxiliary import ratios
 from tests.theory.test_affine import draw as draw_affine
 
 from coterie.theory import affine_bound
@@ -26,7 +27,24 @@ def affine(cases: int) -> None:
     print(f"affine_bound: {count} cases, {broken} broken, largest ratio {worst:.4f}")
 
 
+def auxiliary(cases: int) -> None:
+    """AuxMom and AuxMVR: five pairs of rounds and steps."""
+    for recursive, name in ((False, "AuxMom"), (True, "AuxMVR")):
+        found = [
+            ratios(np.random.default_rng([cases, rounds, steps]), cases, rounds, steps, recursive=recursive)
+            for rounds, steps in ((1, 1), (1, 8), (40, 1), (40, 3), (15, 10))
+        ]
+        ratio = np.concatenate(found)
+        broken, bounded = int((ratio > 1 + 1e-9).sum()), int((ratio > 0).sum())
+        print(
+            f"auxiliary_bound, {name}: {ratio.size} cases, of which {bounded} have a bound, {broken} broken, "
+            f"largest ratio {ratio.max():.4f}"
+        )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=5000)
-    affine(parser.parse_args().problems)
+    problems = parser.parse_args().problems
+    affine(problems)
+    auxiliary(problems)

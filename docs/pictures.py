@@ -18,7 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import coterie
-from coterie.methods import AffPCL, data_interpolation
+from coterie.methods import AffPCL, AuxMom, AuxMVR, FedALA, FedAMP, data_interpolation
 from coterie.reporting.page import svg
 from coterie.rules.similarity import CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
 from coterie.rules.streams import StreamAveraging
@@ -57,6 +57,10 @@ RULES: dict[str, Callable[[Any, Any], Any]] = {
     "meritfed": lambda me, peers: MirrorDescent(),
     "data-interpolation": lambda me, peers: data_interpolation(me, peers, mixing=0.5),
     "affpcl": lambda me, peers: AffPCL(beta=0.05),
+    "auxmom": lambda me, peers: AuxMom(local_steps=3),
+    "fedala": lambda me, peers: FedALA(local_steps=1),
+    "fedamp": lambda me, peers: FedAMP(local_steps=1, penalty=0.3),
+    "auxmvr": lambda me, peers: AuxMVR(local_steps=3),
 }
 
 

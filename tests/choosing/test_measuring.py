@@ -19,7 +19,7 @@ from coterie.choosing.measuring import Sampling, before_training, measure
 from coterie.engines import Capabilities
 from coterie.errors import DataError
 from coterie.learners.spec import RunSpec
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 

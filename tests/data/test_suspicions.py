@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from coterie.data import from_table
-from coterie.data.suspicions import looks_like_a_date, looks_like_an_id
+from coterie.data.checking import looks_like_a_date, looks_like_an_id
 
 N = 300
 RANDOM = np.random.default_rng(0)

@@ -25,7 +25,11 @@ from coterie.methods import (
     APFL,
     L2GD,
     AffPCL,
+    AuxMom,
+    AuxMVR,
     Ditto,
+    FedALA,
+    FedAMP,
     FedAvg,
     FedFomo,
     FedProx,
@@ -41,8 +45,7 @@ from coterie.methods import (
 )
 from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rehearsal import gradients_asked
-from coterie.recording.costs import Costs
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Costs, Traffic
 
 METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer sends in two rounds
     "FedAvg": (FedAvg(3), 2),
@@ -58,6 +61,10 @@ METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer se
     "FedFomo": (FedFomo(), 2),
     "pFedMe": (PFedMe(2, inner_steps=3), 2 * 6),
     "AffPCL": (AffPCL(2), 2 * 2),
+    "FedALA": (FedALA(3), 2 * 2),
+    "FedAMP": (FedAMP(3), 2),
+    "AuxMom": (AuxMom(2), 2 * 3),
+    "AuxMVR": (AuxMVR(2), 2 * 4),
 }
 
 

@@ -11,8 +11,15 @@ import torch
 from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
 
-from coterie.evaluation import METRICS, classes
-from coterie.evaluation.metrics import less_is_better
+from coterie.evaluation.metrics import (
+    METRICS,
+    area_under_roc,
+    calibration,
+    confusion,
+    less_is_better,
+    roc_curve,
+    sensitivities,
+)
 
 RANDOM = np.random.default_rng(0)
 N = 200
@@ -23,18 +30,18 @@ WEIGHTS: dict[str, Any] = {"even": None, "uneven": RANDOM.integers(0, 4, N).asty
 def test_two_classes_are_as_scikit_learn_has_them(weights: Any) -> None:
     truth = RANDOM.integers(0, 2, N)
     scores = np.round(truth * 0.3 + RANDOM.random(N), 1) / 1.3  # with ties
-    assert classes.area_under_roc(scores, truth, weights) == pytest.approx(
+    assert area_under_roc(scores, truth, weights) == pytest.approx(
         sk.roc_auc_score(truth, scores, sample_weight=weights)
     )
-    false, true = classes.roc_curve(scores, truth, weights)
+    false, true = roc_curve(scores, truth, weights)
     wanted = sk.roc_curve(truth, scores, sample_weight=weights, drop_intermediate=False)
     np.testing.assert_allclose(false, wanted[0])
     np.testing.assert_allclose(true, wanted[1])
     told = (scores > 0.5).astype(int)
-    matrix = classes.confusion(told, truth, 2, weights)
+    matrix = confusion(told, truth, 2, weights)
     np.testing.assert_allclose(matrix, sk.confusion_matrix(truth, told, sample_weight=weights))
     recalls = [sk.recall_score(truth, told, pos_label=k, sample_weight=weights) for k in (0, 1)]
-    np.testing.assert_allclose(classes.sensitivities(matrix), recalls)
+    np.testing.assert_allclose(sensitivities(matrix), recalls)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
@@ -73,18 +80,18 @@ def test_metrics_of_numbers_are_as_scikit_learn_has_them(weights: Any) -> None:
 def test_calibration_bins_have_equal_sizes_and_are_as_scikit_learn_has_them() -> None:
     told = RANDOM.random(N)
     truth = (RANDOM.random(N) < told).astype(int)
-    bins = classes.calibration(told, truth, 5)
+    bins = calibration(told, truth, 5)
     assert [one.rows for one in bins] == [40] * 5
     share, mean = calibration_curve(truth, told, n_bins=5, strategy="quantile")
     np.testing.assert_allclose([one.came_true for one in bins], share)
     np.testing.assert_allclose([one.told for one in bins], mean)
-    doubled = classes.calibration(told, truth, 5, np.full(N, 2.0))
+    doubled = calibration(told, truth, 5, np.full(N, 2.0))
     np.testing.assert_allclose([one.error for one in doubled], [one.error for one in bins])  # not twice the rows
-    assert [one.rows for one in classes.calibration([0.3] * 6, [0, 1] * 3)] == [6]
+    assert [one.rows for one in calibration([0.3] * 6, [0, 1] * 3)] == [6]
 
 
 def test_what_is_not_defined_is_not_a_number() -> None:
-    assert math.isnan(classes.area_under_roc([0.1, 0.2], [1, 1]))
+    assert math.isnan(area_under_roc([0.1, 0.2], [1, 1]))
     assert math.isnan(METRICS["r2"](torch.zeros(3, 1), torch.ones(3, 1)))
     outputs, one_class = torch.eye(3), torch.tensor([1, 1, 1])
     assert math.isnan(METRICS["auc"](outputs[:, :2], one_class))

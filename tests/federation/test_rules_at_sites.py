@@ -268,7 +268,7 @@ def test_methods_run_with_sites_and_what_they_ask_is_planned_for(method: str, tm
     assert {given(folder, site) for site in SITES} == {STEPS * asked}
     decision = record.end.guard
     assert decision is not None, "a model was trained alone beside it"
-    told = "The model trained alone is served" if decision.served == "alone" else "one trained alone: "
+    told = "gets the model trained without peers" if decision.served == "alone" else "one trained alone: "
     assert told in (folder / RUN / "summary.txt").read_text().splitlines()[0]
 
 

@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.engines.attacks import Attacked, Scaled
 from coterie.gradients.gradients import Gradients
-from coterie.gradients.norm_bound import AGAINST, NormBound
-from coterie.gradients.opposition import LIMIT, RATE, Opposition
+from coterie.gradients.norm_bound import AGAINST, LIMIT, RATE, NormBound, Opposition
 
 NAMES = tuple("abcdefghij")
 

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie.errors import CheckpointError
-from coterie.gradients.trained_part import copied, frozen_digest, load_trained_state, trained_state
+from coterie.gradients.parameters import copied, frozen_digest, load_trained_state, trained_state
 
 WIDE = 600
 

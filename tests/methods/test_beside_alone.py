@@ -100,7 +100,7 @@ def test_a_better_method_is_served_and_the_verdict_is_on_the_test_examples() -> 
 def test_a_worse_method_is_not_restarted_and_the_model_trained_alone_is_served() -> None:
     run, free = trained(-1.0, methods.FedAvg(3)), trained(-1.0, methods.FedAvg(3), guard="off")
     assert run.verdict.finding == "alone"
-    assert "not better on 40 validation examples" in run.verdict.sentence
+    assert "on 40 validation examples the collaborative model was not better" in run.verdict.sentence
     assert set(run.record.curve("guard_restarts")[1]) == {0}
     assert torch.equal(last_of(run), last_of(free)), "`Run.models` are the method's"
     three_times = {"optimizer": torch.optim.SGD, "steps": 120, "evaluate_every": 12}

@@ -18,8 +18,7 @@ from coterie.cli import app
 from coterie.paper import STUDIES, Setting
 from coterie.paper.series import recorded
 from coterie.paper.studies import DRIFT_STEPS, STEPS, paper_problem
-from coterie.paper.tuned import constant_steps, decreasing_steps, drifting_optimum
-from coterie.paper.tuning import best
+from coterie.paper.tuned import best, constant_steps, decreasing_steps, drifting_optimum
 from coterie.reporting.figures import gain_factor
 from coterie.rules import Alone, BiasCorrection
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic

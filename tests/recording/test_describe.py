@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import coterie
-from coterie.recording.describe import describe
+from coterie.recording.configuration import describe
 
 
 def named(step: int, scale: float = 1.0) -> float:

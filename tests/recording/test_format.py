@@ -10,7 +10,7 @@ import pytest
 from coterie.errors import CheckpointError, FileError
 from coterie.recording import Cost, GuardCheck, GuardDecision, Record, Traffic, UserSummary, checkpoint
 from coterie.recording.chained_lines import ChainedLines
-from coterie.recording.traffic import total
+from coterie.recording.costs import total
 
 CONFIGURATION: dict[str, Any] = {
     "alone": False,

@@ -47,7 +47,7 @@ def test_the_numbers_are_those_of_the_model_served() -> None:
     measures = {"validation": {"loss": 0.4, "accuracy": 0.8}, "test": {"loss": 0.6}}
     record.finish(End(step=20, best_step=5, guard=guard, tau={"a": 1.0}, **measures))  # type: ignore[arg-type]  # fits
     alone, _, best, test = summary(record, weight=0.5)  # which is not that of what is served
-    assert alone.startswith("The model trained alone is served to me")
+    assert alone.startswith("me gets the model trained without peers: ")
     assert best == "best at step 5 by validation loss: loss 0.4, accuracy 0.8"
     assert test == "test: loss 0.6 (5 examples)"
     assert beside_alone(record) == [{"": "test loss", "served": "0.6"}]

@@ -97,12 +97,12 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
     guard = GuardDecision(served="alone", difference=0.5, error=0.1)
     assert verdict(ASKED, end(guard=guard)) == Verdict(
         "alone",
-        "The model trained alone is served to me: the one trained with peers was not better on 6 validation "
-        "examples (loss +0.50 ± 0.10).",
+        "me gets the model trained without peers: on 6 validation examples the collaborative model was not better "
+        "(loss +0.50 ± 0.10).",
     )
     assert verdict(ASKED, end(account={"path": "alone"})).finding == "alone"
     early = verdict(ASKED, end(account={"path": "alone", "looks": {"alone": {}}}, stopped="Ctrl-C"))
-    assert early.sentence.endswith("the run was stopped by Ctrl-C before one trained with peers was judged.")
+    assert early.sentence.endswith("the run was stopped by Ctrl-C before the collaborative model was judged.")
     nobody = configuration(rule="WeightedAveraging(alpha='auto')", choice={"alpha": 0.0, "tau": {}})
     assert verdict(nobody, end(comparison=compared((0.0, 0.0), (0.0, 0.0)).comparison)).finding == "alone"
     assert (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
-import sys
 from typing import Any
 
 import numpy as np
@@ -116,10 +114,3 @@ def test_nobody_elses_random_numbers_are_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
     np.testing.assert_array_equal(again, other)
     assert not np.array_equal(first, again)
-
-
-def test_without_scikit_learn_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.delitem(sys.modules, "coterie.sklearn")
-    with pytest.raises(ImportError, match=r'^scikit-learn is not installed; `pip install "scikit-learn>=1\.6"`$'):
-        importlib.import_module("coterie.sklearn")

@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch._dynamo  # what an optimizer's first step would import in every child
 import torch.utils.tensorboard.writer
+from click.testing import Result
 from tests.support import processes
 from tests.support.heart import hospitals
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from coterie.cli import app
 from coterie.data import Preparation

@@ -22,8 +22,8 @@ from coterie.evaluation import METRICS
 from coterie.recording import files
 from coterie.tables import models
 from coterie.tables.fit import fit
-from coterie.tables.metrics import metrics_of
 from coterie.tables.predict import predict
+from coterie.tables.report import metrics_of
 
 
 def visits(n: int = 90) -> pd.DataFrame:

@@ -19,7 +19,7 @@ from torch.nn import functional as f
 import coterie
 from coterie.data import TableTask, from_table
 from coterie.recording import files
-from coterie.tables import models, quality
+from coterie.tables import models, report
 from coterie.tables.fit import fit
 from coterie.tables.report import FILE
 
@@ -54,15 +54,15 @@ def trained(task: TableTask) -> torch.nn.Module:
 def test_what_is_told_of_classes_is_as_scikit_learn_has_it(classes: int) -> None:
     task = from_table(visits(classes=classes), **COLUMNS, test=0.4)
     model, rows, preparation = trained(task), task.test_rows, task.preparation
-    found = quality.quality(model, None, preparation, "y", rows)
+    found = report.quality(model, None, preparation, "y", rows)
     outputs = model(preparation.inputs(rows)).double().softmax(1).numpy()
     truth, told = rows["y"], np.array(preparation.classes)[outputs.argmax(1)]
     np.testing.assert_allclose(found.confusion, sk.confusion_matrix(truth, told, labels=preparation.classes))
-    report = sk.classification_report(truth, told, output_dict=True)
+    expected = sk.classification_report(truth, told, output_dict=True)
     for k, one in enumerate(found.by_class):
-        assert one.sensitivity.value == pytest.approx(report[one.name]["recall"])
-        assert one.precision.value == pytest.approx(report[one.name]["precision"])
-        assert one.rows == report[one.name]["support"]
+        assert one.sensitivity.value == pytest.approx(expected[one.name]["recall"])
+        assert one.precision.value == pytest.approx(expected[one.name]["precision"])
+        assert one.rows == expected[one.name]["support"]
         assert one.auc == pytest.approx(sk.roc_auc_score(truth == one.name, outputs[:, k]))
         wilson = stats.binomtest(round(one.sensitivity.value * one.rows), one.rows).proportion_ci(method="wilson")
         assert (one.sensitivity.low, one.sensitivity.high) == pytest.approx((wilson.low, wilson.high))
@@ -70,8 +70,8 @@ def test_what_is_told_of_classes_is_as_scikit_learn_has_it(classes: int) -> None
         assert one.specificity.value == pytest.approx((told[others] != one.name).mean())
     assert bool(found.roc) is (classes == 2)
     assert sum(one.rows for one in found.calibration) == len(rows)
-    assert found.served["accuracy"] == pytest.approx(report["accuracy"])
-    assert found.served["balanced-accuracy"] == pytest.approx(report["macro avg"]["recall"])
+    assert found.served["accuracy"] == pytest.approx(expected["accuracy"])
+    assert found.served["balanced-accuracy"] == pytest.approx(expected["macro avg"]["recall"])
 
 
 def test_an_effect_is_the_mean_over_all_permutations() -> None:
@@ -82,7 +82,7 @@ def test_an_effect_is_the_mean_over_all_permutations() -> None:
     def loss(frame: pd.DataFrame) -> float:
         return float(f.cross_entropy(model(preparation.inputs(frame)).double(), targets))
 
-    for effect in quality.permutation_effects(model, preparation, "y", rows):
+    for effect in report.permutation_effects(model, preparation, "y", rows):
         orders = itertools.permutations(range(4))
         each = [loss(rows.assign(**{effect.column: rows[effect.column].to_numpy()[list(o)]})) for o in orders]
         assert effect.rise == pytest.approx(np.mean(each) - loss(rows), abs=1e-6)
@@ -101,12 +101,12 @@ def test_effects_are_those_of_scikit_learn_and_find_what_matters(monkeypatch: py
 
     columns = ["u", "v", "w", "z"]
     theirs = permutation_importance(Classifier(), rows[columns], rows["y"], scoring=score, n_repeats=20)
-    ours = {one.column: one for one in quality.permutation_effects(model, preparation, "y", rows)}
+    ours = {one.column: one for one in report.permutation_effects(model, preparation, "y", rows)}
     assert list(ours)[:2] == ["u", "v"]
     for column, rises in zip(columns, theirs.importances, strict=True):
         assert ours[column].rise == pytest.approx(rises.mean(), abs=5 * rises.std() / math.sqrt(20) + 1e-9)
-    monkeypatch.setattr(quality, "PERMUTED_ROWS", 400)  # of 48 rows some shifts only
-    some = {one.column: one for one in quality.permutation_effects(model, preparation, "y", rows)}
+    monkeypatch.setattr(report, "PERMUTED_ROWS", 400)  # of 48 rows some shifts only
+    some = {one.column: one for one in report.permutation_effects(model, preparation, "y", rows)}
     assert some["u"].rise == pytest.approx(ours["u"].rise, abs=3 * ours["u"].error)
 
 
@@ -120,7 +120,7 @@ def test_the_page_and_the_file_say_the_same_and_nothing_twice(tmp_path: Path, cl
     for one in told["effects"]:
         assert f"{one['rise']:+.3f} ± {one['error']:.3f}" in page
     for one in told["by_class"]:
-        assert str(quality.Share(**one["sensitivity"])) in page
+        assert str(report.Share(**one["sensitivity"])) in page
     more = [name for name in told["served"] if name not in run.test]
     for name in more:
         assert page.count(f">{name}<") == 1
@@ -132,7 +132,7 @@ def test_weights_count_and_make_no_rows() -> None:
     frame = visits().assign(weight=3.0)
     plain, heavy = (from_table(frame, **COLUMNS, **each) for each in ({"drop": ["weight"]}, {"weights": "weight"}))
     model = trained(plain)
-    found = [quality.quality(model, None, each.preparation, "y", each.test_rows) for each in (plain, heavy)]
+    found = [report.quality(model, None, each.preparation, "y", each.test_rows) for each in (plain, heavy)]
     assert found[0].by_class[0].sensitivity == pytest.approx(found[1].by_class[0].sensitivity)
     assert [one.error for one in found[0].effects] == pytest.approx([one.error for one in found[1].effects])
     assert found[0].served == pytest.approx(found[1].served)
@@ -140,5 +140,5 @@ def test_weights_count_and_make_no_rows() -> None:
 
 
 def test_a_share_of_no_rows_is_a_dash() -> None:
-    assert str(quality.Share.of(0, 0)) == "–"
-    assert str(quality.Share.of(0, 4)) == "0.00 (0.00 to 0.49)"
+    assert str(report.Share.of(0, 0)) == "–"
+    assert str(report.Share.of(0, 4)) == "0.00 (0.00 to 0.49)"

@@ -19,8 +19,7 @@ from coterie.recording.configuration import Configuration, UserSummary
 from coterie.recording.record import Record
 from coterie.recording.result import Difference, End, GuardDecision
 from coterie.reporting.verdict import judged, verdict
-from coterie.tables.fit import fit
-from coterie.tables.splits import FOLDER, Split, over_splits
+from coterie.tables.fit import FOLDER, Split, fit, over_splits
 
 COLUMNS: dict[str, Any] = {"user_column": "who", "target": "y", "me": "a", "own_examples": 12}
 
@@ -103,7 +102,7 @@ def test_where_alone_is_served_both_are_said() -> None:
     end = End(step=1, best_step=1, guard=guard, comparison=over_splits([Split("alone", measures)] * 3, 10, 40))
     said = verdict(Configuration(rule="", me=UserSummary(name="me", examples=9), peers={"b": 9}, steps=1), end)
     assert said.finding == "alone"
-    assert said.sentence.startswith("The model trained alone is served to me: ")
+    assert said.sentence.startswith("me gets the model trained without peers: ")
     assert "It is not clear whether a model for me is better or worse" in said.sentence
     assert said.sentence.endswith("3 splits are too few to be sure.")
     said = judged("me", over_splits([split(-0.3), split(-0.31), split(-0.29)] * 3, 10, 40))

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import Result
 from tests.support import records
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from coterie import theory
 from coterie.cli import app

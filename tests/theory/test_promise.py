@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from tests.support.quadratics import within
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from coterie import BiasCorrection, Rule, User, WeightedAveraging, theory, train
 from coterie.cli import app

@@ -21,7 +21,7 @@ from coterie.engines import Capabilities
 from coterie.errors import KnobError
 from coterie.gradients.gradients import receive, weighted_sum
 from coterie.recording import UserSummary, checkpoint
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 
 Users = Callable[..., list[coterie.User]]
 

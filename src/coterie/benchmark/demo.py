@@ -11,7 +11,7 @@ import torch
 
 from coterie.choosing import AdaptiveAveraging, MakesLearner
 from coterie.data import Task, digits_by_writer
-from coterie.recording.describe import counted
+from coterie.recording.configuration import counted
 from coterie.recording.result import Comparison, Difference
 from coterie.reporting.charts import Bar, Interval, Points, bar_chart, bar_picture, interval_chart, line_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page

@@ -22,7 +22,7 @@ from coterie.benchmark.summary import (
 )
 from coterie.benchmark.tools import TOOLS
 from coterie.recording import files
-from coterie.recording.describe import counted
+from coterie.recording.configuration import counted
 
 if TYPE_CHECKING:
     import pandas as pd

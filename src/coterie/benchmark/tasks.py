@@ -9,7 +9,7 @@ from torch import Tensor
 from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.population import Numbers, Population
 from coterie.data.preparation import Kind, Preparation
-from coterie.data.task import Task
+from coterie.data.table import Task
 from coterie.errors import DataError, KnobError
 from coterie.users.sampling import random_key
 from coterie.users.user import User

@@ -56,10 +56,10 @@ def init(
     members = (who.me, *who.site) if who.everyone else tuple(who.site)
     consortium = Consortium(who.name, who.server, members, who.port, who.admin_port, everyone=who.everyone)
     fingerprints = set_up(who.folder, consortium, settings, **table.columns())
-    _tell_what_to_hand_over(who, fingerprints)
+    _print_next_steps(who, fingerprints)
 
 
-def _tell_what_to_hand_over(who: ConsortiumOptions, fingerprints: Mapping[str, str]) -> None:
+def _print_next_steps(who: ConsortiumOptions, fingerprints: Mapping[str, str]) -> None:
     """Say which folder is for whom, how it is known to be the right one, and what comes next."""
     folder, mine = who.folder, f"{who.folder}/sites/{who.me}"
     if who.everyone:

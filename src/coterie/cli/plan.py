@@ -49,8 +49,8 @@ class Measured:
     drop: Annotated[
         list[str], Option(metavar="COLUMN", help="With --data: a column not to predict from; repeat it.")
     ] = field(default_factory=list)
-    sep: Annotated[str, Option(help="With --data: what is between its columns; tab for a tab.")] = ","
-    decimal: Annotated[str, Option(help="With --data: what is before decimals.")] = "."
+    sep: Annotated[str, Option(help="With --data: its column separator (`tab` for a tab).")] = ","
+    decimal: Annotated[str, Option(help="With --data: its decimal mark.")] = "."
     model: Annotated[str, Option(help="With --data: linear, mlp, or module.path:factory.")] = "linear"
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ def _promise(promised: Promised, epsilon: float, measured: Measured, steps: int)
 
 
 def _on_table(data: Path, roles: Measured, steps: int) -> Estimates:
-    from coterie.tables.measure import measured
+    from coterie.tables.fit import measured
 
     table = {name: value for name, value in asdict(roles).items() if name not in ("run", "data", "model")}
     return measured(data, model=roles.model, steps=steps, **table)

@@ -22,8 +22,8 @@ def predict(
         Path, Argument(metavar="FILE", help="A CSV or Parquet file with the same columns; - for standard input.")
     ],
     out: Annotated[Path | None, Option(help="Where to write the CSV; standard output when not given.")] = None,
-    sep: Annotated[str, Option(help="What is between the columns of a CSV file; tab for a tab.")] = ",",
-    decimal: Annotated[str, Option(help="What is before decimals in a CSV file.")] = ".",
+    sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ",",
+    decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = ".",
     model: Annotated[
         str | None, Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own.")
     ] = None,

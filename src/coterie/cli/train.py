@@ -72,7 +72,7 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     if run is None:
         console.print(f"stopped; everything is saved in {out}, and the same command with --resume goes on")
         raise typer.Exit(130)
-    _tell(run, f"{table.target} for {task.me.name}, {task.preparation.kind}, {_counted(len(peers))}")
+    _print_result(run, f"{table.target} for {task.me.name}, {task.preparation.kind}, {_counted(len(peers))}")
     only = ", which no other process sees" if everyone else ""
     console.print(f"Model, preparation, record and a page (index.html){only}: {out}")
     console.print(f"To apply it: {to_apply(out, how.model)}", soft_wrap=True)
@@ -131,7 +131,7 @@ def _follow(group: Group, table: TableOptions, how: FitOptions, where: EngineOpt
     cluster.follow(group, part, how.model, how.device, secure_sums=where.secure_sums)
 
 
-def _tell(run: Run, title: str) -> None:
+def _print_result(run: Run, title: str) -> None:
     """Print the verdict, the numbers beside those of the model trained alone, and whom the model listens to."""
     console = terminal.console()
     console.print(run.verdict.sentence, highlight=False)

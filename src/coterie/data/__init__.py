@@ -4,9 +4,8 @@ from coterie.data.digits import digits_by_writer
 from coterie.data.preparation import Preparation
 from coterie.data.reading import read_table
 from coterie.data.statistics import Statistics
-from coterie.data.table import TableTask, from_table
+from coterie.data.table import TableTask, Task, from_table
 from coterie.data.table_of_all import TableUsers, users_from_table
-from coterie.data.task import Task
 
 __all__ = [
     "Preparation",

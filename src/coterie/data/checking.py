@@ -2,22 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from coterie.arguments import one_of
+from coterie.arguments import instance, listed, one_of, optional
 from coterie.data.columns import MAX_CLASSES, check_features, check_numbers, check_target, weights_in, with_numbers
-from coterie.data.preparation import Kind
+from coterie.data.preparation import Kind, Preparation
 from coterie.data.reading import read_table, some
-from coterie.data.roles import Roles, roles_in
 from coterie.errors import DataError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_NAMES = listed(instance(str, ""), "a list of columns", {str: 'write `["age"]`'})
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Whose a row is, what is predicted from what, and what is carried along."""
+
+    user: str
+    target: str
+    features: tuple[str, ...]
+    categorical: tuple[str, ...] = ()
+    ids: str | None = None
+    weights: str | None = None
+
+
+def roles_in(
+    frame: pd.DataFrame,
+    *,
+    user_column: str,
+    target: str,
+    features: Sequence[str] | None = None,
+    drop: Sequence[str] = (),
+    categorical: Sequence[str] = (),
+    ids: str | None = None,
+    weights: str | None = None,
+) -> Roles:
+    """Return what the columns of a table are for; names that are not there, or have no effect, are refused.
+
+    Example:
+        >>> import pandas as pd
+        >>> table = pd.DataFrame(columns=["ward", "patient", "age", "seen", "ill"])
+        >>> roles_in(table, user_column="ward", target="ill", drop=["seen"], ids="patient").features
+        ('age',)
+    """
+    wanted, dropped = optional(_NAMES)("features", features), _NAMES("drop", drop)
+    categories = _NAMES("categorical", categorical)
+    other = {"user_column": user_column, "target": target, "ids": ids, "weights": weights}
+    taken = {column: role for role, column in other.items() if column is not None}
+    for column in (*taken, *(wanted or ()), *dropped, *categories):
+        if column not in frame.columns:
+            raise DataError(f"the table has no column {column!r}; it has {some(frame.columns)}")
+    if len(taken) < sum(column is not None for column in other.values()):
+        twice = next(c for c in taken if sum(c == other_column for other_column in other.values()) > 1)
+        roles = " and ".join(f"`{role}`" for role, column in other.items() if column == twice)
+        raise DataError(f"{roles} name the same column, {twice!r}; name two")
+    for option, columns in (("features", wanted or ()), ("drop", dropped), ("categorical", categories)):
+        for column in columns:
+            if column in taken:
+                raise DataError(f"`{option}` names {column!r}, which is the `{taken[column]}`; leave it out there")
+    if wanted is not None and (lost := [column for column in dropped if column not in wanted]):
+        raise DataError(f"`drop` names {lost[0]!r}, which is not among `features`; it has no effect")
+    if wanted is not None and (both := [column for column in dropped if column in wanted]):
+        raise DataError(f"`features` and `drop` both name {both[0]!r}; leave it out of one")
+    if ids is not None and (ids == "prediction" or ids.startswith("probability_")):
+        raise DataError(f"`ids` names {ids!r}, which is the name of a column of the predictions; rename it")
+    kept = tuple(c for c in (wanted or frame.columns) if c not in taken and c not in dropped)
+    if not kept:
+        raise DataError("no column is left to predict from; name some in `features`, or fewer in `drop`")
+    if lost := [column for column in categories if column not in kept]:
+        raise DataError(f"`categorical` names {lost[0]!r}, which is no feature; it has no effect")
+    return Roles(user_column, target, kept, categories, ids, weights)
 
 
 @dataclass(frozen=True)
@@ -159,3 +222,106 @@ def _kind_of(target: pd.Series[Any]) -> Kind:
         return "classification"
     values = np.unique(target.to_numpy(dtype=float))
     return "classification" if len(values) <= MAX_CLASSES and np.all(values == values.round()) else "regression"
+
+
+LEAST_ROWS = 20
+"""With fewer rows values may all differ, or tell the target, by chance."""
+CROWDED = 5
+"""Whole numbers that all differ look like ids where so many times as many would fill their range."""
+NEARLY_ALL = 0.98
+"""The share of the rows whose target a column must tell by itself to look like the target."""
+MOST_ROWS = 2000
+"""On so many rows at most a column is tried as the only feature."""
+
+
+def warn_of_suspicious(frame: pd.DataFrame, training: pd.DataFrame, target: str, preparation: Preparation) -> None:
+    """Warn of features that look like ids or dates in the table, or like the target in the training rows."""
+    features = [*preparation.numeric, *preparation.categorical]
+    for column in features:
+        looks = looks_like_an_id(frame[column]) or looks_like_a_date(frame[column])
+        if looks:
+            remedy = f"if it is, leave it out: {_dropping(column)}"
+            remedy += (
+                f", or carry it along: `ids={column!r}` (`--id {quote(column)}`)" if "id" in looks.split() else ""
+            )
+            warnings.warn(f"column {column!r} looks like {looks}; {remedy}", stacklevel=3)
+    for column, share in leaking(training, target, preparation):
+        warnings.warn(
+            f"column {column!r} alone tells {target!r} in {share:.0%} of the training rows; if it is known "
+            f"afterwards only, leave it out: {_dropping(column)}",
+            stacklevel=3,
+        )
+
+
+def _dropping(column: str) -> str:
+    return f"`drop=[{column!r}]` (`--drop {quote(column)}`)"
+
+
+def looks_like_an_id(values: pd.Series[Any]) -> str:
+    """Say that a column looks like an id, "" where it does not: no value twice, in text or in crowded numbers.
+
+    Example:
+        >>> import pandas as pd
+        >>> looks_like_an_id(pd.Series(range(1000, 1100)))
+        'an id (100 different values in 100 rows)'
+        >>> looks_like_an_id(pd.Series(range(100)) / 7)
+        ''
+    """
+    from pandas.api import types
+
+    there = values.dropna()
+    count, different = len(there), there.nunique()
+    if count < LEAST_ROWS or types.is_bool_dtype(there):
+        return ""
+    if types.is_numeric_dtype(there):
+        crowded = bool((there % 1 == 0).all()) and float(there.max() - there.min()) < CROWDED * count
+        suspicious = different == count and crowded
+    else:
+        suspicious = different > count / 2
+    return f"an id ({different} different values in {count} rows)" if suspicious else ""
+
+
+def looks_like_a_date(values: pd.Series[Any]) -> str:
+    """Say that a column of numbers looks like dates, as 20240131 or as seconds since 1970; "" where it does not.
+
+    Example:
+        >>> import pandas as pd
+        >>> looks_like_a_date(pd.Series([20240131, 20231224, 20231101]))
+        'dates (20240131)'
+    """
+    import pandas as pd
+    from pandas.api import types
+
+    there = values.dropna()
+    if not len(there) or not types.is_numeric_dtype(there) or types.is_bool_dtype(there) or (there % 1 != 0).any():
+        return ""
+    days = there.between(19000101, 21001231)
+    as_days = days.all() and pd.to_datetime(there.astype("int64").astype(str), errors="coerce").notna().all()
+    seconds = there.between(5e8, 4e9).all() or there.between(5e11, 4e12).all()  # or milliseconds
+    return f"dates ({there.iloc[0]:.0f})" if as_days or (seconds and there.nunique() > 1) else ""
+
+
+def leaking(training: pd.DataFrame, target: str, preparation: Preparation) -> Iterator[tuple[str, float]]:
+    """Yield the columns that tell the target by themselves, with the share of the rows in which they do.
+
+    A small tree sees one column of the other rows, in five folds. Of numbers the share is that of their variance.
+    """
+    from sklearn.model_selection import cross_val_predict
+    from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
+
+    rows = training.sample(min(len(training), MOST_ROWS), random_state=0)
+    truth = preparation.targets(rows[target]).numpy().ravel()
+    classes = preparation.kind == "classification"
+    counts = np.unique(truth, return_counts=True)[1]
+    if len(rows) < LEAST_ROWS or len(counts) < 2 or (classes and counts.min() < 5):
+        return
+    tree = (DecisionTreeClassifier if classes else DecisionTreeRegressor)(min_samples_leaf=2, random_state=0)
+    base = counts.max() / len(truth) if classes else 0.0
+    for column in (*preparation.numeric, *preparation.categorical):
+        codes = rows[[column]]
+        if column in preparation.categorical:
+            codes = codes.astype(str).apply(lambda values: values.astype("category").cat.codes)
+        told = cross_val_predict(tree, codes.to_numpy(dtype=float), truth, cv=5)
+        share = np.mean(told == truth) if classes else 1 - np.mean((told - truth) ** 2) / np.var(truth)
+        if share >= NEARLY_ALL and 1 - share < (1 - base) / 4:
+            yield column, float(share)

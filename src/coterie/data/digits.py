@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.data.task import Task
+from coterie.data.table import Task
 from coterie.errors import DataError
 from coterie.users.user import User
 

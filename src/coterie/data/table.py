@@ -10,16 +10,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coterie.arguments import COUNT, SEED, optional, real
-from coterie.data.checking import CheckedTable, check_classes, checked_table
+from coterie.data.checking import CheckedTable, check_classes, checked_table, warn_of_suspicious
 from coterie.data.preparation import Kind, Preparation
-from coterie.data.suspicions import warn_of_suspicious
-from coterie.data.task import Task
 from coterie.errors import DataError
 from coterie.users.sampling import random_key
 from coterie.users.user import User
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+@dataclass(frozen=True)
+class Task:
+    """User 0, with examples held out for validation and test, and its peers.
+
+    Args:
+        me: user 0.
+        peers: the others.
+        n_inputs: the number of features of an example.
+        n_outputs: the number of classes, or 1 for regression.
+    """
+
+    me: User
+    peers: tuple[User, ...]
+    n_inputs: int
+    n_outputs: int
+
 
 SHARE = replace(real("be above 0 and below 1", lambda share: 0 < share < 1), error=DataError)
 """A share of a user's rows."""
@@ -89,7 +105,7 @@ def from_table(
         test: the share held out to report on.
         seed: which rows those are.
         sep: what is between the columns of a CSV file, "tab" for a tab.
-        decimal: what is before decimals in a CSV file.
+        decimal: the decimal mark of a CSV file.
         elsewhere: different targets of users whose rows are not in this table, for the list of classes.
         preparation: one fitted before, which others hold too; fitted to user 0's training rows when None.
 

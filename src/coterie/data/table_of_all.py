@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coterie.arguments import SEED
-from coterie.data.checking import CheckedTable, checked_table, reasons
+from coterie.data.checking import CheckedTable, checked_table, reasons, warn_of_suspicious
 from coterie.data.preparation import Kind, Preparation, classes_of
 from coterie.data.statistics import Statistics
-from coterie.data.suspicions import warn_of_suspicious
 from coterie.data.table import SHARE, split_rows
 from coterie.errors import DataError
 from coterie.users.user import User
@@ -87,7 +86,7 @@ def users_from_table(
         test: the share held out to report on; none where it is 0.
         seed: which rows those are.
         sep: what is between the columns of a CSV file, "tab" for a tab.
-        decimal: what is before decimals in a CSV file.
+        decimal: the decimal mark of a CSV file.
         suspect: warn of columns that look like ids, dates or the target itself.
 
     Example:

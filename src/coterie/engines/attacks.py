@@ -15,8 +15,8 @@ from torch import Tensor
 from coterie.engines.engine import Capabilities, Engine
 from coterie.errors import DataError, KnobError
 from coterie.gradients.gradients import Gradients, keep_finite
-from coterie.recording.describe import describe
-from coterie.recording.traffic import Traffic
+from coterie.recording.configuration import describe
+from coterie.recording.costs import Traffic
 from coterie.users.examples import InMemory, plain_targets
 from coterie.users.user import User
 

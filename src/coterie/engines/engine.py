@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.gradients.gradients import Gradients, is_finite
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 from coterie.users.user import Loss, User
 
 NOT_IN_MEMORY = "not all examples are in memory"

@@ -13,7 +13,7 @@ from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites
 from coterie.errors import KnobError
 from coterie.privacy.privacy import PROMISE, Privacy
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 from coterie.users.user import PEERS, Loss, User
 
 PROMISES = either(PROMISE, mapped(PROMISE, "a `coterie.privacy.Privacy`, or one by the name of each private peer"))

@@ -17,8 +17,7 @@ from coterie.learners.learner import Learner
 from coterie.learners.points import Own, Sums
 from coterie.learners.points_together import PointsTogether
 from coterie.learners.spec import RunSpec
-from coterie.recording.costs import Costs
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Costs, Traffic
 from coterie.training import setup
 
 

@@ -24,8 +24,7 @@ from coterie.learners.learner import Learner
 from coterie.learners.program import HOST
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import why_not_stacked
-from coterie.recording.interruption import interruptible
-from coterie.recording.progress import Show, progress_bar
+from coterie.recording.progress import Show, interruptible, progress_bar
 from coterie.rules import Alone, FormulaRule
 from coterie.training.loop import TrainingLoop
 from coterie.training.run import Run, Stopped

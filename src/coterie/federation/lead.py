@@ -28,7 +28,7 @@ from coterie.recording.claim import claimed
 from coterie.recording.configuration import StepSettings
 from coterie.registry import RunFacts
 from coterie.tables.fit import Followed, fit, step_size
-from coterie.tables.model_files import save_model
+from coterie.tables.models import save_model
 from coterie.training.train import train
 
 RUN = "run"

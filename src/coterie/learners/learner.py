@@ -17,12 +17,10 @@ from coterie.engines.engine import Answers, Engine, LocalWork, Question
 from coterie.errors import GradientError, KnobError, PeerLost, blaming
 from coterie.gradients.gradients import Gradients, complete, cut, gave_nothing, is_finite
 from coterie.gradients.norm_bound import NormBound
-from coterie.gradients.parameters import Parameters
-from coterie.gradients.trained_part import copied, load_trained_state, trained_state
+from coterie.gradients.parameters import Parameters, copied, load_trained_state, trained_state
 from coterie.learners.spec import RunSpec
-from coterie.recording.costs import Costs
+from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
-from coterie.recording.traffic import Traffic
 from coterie.rules import Rule, State, weights_in
 
 

@@ -21,8 +21,7 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.evaluation.evaluate import example_losses
 from coterie.gradients.gradients import finite_rows
-from coterie.gradients.parameters import Parameters
-from coterie.gradients.trained_part import copied
+from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.spec import RunSpec
 from coterie.users.examples import Examples, FromDataset, InMemory
 from coterie.users.user import User

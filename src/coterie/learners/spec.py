@@ -38,8 +38,7 @@ from coterie.errors import KnobError, ModelError, blaming
 from coterie.evaluation.losses import as_loss, on_device
 from coterie.evaluation.metrics import Metric
 from coterie.gradients.norm_bound import FACTOR
-from coterie.gradients.parameters import Parameters
-from coterie.gradients.trained_part import copied
+from coterie.gradients.parameters import Parameters, copied
 from coterie.recording.configuration import StepSettings
 from coterie.users.user import PEERS, USER, Loss, User
 

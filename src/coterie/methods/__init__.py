@@ -15,6 +15,7 @@ from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
 from coterie.methods.personal.apfl import APFL
 from coterie.methods.personal.ditto import Ditto
+from coterie.methods.personal.fedala import FedALA
 from coterie.methods.personal.hyp_cluster import HypCluster
 from coterie.methods.personal.l2gd import L2GD
 from coterie.methods.personal.mapper import Mapper
@@ -23,9 +24,11 @@ from coterie.methods.personal.pfedme import PFedMe
 from coterie.methods.personal.shared_part import FedBN, FedPer, FedRep
 from coterie.methods.rounds import Method
 from coterie.methods.variance.affpcl import AffPCL
+from coterie.methods.variance.auxiliary import AuxMom, AuxMVR
 from coterie.methods.variance.mime import Mime
 from coterie.methods.variance.own_variance import MVR, SAGA, SVRG
 from coterie.methods.variance.scaffold import Scaffold
+from coterie.methods.weighting.fedamp import FedAMP
 from coterie.methods.weighting.fedfomo import FedFomo
 from coterie.methods.weighting.selfish import Selfish
 from coterie.methods.weighting.user_centric import UserCentric
@@ -44,8 +47,12 @@ __all__ = [
     "SAGA",
     "SVRG",
     "AffPCL",
+    "AuxMVR",
+    "AuxMom",
     "Clients",
     "Ditto",
+    "FedALA",
+    "FedAMP",
     "FedAvg",
     "FedBN",
     "FedFomo",
@@ -149,6 +156,10 @@ METHODS.register("l2gd", L2GD, benchmark_settings=[_FIVE | {"penalty": p, "proba
 METHODS.register("mapper", Mapper, benchmark_settings=_MIXINGS)
 METHODS.register("hyp-cluster", HypCluster, benchmark_settings=[_FIVE | {"clusters": q} for q in (2, 3)])
 METHODS.register("pfedme", PFedMe, benchmark_settings=[{"penalty": p, "inner_lr": 0.1} for p in (0.3, 1.0)])
+METHODS.register("fedala", FedALA, benchmark_settings=[{"weight_lr": rate} for rate in (1.0, 10.0)])
+METHODS.register(
+    "fedamp", FedAMP, benchmark_settings=[{"penalty": p, "scale": s} for p in (0.1, 1.0) for s in (1.0, 10.0)]
+)
 METHODS.register("fedper", FedPer, benchmark_settings=[{"local_steps": 1}, _FIVE])
 METHODS.register("fedrep", FedRep, benchmark_settings=[{"local_steps": k} for k in (1, 5)])
 METHODS.register("fedbn", FedBN, benchmark_settings=[])  # no model of the benchmark has BatchNorm
@@ -162,6 +173,8 @@ METHODS.register(
     benchmark_settings=_MOMENTA,
 )
 METHODS.register("affpcl", AffPCL, benchmark_settings=[{"alpha": alpha} for alpha in (0.5, 1.0)])
+METHODS.register("auxmom", AuxMom, benchmark_settings=[{"rate": rate} for rate in (0.1, 0.5)])
+METHODS.register("auxmvr", AuxMVR, benchmark_settings=[{"rate": rate} for rate in (0.1, 0.5)])
 METHODS.register("svrg", SVRG, benchmark_settings=_FIVE_OR_TEN)
 METHODS.register("saga", SAGA, benchmark_settings=_FIVE_OR_TEN)
 METHODS.register(

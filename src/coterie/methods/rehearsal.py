@@ -11,8 +11,7 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.gradients.gradients import Gradients
 from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rounds import Method
-from coterie.recording.costs import Costs
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Costs, Traffic
 from coterie.users.user import User
 
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from coterie.arguments import Check
-from coterie.gradients.parameters import Parameters
-from coterie.gradients.trained_part import copied
+from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.methods.clients import Clients

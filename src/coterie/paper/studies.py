@@ -5,14 +5,79 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from coterie.paper import figures, tuned
+from coterie.paper import tuned
 from coterie.paper.series import Series, Setting, recorded
-from coterie.reporting.figures import gain, gain_factor
+from coterie.reporting.figures import COLOURS, DASHES, add_legend, gain, gain_factor, label_axes, logarithmic_axes
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.theory import Constants, averaging_cost, averaging_speedup, best_alpha, mean_estimation
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
+
+METHODS = {"Alone": 0, "BC": 1, "WGA": 2, "BC, oracle": 3, "BC as printed": 4}
+"""Methods keep their colours from figure to figure; the first three have the paper's."""
+
+NOTE = "lines: exact; bands: mean of 100 sampled runs ± 2 standard errors"
+
+
+def loss_curves(series: Sequence[Series], title: str) -> Figure:
+    """Draw expected losses over steps, each beside the mean of its sampled runs ± 2 standard errors."""
+    figure = Figure(figsize=(7.6, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    label_axes(axes, title, "steps taken", "expected loss  E f₀(x) − f₀*")
+    _losses(axes, series)
+    add_legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the curves, which go everywhere
+    figure.supxlabel(NOTE, fontsize=8, color="#555555")
+    return figure
+
+
+def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float, note: str) -> Figure:
+    """Draw expected losses over steps, one panel a group by its heading, with one colour for one legend in all.
+
+    `floor` is a level to compare with, drawn across, and `note` says what it is.
+    """
+    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    for i, (heading, series) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), i + 1, sharey=figure.axes[0] if i else None)
+        label_axes(axes, heading, "steps taken", "" if i else "expected loss  E f₀(x) − f₀*")
+        _losses(axes, series)
+        add_legend(axes)
+        axes.axhline(floor, color="#444444", linewidth=0.8)
+        axes.annotate(note, (0.02, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+        axes.tick_params(labelleft=not i)
+    figure.supxlabel(NOTE, fontsize=8, color="#555555")
+    return figure
+
+
+def bias_growth(series: Sequence[Series]) -> Figure:
+    """Draw the speedup of weighted averaging over N + 1, for each m, at ζ = 0; the first, for m = 0, is linear."""
+    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    title = "Speedup of weighted averaging at ζ = 0"
+    label_axes(axes, title, "number of users  N + 1", "speedup over training alone")
+    for i, one in enumerate(series):
+        axes.plot(one.x, one.exact, color=COLOURS[i], linestyle="-" if i else "--", label=one.legend)
+    logarithmic_axes(axes)
+    axes.margins(x=0)
+    add_legend(axes)
+    return figure
+
+
+def _losses(axes: Axes, series: Sequence[Series]) -> None:
+    """Draw exact curves as lines and sampled means ± 2 standard errors as bands, on logarithmic axes."""
+    for i, one in enumerate(series):
+        number = METHODS.get(one.legend, i)
+        colour, dashes = COLOURS[number], DASHES[number]
+        if one.mean is not None and one.error is not None:
+            low = np.maximum(one.mean - 2 * one.error, one.mean / 100)  # a logarithmic axis has no zero
+            axes.fill_between(one.x, low, one.mean + 2 * one.error, color=colour, alpha=0.25, linewidth=0)
+        width = 1.6 if i else 2.6  # what coincides with the first line stays visible on it
+        axes.plot(one.x, one.exact, color=colour, linestyle=dashes, linewidth=width, label=one.legend)
+    logarithmic_axes(axes)
+    axes.margins(x=0)
+
 
 STEPS = 700_000
 DRIFT_STEPS = 40_000
@@ -159,9 +224,7 @@ _TUNED = {
 def _draw_tuned(series: Sequence[Series]) -> Figure:
     panels = {title: [s for s in series if s.label.endswith(end)] for end, title in _TUNED.items()}
     panels["best constant steps"].append(series[0])
-    return figures.loss_panels(
-        panels, "Every method at its own best", 100 / (2 * STEPS), "σ²/2T: all that g₀ can tell"
-    )
+    return loss_panels(panels, "Every method at its own best", 100 / (2 * STEPS), "σ²/2T: all that g₀ can tell")
 
 
 STUDIES = {
@@ -173,7 +236,7 @@ STUDIES = {
         "a warm-up of β removes it, the first observed bias as c_0, a single noisy one, does not. At other step "
         "sizes and schedules the order is another: see the comparison of every method at its own best.",
         _curves(comparison, STEPS),
-        partial(figures.loss_curves, title="Alone, WGA and BC at η = 10⁻⁴"),
+        partial(loss_curves, title="Alone, WGA and BC at η = 10⁻⁴"),
     ),
     "bias_on_bc": Study(
         "BC: the bias delays, and leaves nothing",
@@ -182,7 +245,7 @@ STUDIES = {
         "The level is 9.38e-4 whatever the shift x_1* − x_0*; each factor of ten in the shift delays it by some "
         "58,000 steps.",
         _curves(bias_on_bc, STEPS),
-        partial(figures.loss_curves, title="BC with peers ever farther away"),
+        partial(loss_curves, title="BC with peers ever farther away"),
     ),
     "bias_on_wga": Study(
         "WGA: the bias stays",
@@ -191,7 +254,7 @@ STUDIES = {
         "The level is ½ (2α shift/(1 + α))², which grows with the square of the shift, above a noise floor of "
         "1.25e-2.",
         _curves(bias_on_wga, STEPS),
-        partial(figures.loss_curves, title="WGA with peers ever farther away"),
+        partial(loss_curves, title="WGA with peers ever farther away"),
     ),
     "peers_on_bc": Study(
         "BC: more peers, then saturation",
@@ -200,14 +263,14 @@ STUDIES = {
         "5.15e-3, 1.72e-3, 1.44e-3 and 1.26e-3 for 1, 10, 20 and 50 peers: what remains is user 0's own noise, "
         "which comes in through the bias estimate at the rate β.",
         _curves(peers_on_bc, STEPS),
-        partial(figures.loss_curves, title="BC with 1 to 50 peers"),
+        partial(loss_curves, title="BC with 1 to 50 peers"),
     ),
     "alone_steps": Study(
         "Alone at six step sizes",
         "The paper: “The step sizes were tuned for training alone.” This is the tuning, among constant step sizes.",
         "The level is ησ²/(2(2 − η)), proportional to η; the time to reach it is proportional to 1/η.",
         _curves(alone_steps, STEPS),
-        partial(figures.loss_curves, title="Alone at six step sizes"),
+        partial(loss_curves, title="Alone at six step sizes"),
     ),
     "gain_factor": Study(
         "When weighted averaging pays",
@@ -225,7 +288,7 @@ STUDIES = {
         "Among 100 users the speedup is 100, 65, 27 and 2.8 for m = 0, 0.2, 0.5 and 1. A formula: nothing is "
         "sampled, nothing settles.",
         bias_growth_lines,
-        figures.bias_growth,
+        bias_growth,
         unit="speedup at N + 1 = 100",
     ),
     "mean_estimation": Study(
@@ -235,7 +298,7 @@ STUDIES = {
         "With η_t = 1/(t + 1), WGA is the weighted mean, and its squared error is σ²(α)/T + α²(μ_0 − μ_1)² "
         "exactly. Here σ = 10, N = 10 and μ_1 − μ_0 = 0.3: in the end Alone overtakes every fixed α > 0.",
         mean_estimation_lines,
-        partial(figures.loss_curves, title="A mean from own and others' samples"),
+        partial(loss_curves, title="A mean from own and others' samples"),
     ),
     "tuned_comparison": Study(
         "Every method at its own best",
@@ -257,6 +320,6 @@ STUDIES = {
         ".0162 with 10 peers, .0062 with 100, near the oracle's .0151 and .0050. WGA gains nothing: its bias "
         "costs more than its noise.",
         _curves(partial(tuned.drifting_optimum, DRIFT_STEPS), DRIFT_STEPS),
-        partial(figures.loss_curves, title="Tracking an optimum that drifts"),
+        partial(loss_curves, title="Tracking an optimum that drifts"),
     ),
 }

@@ -1,8 +1,8 @@
 """Calls between sites that pass through somebody who may neither read them nor make one up.
 
 Each site makes a key for a job and signs it with the key that it is known by. Of two sites' keys follow secrets for
-the requests and the replies each way. A call is encrypted, and bound to the job, to who calls whom, to the method
-and to a number that is used once: one that was altered, repeated, or taken from another job does not open.
+the requests and the replies each way. A call is encrypted, and bound to the job, to who calls whom and to a
+number that is used once: one that was altered, repeated, or taken from another job does not open.
 """
 
 import hashlib
@@ -32,14 +32,14 @@ class Calls:
         >>> offers = {each.site: each.offer for each in (bern, basel)}
         >>> bern.meet(offers), basel.meet(offers)
         (({'basel': ...}, {}), ({'bern': ...}, {}))
-        >>> number, sealed = bern.call("basel", "gradients", b"a request")
-        >>> basel.take("bern", "gradients", number, sealed)
+        >>> number, sealed = bern.call("basel", b"a request")
+        >>> basel.take("bern", number, sealed)
         b'a request'
-        >>> basel.take("bern", "gradients", number, sealed)
+        >>> basel.take("bern", number, sealed)
         Traceback (most recent call last):
         ...
         coterie.errors.MaskError: the call of 'bern' is a repeated one
-        >>> bern.reply("basel", "gradients", number, basel.answer("bern", "gradients", number, b"a reply"))
+        >>> bern.reply("basel", number, basel.answer("bern", number, b"a reply"))
         b'a reply'
     """
 
@@ -83,16 +83,16 @@ class Calls:
         """Say whether this site has a key in this job."""
         return site in self._secrets
 
-    def call(self, site: str, method: str, content: bytes) -> tuple[int, bytes]:
+    def call(self, site: str, content: bytes) -> tuple[int, bytes]:
         """Return the number of a call to a site, and its content sealed."""
         with self._lock:
             self._number += 1
             number = self._number
-        return number, self._sealed(site, (self.site, site, "call", method), number, content)
+        return number, self._sealed(site, (self.site, site, "call"), number, content)
 
-    def take(self, site: str, method: str, number: int, sealed: bytes) -> bytes:
+    def take(self, site: str, number: int, sealed: bytes) -> bytes:
         """Return the content of a call by a site, once; a `MaskError` for any other."""
-        content = self._opened(site, (site, self.site, "call", method), number, sealed)
+        content = self._opened(site, (site, self.site, "call"), number, sealed)
         with self._lock:
             taken = self._taken.setdefault(site, set())
             if number in taken or number <= max(taken, default=0) - WINDOW:
@@ -102,13 +102,13 @@ class Calls:
                 taken -= {old for old in taken if old <= max(taken) - WINDOW}
         return content
 
-    def answer(self, site: str, method: str, number: int, content: bytes) -> bytes:
+    def answer(self, site: str, number: int, content: bytes) -> bytes:
         """Return the reply to a call by a site, sealed; to one call there is one."""
-        return self._sealed(site, (self.site, site, "reply", method), number, content)
+        return self._sealed(site, (self.site, site, "reply"), number, content)
 
-    def reply(self, site: str, method: str, number: int, sealed: bytes) -> bytes:
+    def reply(self, site: str, number: int, sealed: bytes) -> bytes:
         """Return what a site replies to a call to it; a `MaskError` where it is not its reply."""
-        return self._opened(site, (site, self.site, "reply", method), number, sealed)
+        return self._opened(site, (site, self.site, "reply"), number, sealed)
 
     def _sealed(self, site: str, about: tuple[str, ...], number: int, content: bytes) -> bytes:
         cipher, bound = self._cipher(site, about)

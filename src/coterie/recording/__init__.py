@@ -1,10 +1,9 @@
 """What remains of a run: its record, its checkpoints, its costs and traffic, and what is shown while it goes."""
 
 from coterie.recording.configuration import Configuration, UserSummary
-from coterie.recording.costs import Cost, Costs
+from coterie.recording.costs import Cost, Costs, Traffic
 from coterie.recording.record import Record
 from coterie.recording.result import Comparison, Difference, End, GuardCheck, GuardDecision, Point
-from coterie.recording.traffic import Traffic
 
 __all__ = [
     "Comparison",

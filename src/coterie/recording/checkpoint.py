@@ -77,8 +77,8 @@ def save(folder: Path, step: int, content: dict[str, Any]) -> Path:
     buffer = io.BytesIO()
     torch.save(_plain(content), buffer)
     path = folder / f"step-{step:08d}.ckpt"
-    body = buffer.getbuffer()
-    files.write(path, MAGIC, files.sha256(body).encode(), b"\n", body)
+    with buffer.getbuffer() as body:  # a view that an error's traceback keeps would keep the buffer from closing
+        files.write(path, MAGIC, files.sha256(body).encode(), b"\n", body)
     for old in saved(folder)[:-KEPT]:
         with files.writing(old):
             old.unlink(missing_ok=True)

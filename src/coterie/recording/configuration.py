@@ -1,10 +1,39 @@
 """What a run was asked to do, as its record and its checkpoints keep it."""
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Self
 
+import torch
+
 from coterie.arguments import COUNT, POSITIVE, SEED, Setting, optional
+
+
+def describe(thing: Any) -> str:
+    """Return what a rule, loss or optimizer is in one line that is the same in every process."""
+    if is_dataclass(thing) and not isinstance(thing, type):
+        values = [(f.name, getattr(thing, f.name), f.default) for f in fields(thing)]
+        shown = [f"{name}={describe(value)}" for name, value, default in values if value != default]
+        return f"{type(thing).__name__}({', '.join(shown)})"
+    if isinstance(thing, torch.nn.Module):
+        return " ".join(repr(thing).split())
+    if isinstance(thing, functools.partial):
+        keywords = "".join(f", {name}={describe(value)}" for name, value in thing.keywords.items())
+        return f"partial({describe(thing.func)}{''.join(f', {describe(a)}' for a in thing.args)}{keywords})"
+    if callable(thing):
+        return str(getattr(thing, "__qualname__", getattr(thing, "__name__", type(thing).__name__)))
+    return repr(thing)
+
+
+def counted(n: int, thing: str) -> str:
+    """Return how many there are of a thing.
+
+    Example:
+        >>> counted(1, "step"), counted(0, "step"), counted(1200, "step")
+        ('1 step', '0 steps', '1200 steps')
+    """
+    return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,12 @@
 
 import importlib.util
 import math
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TypeAlias
 
 Show: TypeAlias = Callable[[int, float, float, float | None], None]
@@ -44,3 +47,26 @@ def numbers_of(own_loss: float, weight: float, validation: float | None) -> str:
     shown += [f"peers' weight {weight:.2f}"] * (not math.isnan(weight))
     shown += [] if validation is None else [f"best validation loss {validation:.4g}"]
     return " · ".join(shown)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether Ctrl-C was pressed; a second Ctrl-C stops at once.
+
+    A step is thus never left half done. Outside the main thread signals cannot be caught: nothing changes there.
+    """
+    pressed = threading.Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed.is_set
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from coterie.recording.costs import Cost
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Cost, Traffic
 
 
 @dataclass(frozen=True, kw_only=True)

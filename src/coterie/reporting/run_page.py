@@ -2,16 +2,179 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from coterie.recording.configuration import Configuration
+from coterie.arguments import settings_of
+from coterie.recording.configuration import Configuration, StepSettings
 from coterie.recording.record import Record
 from coterie.recording.result import Difference, End
-from coterie.reporting.charts import Interval, interval_chart
+from coterie.reporting.charts import Interval, Points, interval_chart, line_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
-from coterie.reporting.run_details import details
-from coterie.reporting.summary import beside_alone
+from coterie.reporting.phrases import cells, note, numbers, sure_speedup
+from coterie.reporting.summary import beside_alone, summary
 from coterie.reporting.verdict import Verdict, difference, verdict
 from coterie.reporting.whom import whom_section
+from coterie.theory import best_averaging, plan_for_peers
+from coterie.theory.estimates import Estimates, Measured
+
+_NOT_SERVED = {
+    "alone": "These weights are of the model that followed the peers; what is served followed nobody.",
+    "pooled": "These weights are of the branch, which is not served: what is served followed the peers by their "
+    "numbers of examples in all steps.",
+}
+
+
+def details(record: Record, weight: float | None = None) -> list[Section]:
+    """Return the folded sections of a run's page, as far as the record has something to say."""
+    return [
+        Section("How it was trained", summary(record, weight)[1:], folded=True),
+        *_curves(record),
+        *_weights(record),
+        *_candidates(record),
+        *_constants(record),
+        _peers(record),
+        _settings(record),
+    ]
+
+
+def _curves(record: Record) -> list[Section]:
+    wanted = {
+        "own_loss": "own training loss",
+        "validation_loss": "validation loss",
+        "alone_validation_loss": "validation loss of the model trained alone beside it",
+    }
+    curves: dict[str, Points] = {
+        title: record.curve(name) for name, title in wanted.items() if record.curve(name)[0]
+    }
+    restarts = max(record.curve("guard_restarts")[1], default=0)
+    text = [f"The guard let the run start again from the model trained alone {restarts} times."] if restarts else []
+    if record.end.account:
+        text.append(
+            "The training loss is that of the copy trained alone. The validation loss is that of what would be "
+            "served at a step: in the first half of the steps this copy."
+        )
+    charts = [line_chart(curves, record.configuration.counts, "loss")]
+    return [Section("Learning curves", text, charts=charts, folded=True)] if curves else []
+
+
+def _weights(record: Record) -> list[Section]:
+    charts, counts = [], record.configuration.counts
+    steps, weight = record.curve("weight")
+    if any(weight):
+        charts.append(line_chart({"all peers": (steps, weight)}, counts, "weight of the peers in the run"))
+    account = record.end.account
+    text = [_NOT_SERVED[account["path"]]] if account.get("path") in _NOT_SERVED else []
+    if account.get("weights"):
+        peers = sorted(account["weights"].items(), key=lambda one: one[1][-1], reverse=True)
+        lines = {"nobody": account["nobody"], **dict(peers[:5])}
+        shown: dict[str, Points] = {name: (account["steps"], values) for name, values in lines.items()}
+        most = "" if len(peers) <= 5 else ", the five largest"
+        charts.append(line_chart(shown, "steps", f"weights in the first half, where the own examples judge{most}"))
+    return [Section("Weights over the run", text, charts=charts, folded=True)] if charts else []
+
+
+def _candidates(record: Record) -> list[Section]:
+    account = record.end.account
+    if not account:
+        return []
+    rows = [
+        {
+            "path": name + (" (served)" if name == account["path"] else ""),
+            "step": str(step),
+            "best in": f"{share:.0%}",
+        }
+        for name, looks in account["looks"].items()
+        for step, share in zip(looks["steps"], looks["frequencies"], strict=True)
+        if share
+    ]
+    text = [
+        "A look is a step whose models were judged by examples they had not seen. In how many resamples of these "
+        "examples it was the best of its path: what a path serves is the mean of its looks with these shares.",
+    ]
+    return [Section("When it stopped", text, [rows], folded=True)]
+
+
+def _constants(record: Record) -> list[Section]:
+    configuration = record.configuration
+    if configuration.not_measured:
+        return [Section("Constants", [f"Not measured: {configuration.not_measured}."], folded=True)]
+    if not configuration.estimates:
+        return []
+    estimates = Estimates.from_plain(configuration.estimates)
+    return [_measured_constants(estimates), _what_follows(estimates, configuration.steps)]
+
+
+def _measured_constants(estimates: Estimates) -> Section:
+    own = {
+        "noise σ_0": _shown(estimates.noise),
+        "gradient ‖∇f_0‖": _shown(estimates.gradient),
+        "smoothness L": _shown(estimates.smoothness),
+        "PL constant μ": f"{estimates.pl:.3g}",
+        "loss, for F_0": f"{estimates.loss:.3g}",
+    }
+    table = [{"constant": name, "value": value} for name, value in own.items()]
+    each = [
+        {
+            "peer": name,
+            "noise σ_k": _shown(peer.noise),
+            "bias ζ_k": _shown(peer.bias_floor),
+            "its growth m_k": _shown(peer.bias_growth),
+            "Hessian gap δ_k": _shown(peer.hessian_gap),
+        }
+        for name, peer in estimates.peers.items()
+    ]
+    text = [
+        f"From {estimates.batches} batches, at the start of training and a little downhill, ± one standard error "
+        "over batches. The least loss is taken to be 0; curvature is that on the way from one point to the other."
+    ]
+    return Section("Constants, measured", text, [table, each], folded=True)
+
+
+def _what_follows(estimates: Estimates, steps: int) -> Section:
+    peers = estimates.constants(steps)
+    choices, tau = plan_for_peers(peers, steps), best_averaging(peers, steps).tau
+    sure = sure_speedup(choices["wga"], steps, estimates.constants(steps, bias_errors=2).constants(tau))
+    rows = {name: numbers(choice) for name, choice in choices.items()}
+    first = "What the theory's bounds give for these constants, each method at its best knobs."
+    doubt = "Biases that are not clear of their errors count as none there; with all two standard errors larger"
+    text = [f"{first} {doubt} the speedup of WGA is {sure:.3g}.", note(rows)]
+    table = [cells(name, row) for name, row in rows.items()]
+    return Section("What the theory makes of them", text, [table], folded=True)
+
+
+def _shown(one: Measured) -> str:
+    return f"{one.value:.3g} ± {one.error:.2g}"
+
+
+def _peers(record: Record) -> Section:
+    """Return what each user has, and what the run asked of it."""
+    costs, me = record.end.costs, record.configuration.me
+    everyone = {me.name: me.examples, **record.configuration.peers}
+    rows = [
+        {
+            "user": name,
+            "examples": examples,
+            "gradients computed": f"{costs[name].gradients:,}" if name in costs else "–",
+            "numbers sent": f"{costs[name].numbers_sent:,}" if name in costs else "–",
+        }
+        for name, examples in everyone.items()
+    ]
+    if promises := record.end.promises:
+        for row in rows:
+            made = promises.get(str(row["user"]))
+            private = made and f"ε = {made['epsilon']:g} at δ = {made['delta']:g}; {made['spent']:.3g} spent"
+            row["promises for each example"] = private or "–"
+    return Section("Users and what it cost each", tables=[rows], folded=True)
+
+
+def _settings(record: Record) -> Section:
+    """Return what the run was asked to do, and by which versions it was done."""
+    asked = record.configuration
+    names = ["rule", "optimizer", "scheduler", "loss", "model", *settings_of(StepSettings), "guard", "capture"]
+    shown: dict[str, Any] = {name.replace("_", " "): getattr(asked, name) for name in names}
+    rows = [{"setting": name, "value": value} for name, value in {**shown, **record.versions}.items()]
+    return Section("Settings and versions", tables=[rows], folded=True)
+
 
 HEADLINES = {
     "better": "Better than alone",

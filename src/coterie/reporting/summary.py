@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from coterie.recording.describe import counted
+from coterie.recording.configuration import counted
+from coterie.recording.costs import Traffic
 from coterie.recording.record import Record
 from coterie.recording.result import End
-from coterie.recording.traffic import Traffic
 from coterie.reporting.verdict import difference, serves_alone, verdict
 from coterie.reporting.whom import listened_to
 from coterie.theory.estimates import Estimates
@@ -57,9 +57,9 @@ def followed(end: End) -> str:
     first, last = (end.account["stop"][name] for name in ("first", "last"))
     which = f"the model of step {first}" if first == last else f"the mean of the models of steps {first} to {last}"
     return {
-        "alone": f"followed nobody: what is served is {which} without peers",
-        "branch": f"followed the peers, then the own examples more and more: what is served is {which}",
-        "pooled": f"followed the peers by their numbers of examples: what is served is {which}",
+        "alone": f"trained without peers; {which} was selected",
+        "branch": f"trained with peers first, then increasingly on your examples; {which} was selected",
+        "pooled": f"trained with peers weighted by their numbers of examples; {which} was selected",
     }[end.account["path"]]
 
 

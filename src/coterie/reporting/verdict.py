@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from scipy import special
+from torch import nn
 
-from coterie.recording.configuration import Configuration
-from coterie.recording.describe import counted
+from coterie.evaluation.comparing import compare
+from coterie.learners.spec import RunSpec
+from coterie.recording.configuration import Configuration, counted
 from coterie.recording.result import Comparison, Difference, End
 
 LEVEL = 0.05
@@ -43,8 +45,8 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
             "alone", f"The model for {name} was trained alone: {why}.{_learned(end, 'It was never', end.best_step)}"
         )
     if serves_alone(end):
-        told = f"The model trained alone is served to {name}: {_why_alone(configuration, end)}."
-        sentence = f"{told}{_learned(end, 'It was never', _best_alone(end))}"
+        sentence = f"{name} gets the model trained without peers: {_why_alone(configuration, end)}."
+        sentence += _learned(end, "It was never", _best_alone(end))
         if end.comparison is None:
             return Verdict("alone", sentence)
         over_splits = judged(name, end.comparison)
@@ -72,8 +74,8 @@ def serves_alone(end: End) -> bool:
 
 def _learned(end: End, which: str, best: int | None) -> str:
     """Say which model was never better than before its first step, where it is at its best there; else ""."""
-    told = f" {which} better than before its first step: steps may be too long, try a lower `lr`."
-    return told if best == 0 < end.step else ""
+    sentence = f" {which} better than before its first step: steps may be too long, try a lower `lr`."
+    return sentence if best == 0 < end.step else ""
 
 
 def _best_alone(end: End) -> int | None:
@@ -107,26 +109,26 @@ def judged(name: str, comparison: Comparison, unit: str = "example") -> Verdict:
     clear = {key: _is_better(one) for key, one in measures.items() if p[key] < LEVEL}
     numbers = ", ".join(f"{key} {difference(one)}" for key, one in measures.items())
     paired = "corrected for the overlap of the splits" if comparison.splits else "paired"
-    told = f"{numbers} on {comparison.on} (one standard error, {paired})"
+    evidence = f"{numbers} on {comparison.on} (one standard error, {paired})"
     which = f"{'a' if comparison.splits else 'the'} model for {name}"
     if not clear:
         least = {key: _least_clear(one, n, len(measures)) for key, one in measures.items() if one.error}
         could = ", ".join(f"{value:.2g} in {key}" for key, value in least.items())
         if len(measures) * 2.0 ** (1 - n) >= LEVEL:
             few = counted(n, "split" if comparison.splits else unit)
-            told += f"; {few} {'is' if n == 1 else 'are'} too few to be sure"
+            evidence += f"; {few} {'is' if n == 1 else 'are'} too few to be sure"
         elif could:
-            told += f"; clear would be {could}"
-        sentence = f"It is not clear whether {which} is better or worse than one trained alone: {told}."
+            evidence += f"; clear would be {could}"
+        sentence = f"It is not clear whether {which} is better or worse than one trained alone: {evidence}."
         return Verdict("unclear", sentence, comparison)
     which = which[0].upper() + which[1:]
     if len(set(clear.values())) > 1:
         good, bad = (next(key for key, better in clear.items() if better is wanted) for wanted in (True, False))
-        sentence = f"{which} is better than one trained alone in {good} and worse in {bad}: {told}."
+        sentence = f"{which} is better than one trained alone in {good} and worse in {bad}: {evidence}."
         return Verdict("mixed", sentence, comparison, clear)
     finding: Literal["better", "worse"] = "better" if all(clear.values()) else "worse"
-    told = f"{told}; {_by_chance(min(p[key] for key in clear))}"
-    return Verdict(finding, f"{which} is {finding} than one trained alone: {told}.", comparison, clear)
+    evidence = f"{evidence}; {_by_chance(min(p[key] for key in clear))}"
+    return Verdict(finding, f"{which} is {finding} than one trained alone: {evidence}.", comparison, clear)
 
 
 def difference(one: Difference) -> str:
@@ -192,15 +194,15 @@ def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> C
 def _why_alone(configuration: Configuration, end: End) -> str:
     validation, looks = configuration.me.validation, end.account.get("looks")
     if end.stopped and looks is not None and "branch" not in looks:
-        return f"the run was stopped by {end.stopped} before one trained with peers was judged"
+        return f"the run was stopped by {end.stopped} before the collaborative model was judged"
     if end.account.get("trunk") == "none":
         return "no peer sent a gradient that could be followed while peers were judged"
     held_out = counted(validation, "validation example")
     if end.guard is not None and end.guard.served == "alone":
-        where = f"{held_out} (loss {with_error(end.guard.difference, end.guard.error)})"
-    else:  # chosen by the looks, at which both kinds of examples judge
-        where = "own examples that were held out" + (f" and {held_out}" if validation else "")
-    return f"the one trained with peers was not better on {where}"
+        loss = with_error(end.guard.difference, end.guard.error)
+        return f"on {held_out} the collaborative model was not better (loss {loss})"
+    where = "its held-out examples" + (f" and {held_out}" if validation else "")
+    return f"on {where} the collaborative model was not better"
 
 
 def _why_unknown(configuration: Configuration, account: Mapping[str, Any]) -> str:
@@ -210,3 +212,24 @@ def _why_unknown(configuration: Configuration, account: Mapping[str, Any]) -> st
         )
         return f"{held_out}; give user 0 a test set"
     return f"no model was trained alone beside it (guard {configuration.guard})"
+
+
+def with_verdict(
+    end: End, configuration: Configuration, spec: RunSpec, model: nn.Module, alone: nn.Module | None
+) -> End:
+    """Return how a run ended with the comparison of its model with the one trained alone, and the verdict."""
+    if alone is not None and not serves_alone(end):
+        end = replace(end, comparison=_compared(end, spec, model, alone))
+    return replace(end, verdict=verdict(configuration, end).sentence)
+
+
+def _compared(end: End, spec: RunSpec, model: nn.Module, alone: nn.Module) -> Comparison | None:
+    """Compare on the test examples where there are any, else on the validation examples, which also chose."""
+    test, validation = spec.me.test, spec.me.validation
+    if end.test and test is not None:
+        on = f"{counted(len(test), 'test example')} that neither was chosen by"
+        return compare(model, alone, spec.loss, test, spec.metrics, on=on)
+    if test is None and validation is not None and not end.account:
+        on = f"{len(validation)} validation examples, which also chose both, so that it may look larger than it is"
+        return compare(model, alone, spec.loss, validation, spec.metrics, on=on)
+    return None

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coterie.recording.configuration import Configuration
-from coterie.recording.describe import counted
+from coterie.recording.configuration import Configuration, counted
 from coterie.recording.result import End
 from coterie.reporting.charts import Bar, bar_chart
 from coterie.reporting.page import Section
@@ -60,10 +59,10 @@ def whom_section(configuration: Configuration, end: End) -> Section:
     """Return bars of whom the model listens to, or that it gives no weights."""
     title = "Whom the model listens to"
     if not weighs(configuration, end):
-        told = f"{configuration.rule} does not say how much it listens to each peer: it gives them no weights."
-        return Section(title, [told])
-    told = "Shares of the weight that the peers have together, in what is served."
-    return Section(title, [told], charts=[whom_chart(configuration, end)])
+        why = f"{configuration.rule} does not say how much it listens to each peer: it gives them no weights."
+        return Section(title, [why])
+    what = "Shares of the weight that the peers have together, in the model served."
+    return Section(title, [what], charts=[whom_chart(configuration, end)])
 
 
 def whom_chart(configuration: Configuration, end: End) -> str:

@@ -17,8 +17,7 @@ from coterie.data.reading import some
 from coterie.errors import DataError
 from coterie.rules import Rule
 from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused
-from coterie.sklearn.fitting import fit_groups
-from coterie.sklearn.group_models import Module
+from coterie.sklearn.group_models import Module, fit_groups
 
 
 class GroupEstimator(BaseEstimator):

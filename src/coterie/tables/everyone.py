@@ -20,9 +20,8 @@ from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.registry import RunFacts
 from coterie.tables import models
-from coterie.tables.metrics import metrics_of
-from coterie.tables.model_files import save_model
-from coterie.tables.report import write_report
+from coterie.tables.models import save_model
+from coterie.tables.report import metrics_of, write_report
 from coterie.training.run import Run, Stopped
 from coterie.users.sampling import one_thread
 

@@ -11,13 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from coterie.data import TableTask
-from coterie.data.checking import CheckedTable, checked_table, distinct_targets
+from coterie.data.checking import CheckedTable, checked_table, distinct_targets, roles_in, warn_of_suspicious
 from coterie.data.columns import with_numbers
 from coterie.data.preparation import Kind, Preparation, classes_of
 from coterie.data.reading import read_rows, users_in
-from coterie.data.roles import roles_in
 from coterie.data.statistics import Statistics
-from coterie.data.suspicions import warn_of_suspicious
 from coterie.data.table import SHARE
 from coterie.data.table_of_all import split_at_most, user_of
 from coterie.engines.mutual.meeting import Meeting

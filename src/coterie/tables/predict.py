@@ -11,7 +11,7 @@ from coterie.data import Preparation
 from coterie.errors import DataError
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.tables.everyone import is_everyone, routed, whose_folders
-from coterie.tables.model_files import check_finished, load_model
+from coterie.tables.models import check_finished, load_model
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,6 +9,7 @@ paper and does not hold.
 """
 
 from coterie.theory.affine import Affine, affine_bound
+from coterie.theory.auxiliary import auxiliary_bound
 from coterie.theory.choices import (
     averaging_cost,
     averaging_speedup,
@@ -57,6 +58,7 @@ __all__ = [
     "affine_bound",
     "alone",
     "alone_in_time",
+    "auxiliary_bound",
     "averaging",
     "averaging_cost",
     "averaging_speedup",

@@ -14,7 +14,7 @@ from torch import Tensor
 from coterie.engines.engine import Answers, Capabilities, LocalWork, Question
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, weighted_sum
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 from coterie.theory.linear_gaussian import FloatArray
 from coterie.users.sampling import random_key
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from coterie.evaluation.comparing import paired_error
 from coterie.evaluation.evaluate import example_losses
-from coterie.gradients.trained_part import copied, load_trained_state
+from coterie.gradients.parameters import copied, load_trained_state
 from coterie.learners.learner import Learner
 from coterie.recording.result import GuardCheck, GuardDecision
 from coterie.users.examples import Examples

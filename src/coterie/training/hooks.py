@@ -9,8 +9,7 @@ from typing import TypeAlias
 from coterie.choosing.chooser import TellsCost
 from coterie.errors import KnobError, UserCodeError, blaming
 from coterie.learners.spec import RunSpec
-from coterie.recording.configuration import Configuration
-from coterie.recording.describe import describe
+from coterie.recording.configuration import Configuration, describe
 from coterie.recording.progress import progress_bar
 from coterie.recording.result import Point
 from coterie.training.choose import Followed

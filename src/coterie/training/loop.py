@@ -13,12 +13,11 @@ from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.recording.checkpoint import RunFolder
 from coterie.recording.claim import Claim
-from coterie.recording.configuration import Configuration
-from coterie.recording.describe import counted
+from coterie.recording.configuration import Configuration, counted
+from coterie.recording.costs import total
 from coterie.recording.record import Record
 from coterie.recording.result import End, GuardDecision, Point
-from coterie.recording.traffic import total
-from coterie.reporting.beside_alone import with_verdict
+from coterie.reporting.verdict import with_verdict
 from coterie.training.captured import Captured
 from coterie.training.guard import Guard
 from coterie.training.hooks import Hook, HookLike, Start, as_hook, tell

@@ -12,9 +12,8 @@ from coterie.learners.spec import RunSpec
 from coterie.recording import checkpoint
 from coterie.recording.checkpoint import RunFolder
 from coterie.recording.configuration import Configuration
-from coterie.recording.costs import Cost
+from coterie.recording.costs import Cost, Traffic, total
 from coterie.recording.record import Record
-from coterie.recording.traffic import Traffic, total
 from coterie.training.guard import Guard
 
 MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates", "not_measured", "capture"})

@@ -13,7 +13,7 @@ from coterie.engines.engine import Engine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import KnobError
-from coterie.gradients.trained_part import copied, frozen_digest
+from coterie.gradients.parameters import copied, frozen_digest
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
 from coterie.methods.clients import Clients
@@ -21,9 +21,8 @@ from coterie.methods.elsewhere import ClientsElsewhere
 from coterie.methods.rehearsal import gradients_asked
 from coterie.methods.rounds import Method, Rounds
 from coterie.methods.variance.own_variance import OwnVariance
-from coterie.recording.configuration import Configuration, StepSettings, UserSummary
+from coterie.recording.configuration import Configuration, StepSettings, UserSummary, describe
 from coterie.recording.costs import Costs
-from coterie.recording.describe import describe
 from coterie.rules import Alone, Rule
 from coterie.training.captured import Captured, block_of, warn_not_captured
 from coterie.training.choose import Followed

@@ -14,7 +14,7 @@ from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
 from coterie.recording.claim import Claim, claimed
 from coterie.recording.configuration import Configuration
-from coterie.recording.interruption import interruptible
+from coterie.recording.progress import interruptible
 from coterie.training import setup
 from coterie.training.checking import check, with_rule, with_usable_peers
 from coterie.training.choose import choose, with_estimates

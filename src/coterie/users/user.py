@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 
 from coterie.arguments import instance, is_text, listed, shown
 from coterie.errors import DataError, blaming
-from coterie.users.examples import Draw, Examples, FromStream, InMemory, as_examples, from_columns
-from coterie.users.reading import Array, Collate
+from coterie.users.examples import Array, Collate, Draw, Examples, FromStream, InMemory, as_examples, from_columns
 from coterie.users.sampling import draw, random_key, seeded
 from coterie.users.trees import Tree, form, leaves
 

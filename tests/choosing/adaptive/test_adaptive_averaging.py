@@ -21,7 +21,7 @@ from coterie.choosing.adaptive.adaptive_averaging import PLANS
 from coterie.engines import Capabilities
 from coterie.errors import KnobError
 from coterie.gradients.parameters import Parameters
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 
 SETTINGS: dict[str, Any] = {"lr": 0.1, "steps": 60, "batch_size": 100, "progress": False}
 

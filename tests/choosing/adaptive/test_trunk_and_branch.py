@@ -351,7 +351,7 @@ def test_where_no_peer_can_be_followed_everything_says_so() -> None:
     run = train(me, peers, engine=meddled(lambda name, row, step: None))
     why = "no peer sent a gradient that could be followed while peers were judged"
     assert run.record.end.account["sentence"] == f"the model trained alone is served: {why}"
-    assert run.verdict.sentence == f"The model trained alone is served to me: {why}."
+    assert run.verdict.sentence == f"me gets the model trained without peers: {why}."
     early = train(me, peers, hooks=[lambda step: step.step == 9])
     assert early.record.end.account["sentence"].endswith(
         "the run ended before a model that follows peers was judged"
@@ -373,9 +373,9 @@ def test_where_the_guard_serves_alone_everything_says_so(tmp_path: Path) -> None
     assert (end.guard.served, end.account["path"], end.account["tau"]) == ("alone", "alone", {})
     assert end.account["sentence"] == "the model trained alone is served: its loss is lower on 1 validation example"
     assert not {"crossed_loss", "difference"} & set(end.account)
-    assert "not better on 1 validation example (loss +" in run.verdict.sentence
+    assert "on 1 validation example the collaborative model was not better (loss +" in run.verdict.sentence
     assert "inf" not in run.verdict.sentence
-    assert "followed nobody: what is served is" in run.summary()
+    assert "trained without peers; " in run.summary()
     page = run.report(tmp_path / "page.html").read_text()
     assert "alone (served)" in page
     assert "pooled (served)" not in page

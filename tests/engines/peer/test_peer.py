@@ -21,7 +21,7 @@ from coterie.engines.peer.caps import Caps, clipped
 from coterie.engines.remote.messages import answer_message
 from coterie.engines.requests import Request, to_array
 from coterie.errors import KnobError
-from coterie.gradients.trained_part import frozen_digest
+from coterie.gradients.parameters import frozen_digest
 
 Users = Callable[..., list[coterie.User]]
 

@@ -9,7 +9,7 @@ from coterie.choosing.adaptive.looks import Looks
 from coterie.choosing.adaptive.peer_weights import PeerWeights
 from coterie.choosing.adaptive.when import Path, skewed_error, standard_error
 from coterie.choosing.adaptive.whom import Array
-from coterie.recording.describe import counted
+from coterie.recording.configuration import counted
 
 FEWEST = 6
 """With fewer own examples no loss by cross-validation is told: the error of so few numbers says nothing."""

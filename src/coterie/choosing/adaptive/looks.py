@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from coterie.choosing.adaptive.when import Chosen, Path, Resampled, hellinger, standard_error, worst_loss
 from coterie.choosing.adaptive.whom import Array
 from coterie.evaluation.losses import is_log_likelihood, is_squared
-from coterie.gradients.trained_part import copied
+from coterie.gradients.parameters import copied
 from coterie.learners.points import Points
 from coterie.learners.spec import RunSpec
 from coterie.recording.result import GuardDecision

@@ -39,14 +39,13 @@ from coterie.choosing.adaptive.when import Path
 from coterie.choosing.adaptive.whom import Array
 from coterie.engines.engine import Engine
 from coterie.gradients.gradients import gave_nothing
-from coterie.gradients.trained_part import copied, load_trained_state, trained_state
+from coterie.gradients.parameters import copied, load_trained_state, trained_state
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.points import Own, Sums
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
-from coterie.recording.costs import Costs
+from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
-from coterie.recording.traffic import Traffic
 from coterie.rules import Alone
 
 

@@ -63,10 +63,10 @@ class TableOptions:
         default_factory=list
     )
     own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None
-    validation: Annotated[float, Option(help="The share of user 0's rows by which the best model is chosen.")] = 0.2
-    test: Annotated[float, Option(help="The share of user 0's rows to report on, which choose nothing.")] = 0.2
-    sep: Annotated[str, Option(help="What is between the columns of a CSV file; tab for a tab.")] = ","
-    decimal: Annotated[str, Option(help="What is before decimals in a CSV file.")] = "."
+    validation: Annotated[float, Option(help="Share of user 0's rows held out to choose the best model.")] = 0.2
+    test: Annotated[float, Option(help="Share of user 0's rows held out for the final report.")] = 0.2
+    sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ","
+    decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = "."
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.data.from_table`."""

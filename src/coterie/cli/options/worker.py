@@ -22,8 +22,8 @@ class PeerTableOptions:
     user_column: Annotated[
         str | None, Option(help="The column that says whose row it is; all rows are this peer's if left out.")
     ] = None
-    sep: Annotated[str, Option(help="What is between the columns of a CSV file; tab for a tab.")] = ","
-    decimal: Annotated[str, Option(help="What is before decimals in a CSV file.")] = "."
+    sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ","
+    decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = "."
 
     def rows(self) -> tuple[str, Any]:
         """Return this peer's name and rows."""

@@ -25,7 +25,7 @@ from coterie.engines.peer import Caps, Peer
 from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import FiniteLater, Gradients, add_up, keep_finite
 from coterie.privacy.privacy import Privacy
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
 from coterie.users.trees import Tree

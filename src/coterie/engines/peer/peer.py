@@ -24,7 +24,7 @@ from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Reply, Request
 from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
-from coterie.gradients.trained_part import frozen_digest
+from coterie.gradients.parameters import frozen_digest
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import NoiseShare
 from coterie.privacy.privacy import PROMISE, Privacy

@@ -23,9 +23,9 @@ from coterie.engines.requests import Request, noise_told, promise_told, whole_nu
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, is_finite
-from coterie.gradients.trained_part import frozen_digest
+from coterie.gradients.parameters import frozen_digest
 from coterie.privacy.masked_sums import MaskedSums
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 from coterie.users.user import Loss, User, check_names
 
 logger = logging.getLogger(__name__)

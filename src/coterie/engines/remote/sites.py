@@ -8,7 +8,7 @@ from coterie.engines.peer import Peer
 from coterie.engines.remote.messages import request_bytes
 from coterie.engines.remote.responder import Responder
 from coterie.privacy.sums import SumsOnly
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 
 
 class Replies(Protocol):

@@ -32,7 +32,7 @@ from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, KnobError, PeerLost
 from coterie.gradients.gradients import Gradients
 from coterie.privacy.masked_sums import MaskedSums
-from coterie.recording.traffic import Traffic
+from coterie.recording.costs import Traffic
 from coterie.users.user import Loss, User
 
 __all__ = ["TorchDistributed", "join", "serve"]

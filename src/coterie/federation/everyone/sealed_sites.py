@@ -30,12 +30,12 @@ class SealedSites:
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> "SealedReplies":
         """Ask sites; see `Sites.ask`."""
-        content, sent = _as_bytes(arguments), {}
+        content, sent = _as_bytes({"method": method, "arguments": arguments}), {}
         for name in filter(self._calls.knows, names):
-            number, sealed = self._calls.call(name, method, content)
-            call = {"by": self._calls.site, "method": method, "number": number, "sealed": _as_array(sealed)}
+            number, sealed = self._calls.call(name, content)
+            call = {"by": self._calls.site, "number": number, "sealed": _as_array(sealed)}
             sent[name] = number, self._sites.ask([name], "call", timeout, call=call)
-        return SealedReplies(sent, self._calls, method)
+        return SealedReplies(sent, self._calls)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class SealedReplies:
 
     sent: Mapping[str, tuple[int, Replies]]
     calls: Calls
-    method: str
 
     def done(self) -> bool:
         """Say whether every site has answered, failed or run out of time."""
@@ -58,7 +57,7 @@ class SealedReplies:
             if reply is None:
                 continue
             try:
-                found[name] = _content(self.calls.reply(name, self.method, number, _sealed_in(reply)))
+                found[name] = _content(self.calls.reply(name, number, _sealed_in(reply)))
             except (MaskError, ValueError) as error:
                 logger.warning("%s: what came as its reply is left out: %s", name, error)
         return found
@@ -70,15 +69,16 @@ def answered(calls: Calls, call: Any, answer: Callable[[str, str, dict[str, Any]
     What is not a call by a site that is known, or was there before, is a `MaskError`.
     """
     fields = call if isinstance(call, dict) else {}
-    by, method, number = (fields.get(name) for name in ("by", "method", "number"))
-    if not isinstance(by, str) or not isinstance(method, str) or type(number) is not int:
+    by, number = fields.get("by"), fields.get("number")
+    if not isinstance(by, str) or type(number) is not int:
         raise MaskError("a call must be sealed by the site that calls")
-    content = calls.take(by, method, number, _sealed_in(call))
+    content = calls.take(by, number, _sealed_in(call))
     try:
-        arguments = _content(content)
-    except ValueError as error:
-        raise MaskError(f"a call by {by!r} holds no arguments") from error
-    return {"sealed": _as_array(calls.answer(by, method, number, _as_bytes(answer(by, method, arguments))))}
+        asked = _content(content)
+        method, arguments = str(asked["method"]), dict(asked["arguments"])
+    except (ValueError, TypeError, LookupError) as error:
+        raise MaskError(f"a call by {by!r} names no method and arguments") from error
+    return {"sealed": _as_array(calls.answer(by, number, _as_bytes(answer(by, method, arguments))))}
 
 
 class KnownKeys:
@@ -111,7 +111,7 @@ def _as_bytes(content: Any) -> bytes:
 
 
 def _content(data: bytes) -> Any:
-    return unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else {}
+    return unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def _as_array(data: bytes) -> np.ndarray[Any, Any]:

@@ -14,11 +14,10 @@ from coterie.choosing import chooser_for
 from coterie.engines.cpu_threads import cpu_threads, threads_for
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError, KnobError, UserCodeError
-from coterie.gradients.trained_part import copied
+from coterie.gradients.parameters import copied
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import why_not_stacked
-from coterie.recording.interruption import interruptible
-from coterie.recording.progress import progress_bar
+from coterie.recording.progress import interruptible, progress_bar
 from coterie.rules import Alone, FormulaRule
 from coterie.training import setup
 from coterie.training.checking import check, with_rule, with_usable_peers

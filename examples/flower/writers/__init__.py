@@ -1,0 +1,1 @@
+"""A model for writer 0, with the help of other writers."""

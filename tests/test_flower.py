@@ -1,0 +1,110 @@
+"""coterie over Flower's messages; that gradients are right is in the conformance suite of engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from tests.support.flower import DirectGrid
+from torch import nn
+
+import coterie
+from coterie.engines.peer import Caps
+from coterie.errors import DataError, KnobError
+from coterie.flower import FlowerGrid, client_app, from_record, to_record
+
+LOSS = nn.functional.mse_loss
+
+
+def user(name: str, slope: float = 1.0) -> coterie.User:
+    inputs = torch.eye(4).repeat(5, 1)
+    return coterie.User(name, inputs, slope * inputs.sum(1, keepdim=True))
+
+
+def model() -> nn.Module:
+    linear = nn.Linear(4, 1)
+    for parameter in linear.parameters():
+        nn.init.zeros_(parameter)
+    return linear
+
+
+def trained(grid: DirectGrid, peers: int, steps: int = 20) -> coterie.Run:
+    rule = coterie.WeightedAveraging(alpha=0.5)
+    engine = FlowerGrid(grid, peers, patience=0.1, timeout=0.1)
+    return coterie.train(model(), LOSS, user("me"), [], rule, engine=engine, lr=0.1, steps=steps, guard="off")
+
+
+def parameters(run: coterie.Run) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
+def test_a_run_is_the_one_in_process() -> None:
+    peers = [user("a", 2.0), user("b", 3.0)]
+    here = coterie.train(
+        model(), LOSS, user("me"), peers, coterie.WeightedAveraging(alpha=0.5), lr=0.1, steps=20, guard="off"
+    )
+    there = trained(DirectGrid(map(app_of, peers)), 2)
+    assert torch.allclose(parameters(here), parameters(there), atol=1e-6)
+    assert not torch.allclose(
+        parameters(there), parameters(trained(DirectGrid([app_of(user("a", 2.0))]), 1)), atol=1e-3
+    )
+
+
+def app_of(peer: coterie.User) -> ClientApp:
+    return client_app(lambda _: peer, lambda _: model(), LOSS)
+
+
+def test_caps_count_over_processes_that_are_forgotten(tmp_path: Path) -> None:
+    def fresh(message: Message, context: Context) -> Message:  # Flower starts a process for each message
+        app = client_app(
+            lambda _: user("a"), lambda _: model(), LOSS, caps=Caps(gradients=3), log_of=lambda _: tmp_path / "log"
+        )
+        return app(message, context)
+
+    run = trained(DirectGrid([fresh]), 1, steps=10)
+    assert sum(run.record.end.left_out["a"].values()) == 7
+    with pytest.raises(KnobError, match="`log_of` must name a file"):
+        client_app(lambda _: user("a"), lambda _: model(), LOSS, caps=Caps(gradients=3))
+
+
+def test_a_peer_that_fails_or_lies_is_left_out() -> None:
+    def broken(message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "query.name":
+            return Message(to_record({"name": "broken"}), reply_to=message)
+        raise RuntimeError
+
+    def liar(message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "query.name":
+            return Message(to_record({"name": "liar"}), reply_to=message)
+        return Message(RecordDict({"tree": ConfigRecord({"json": "[" * 5000})}), reply_to=message)
+
+    good = app_of(user("a"))
+    run = trained(DirectGrid([broken, liar, good]), 3, steps=6)
+    assert set(run.record.end.left_out) == {"broken", "liar"}
+
+
+def test_bad_settings() -> None:
+    grid = DirectGrid([app_of(user("a")), app_of(user("a"))])
+    with pytest.raises(DataError, match="every peer must have a name of its own"):
+        trained(grid, 2)
+    with pytest.raises(DataError, match="2 of 3 SuperNodes are connected"):
+        trained(grid, 3)
+    with pytest.raises(KnobError, match="`secure_sums` must be left out over Flower"):
+        FlowerGrid(grid, knobs={"secure_sums": True})
+
+
+def test_records_give_back_what_they_were_made_of() -> None:
+    value = {"a": [1, 2.5, None, "x"], "b": {"array": np.arange(6, dtype=np.int16).reshape(2, 3)}, "c": (True,)}
+    back = from_record(to_record(value))
+    assert back["a"] == value["a"]
+    assert back["c"] == [True]
+    assert np.array_equal(back["b"]["array"], value["b"]["array"])  # type: ignore[index]
+    assert back["b"]["array"].dtype == np.int16
+    for wrong in ("", "{", "[]", '{"array": "7"}', '{"fields": 3}', '{"a": 1, "b": 2}'):
+        record = RecordDict({"arrays": ArrayRecord({}), "tree": ConfigRecord({"json": wrong})})
+        assert from_record(record) is None
+    assert from_record(RecordDict({})) is None
