@@ -23,7 +23,7 @@ from coterie.engines.peer.ledger import Ledger
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies
 from coterie.errors import CoterieError, KnobError, PeerLost
-from coterie.federation.everyone import following
+from coterie.federation import supervision
 from coterie.federation.everyone.member import REFUSAL, MemberRun
 from coterie.federation.everyone.relay import MEMBERS
 from coterie.federation.everyone.sealed_sites import KnownKeys, SealedSites
@@ -178,7 +178,7 @@ def test_a_site_answers_sealed_calls_only_and_trains_for_the_server_only(
     from coterie.federation import site_job
     from coterie.federation.everyone import member_job
 
-    site = member_job.Member()
+    site = member_job.MemberSite()
     site.run = members["a"]
     site.responder = site.run.responder
     site.run.state = lambda: {"step": 3}  # type: ignore[method-assign]
@@ -215,7 +215,7 @@ def test_a_site_whose_data_cannot_be_read_says_so(monkeypatch: pytest.MonkeyPatc
     place = SimpleNamespace(get_root_dir=lambda: str(tmp_path / "nvflare"))
     asked = SimpleNamespace(caller="server", server=SimpleNamespace(name="server"), workspace=place)
     monkeypatch.setattr(site_job, "collab", asked)
-    site = member_job.Member()
+    site = member_job.MemberSite()
     site.start()
     assert site.state() == {"failed": "data that cannot be read"}
     assert site.train() == site.check() == {}
@@ -310,7 +310,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ser
 
     def make(*jobs: Callable[[Path], None], here: str = "ab") -> Server:
         one = Server(tmp_path / RUN, list(jobs), list(here))
-        monkeypatch.setattr(following, "session_of", one.session)
+        monkeypatch.setattr(supervision, "session_of", one.session)
         return one
 
     return make
@@ -318,11 +318,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ser
 
 def test_a_job_is_submitted_again_for_a_site_that_was_lost(server: Callable[..., Server], tmp_path: Path) -> None:
     one, said = server(ends(a=True, b=False), lambda out: None, ends(a=True, b=True)), list[str]()
-    assert following.follow_everyone(tmp_path, wait=1.0, show_line=said.append) == "ended"
+    assert supervision.follow_everyone(tmp_path, wait=1.0, show_line=said.append) == "ended"
     assert one.submitted == 3
     assert said[0].endswith("without the end of b")
     with pytest.raises(KnobError, match="already holds a run"):
-        following.follow_everyone(tmp_path)
+        supervision.follow_everyone(tmp_path)
 
 
 def test_a_site_that_does_not_come_back_is_named(server: Callable[..., Server], tmp_path: Path) -> None:
@@ -334,16 +334,16 @@ def test_a_site_that_does_not_come_back_is_named(server: Callable[..., Server], 
 
     one.jobs = [job]
     with pytest.raises(CoterieError, match=r"no end of b; .* --resume` goes on"):
-        following.follow_everyone(tmp_path, wait=0.2)
+        supervision.follow_everyone(tmp_path, wait=0.2)
 
 
 def test_too_few_sites_or_a_refusal_are_told(server: Callable[..., Server], tmp_path: Path) -> None:
     server(here="a")
     with pytest.raises(CoterieError, match=r"1 of 2 sites are connected after 0\.2 s"):
-        following.follow_everyone(tmp_path, wait=0.2)
+        supervision.follow_everyone(tmp_path, wait=0.2)
     server(lambda out: (out / REFUSED).write_text("b gives 50 more gradients") and None)
     with pytest.raises(KnobError, match="b gives 50 more gradients"):
-        following.follow_everyone(tmp_path, wait=0.2)
+        supervision.follow_everyone(tmp_path, wait=0.2)
 
 
 def test_a_site_that_trains_sees_both_its_run_and_what_it_gives(

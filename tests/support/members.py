@@ -150,10 +150,8 @@ class Job:
             return 0
         call, calls = arguments["call"], self.members[name].calls
         assert calls is not None
-        content = calls._opened(
-            caller, (caller, name, "call", call["method"]), call["number"], call["sealed"].tobytes()
-        )
-        request = sealed_sites._content(content).get("request")
+        content = calls._opened(caller, (caller, name, "call"), call["number"], call["sealed"].tobytes())
+        request = sealed_sites._content(content)["arguments"].get("request")
         return int(request["step"]) if request else 0
 
     def _call(self, caller: str, name: str, method: str, arguments: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from coterie.federation.site_job import Answering, by_server, folder_here, init,
 from coterie.registry import import_from_environment
 
 
-class Member(Answering):
+class MemberSite(Answering):
     """Train when the server says so, and answer the sites that this one names, one request at a time."""
 
     refusal = REFUSAL
