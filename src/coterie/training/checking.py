@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import Check, optional
-from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner
+from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner, Mixture
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, KnobError, ModelError, blaming
 from coterie.evaluation.evaluate import evaluation_mode
@@ -47,7 +47,9 @@ def with_rule(spec: RunSpec) -> RunSpec:
     RULE("rule", spec.rule)
     _check_exchanges(spec)
     if not isinstance(spec.rule, Method):
-        return replace(spec, rule=AdaptiveAveraging()) if spec.rule is None else spec
+        spec = replace(spec, rule=AdaptiveAveraging()) if spec.rule is None else spec
+        fitted = isinstance(spec.rule, Mixture) and spec.rule.instead(spec) is None
+        return replace(spec, steps=1) if fitted else spec  # all is done in one
     if spec.clip_norm is not None:
         raise KnobError("a method takes plain gradient steps of its own: leave `clip_norm` out")
     if spec.norm_bound not in (None, FACTOR):
