@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
 from coterie.choosing.chooser import Choice
 from coterie.engines.capabilities import require
-from coterie.engines.engine import Engine
+from coterie.engines.engine import Answers, Engine
 from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
@@ -176,7 +176,7 @@ class ClosedForm(Learner):
         """The rule that was asked for."""
         return self.spec.rule
 
-    def next_step(self) -> NextStep:
+    def next_step(self, answers: Answers | None = None) -> NextStep:
         """Ask the peers for all that is needed, and return the step to the model served."""
         fitted = self._fit()
         own_loss = float(fitted.served.losses.mean())
