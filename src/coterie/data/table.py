@@ -104,7 +104,7 @@ def from_table(
             whole numbers are classes.
         leave_out: users to ignore.
         own_examples: how many rows user 0 trains on, at most; all that are not held out when None.
-        validation: the share of user 0's rows held out to choose the best model.
+        validation: the share of user 0's rows held out to choose the best model; 0 for none.
         test: the share held out to report on.
         seed: which rows those are.
         sep: what is between the columns of a CSV file, "tab" for a tab.
@@ -120,7 +120,7 @@ def from_table(
         (User('a', 24 examples), (User('b', 20 examples),), 'classification')
     """
     SEED("seed", seed)
-    shares = SHARE("validation", validation), SHARE("test", test)
+    shares = SHARE("validation", validation) if validation else 0.0, SHARE("test", test)
     columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features, "drop": drop}
     columns |= {"categorical": categorical, "ids": ids, "weights": weights}
     form: dict[str, Any] = {"kind": kind, "leave_out": leave_out, "elsewhere": elsewhere}
@@ -133,8 +133,7 @@ def from_table(
         preparation = Preparation.fit(known, told, table.targets, table.kind, table.roles.categorical)
         preparation = replace(preparation, ids=ids, weights=weights)
         warn_of_suspicious(table.every, parts[0], target, preparation)
-    training, held_out, tested = (preparation.examples(part, target) for part in parts)
-    mine = User(str(me), *training, validation=held_out, test=tested)
+    mine = user_of(str(me), parts, target, preparation)
     peers, left_out = _peers(table, mine.name, preparation)
     for name, why in left_out.items():
         warnings.warn(f"the peer {name!r} is left out: {why}", stacklevel=2)
@@ -285,7 +284,7 @@ def users_from_table(
     import pandas as pd
 
     SEED("seed", seed)
-    shares = SHARE("validation", validation), SHARE("test", test) if test else 0.0
+    shares = SHARE("validation", validation) if validation else 0.0, SHARE("test", test) if test else 0.0
     columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features, "drop": drop}
     columns |= {"categorical": categorical, "ids": ids, "weights": weights}
     table = checked_table(data, kind=kind, leave_out=leave_out, sep=sep, decimal=decimal, **columns)
@@ -347,7 +346,8 @@ def split_at_most(
 
 
 def user_of(name: str, parts: Sequence[pd.DataFrame], target: str, preparation: Preparation) -> User:
-    """Return a user with its training, validation and test rows; without test examples where there are no rows."""
-    training, held_out = (preparation.examples(part, target) for part in parts[:2])
-    tested = preparation.examples(parts[2], target) if len(parts[2]) else None
-    return User(name, *training, validation=held_out, test=tested)
+    """Return a user with its training, validation and test rows; without a held-out set where it has no rows."""
+    training, *held_out = (preparation.examples(part, target) if len(part) else None for part in parts)
+    if training is None:
+        raise AssertionError("there are always training rows")
+    return User(name, *training, validation=held_out[0], test=held_out[1])

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
+from coterie.choosing import Mixture
 from coterie.learners.spec import RunSpec
 from coterie.rules import Alone
 from coterie.users.examples import Examples, InMemory
@@ -25,8 +26,9 @@ def pooled_spec(specs: Sequence[RunSpec]) -> RunSpec | None:
         _joined([part for part in parts if part is not None])
         for parts in zip(*((user.validation, user.test) for user in users), strict=True)
     )
-    size = specs[0].batch_size * len(users)
-    return replace(specs[0], me=all_of, peers=(), rule=Alone(), batch_size=size, exchange_every=1)
+    size, closed = specs[0].batch_size * len(users), isinstance(specs[0].rule, Mixture)
+    rule = Mixture() if closed else Alone()
+    return replace(specs[0], me=all_of, peers=(), rule=rule, batch_size=size, exchange_every=1)
 
 
 def _joined(parts: Sequence[Examples]) -> InMemory | None:

@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 from torch import nn
 
 from coterie.arguments import Setting, listed, takes_fields_of
-from coterie.choosing import Chooser, MakesLearner
+from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, GradientError, KnobError, UserCodeError
 from coterie.everyone.folders import POOLED, folder_names
@@ -89,14 +89,14 @@ def train_everyone(spec: EveryoneSpec) -> Runs:
         return _trained(runs, out, left_out)
 
 
-def _rules(rule: Followed | Mapping[str, Followed] | None, users: Sequence[User]) -> dict[str, Followed | None]:
+def _rules(rule: Followed | Mapping[str, Followed] | None, users: Sequence[User]) -> dict[str, Followed]:
     """Return everybody's rule."""
     names = [user.name for user in users]
     if not isinstance(rule, Mapping):
-        return dict.fromkeys(names, rule)
+        return dict.fromkeys(names, AdaptiveAveraging() if rule is None else rule)
     for name in set(names) ^ set(rule):
         raise KnobError(f"`rule` must name every user and nobody else, but {name!r} is in one only")
-    return dict(rule)
+    return {name: AdaptiveAveraging() if one is None else one for name, one in rule.items()}
 
 
 def _able(specs: Sequence[RunSpec]) -> tuple[dict[User, RunSpec], dict[str, str]]:

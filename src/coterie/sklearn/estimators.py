@@ -11,13 +11,15 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from coterie.choosing import Chooser, MakesLearner
+from coterie.choosing import Chooser, MakesLearner, Mixture
 from coterie.data.preparation import Kind
 from coterie.data.reading import some
 from coterie.errors import DataError
+from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
 from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused
 from coterie.sklearn.group_models import Module, fit_groups
+from coterie.tables.fit import LR
 
 
 class GroupEstimator(BaseEstimator):
@@ -33,10 +35,10 @@ class GroupEstimator(BaseEstimator):
         rule: Rule | Chooser | MakesLearner | None = None,
         me: Any = None,
         categorical: Sequence[Column] | None = None,
-        steps: int = 1000,
-        lr: float = 0.01,
+        steps: int | None = None,
+        lr: float | None = None,
         batch_size: int = 32,
-        validation: float = 0.2,
+        validation: float | None = None,
         random_state: Any = 0,
     ) -> None:
         self.group = group
@@ -80,18 +82,23 @@ class GroupEstimator(BaseEstimator):
         if self.me is not None and self.me not in self.groups_.tolist():
             raise DataError(f"`me` names no group: those of the rows are {some(self.groups_)}, got {self.me!r}")
         target = unused("y", rows)
+        closed = all(each is None for each in (self.module, self.rule, self.steps, self.lr))
         self.group_models_ = fit_groups(
             rows.assign(**{target: self._targets(y)}),
             group=group,
             target=target,
             kind=self._kind,
-            rule=self.rule,
+            rule=Mixture() if closed else self.rule,
             module=self.module or "linear",
             me=None if self.me is None else str(self.me),
             categorical=categorical,
-            validation=self.validation,
+            validation=(0.0 if closed else 0.2) if self.validation is None else self.validation,
             seed=self._seed(),
-            **{"steps": self.steps, "lr": self.lr, "batch_size": self.batch_size},
+            **{
+                "steps": StepSettings.steps if self.steps is None else self.steps,
+                "lr": LR if self.lr is None else self.lr,
+            },
+            batch_size=self.batch_size,
         )
         return self
 
@@ -151,13 +158,15 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
             and one model is trained.
         module: "linear" (when None), "mlp", or a function of the numbers of inputs and outputs that returns a
             `torch.nn.Module`.
-        rule: as in `coterie.train`; `AdaptiveAveraging` when None.
+        rule: as in `coterie.train`. When None: `Mixture`, the closed form, where `module`, `steps` and `lr` are
+            None too, else `AdaptiveAveraging`.
         me: the only group that listens to others; the others' models are trained alone. Every group when None.
         categorical: columns of numbers to treat as categories, by name or position; text always is one.
-        steps: as in `coterie.train`.
-        lr: Adam's step size.
+        steps: as in `coterie.train`; 1,000 when None.
+        lr: Adam's step size; 0.01 when None.
         batch_size: rows that each group draws for a gradient.
-        validation: the share of each group's rows held out to choose its best model.
+        validation: the share of each group's rows held out to choose its best model. When None: 0.2, and none for
+            the closed form, which judges by folds.
         random_state: what splits, initial parameters and batches depend on.
 
     Attributes:

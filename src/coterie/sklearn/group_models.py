@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from coterie.choosing import Mixture
 from coterie.data import Preparation
 from coterie.data.preparation import Kind
 from coterie.data.table import users_from_table
@@ -124,7 +125,7 @@ def fit_groups(
     start, loss = built(module, table.preparation, seed), loss_of(table.preparation)
     settings |= {"seed": seed, "measure": False, "progress": False}
     if len(table.users) == 1:
-        alone = train(start, loss, table.users[0], (), Alone(), **settings)
+        alone = train(start, loss, table.users[0], (), rule if isinstance(rule, Mixture) else Alone(), **settings)
         runs = Runs({table.users[0].name: alone}, alone)
     else:
         rules = {user.name: rule if me in (None, user.name) else Alone() for user in table.users}

@@ -1,7 +1,7 @@
 """What may be asked of a run: refused or completed before anything is opened."""
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from coterie.arguments import Check, optional
 from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner, Mixture
+from coterie.choosing.mixture import why_not_linear
+from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, KnobError, ModelError, blaming
 from coterie.evaluation.evaluate import evaluation_mode
@@ -46,7 +48,7 @@ def with_rule(spec: RunSpec) -> RunSpec:
     """Return the run with the rule that None stands for; a method's run with plain SGD for its step size."""
     RULE("rule", spec.rule)
     _check_exchanges(spec)
-    spec = replace(spec, rule=AdaptiveAveraging()) if spec.rule is None else spec
+    spec = replace(spec, rule=default_rule(spec)) if spec.rule is None else spec
     adaptive = isinstance(spec.rule, AdaptiveAveraging) and spec.rule.instead(spec) is None
     if adaptive and spec.norm_bound not in (None, FACTOR):
         raise KnobError(
@@ -70,6 +72,21 @@ def with_rule(spec: RunSpec) -> RunSpec:
         never = f"`FineTuning(rounds={method.rounds})` would never tune in {spec.steps} rounds"
         raise KnobError(f"{never}; lower `rounds`, or raise `steps`")
     return replace(spec, optimizer=torch.optim.SGD, lr=LR if spec.lr is None else spec.lr)
+
+
+_OF_STEPS = ("lr", "steps", "optimizer", "scheduler", "clip_norm", "norm_bound", "exchange_every", "local_steps")
+_UNSET = {each.name: each.default for each in fields(RunSpec) if each.name in _OF_STEPS}
+
+
+def default_rule(spec: RunSpec) -> AdaptiveAveraging | Mixture:
+    """Return what a run follows where no rule is given: the closed form where it applies and no step is described.
+
+    Who sets a step size, an optimizer or a number of steps means gradient steps. Peers whose rows are not in this
+    process, or private, are asked for gradients.
+    """
+    plain = all(getattr(spec, name) == default for name, default in _UNSET.items())
+    here = spec.engine is InProcess and bool(spec.peers)
+    return Mixture() if plain and here and why_not_linear(spec) is None else AdaptiveAveraging()
 
 
 def _check_exchanges(spec: RunSpec) -> None:

@@ -63,7 +63,13 @@ class TableOptions:
         default_factory=list
     )
     own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None
-    validation: Annotated[float, Option(help="Share of user 0's rows held out to choose the best model.")] = 0.2
+    validation: Annotated[
+        float | None,
+        Option(
+            help="Share of user 0's rows held out to choose the best model; if left out 0.2, and none for mixture.",
+            show_default=False,
+        ),
+    ] = None
     test: Annotated[float, Option(help="Share of user 0's rows held out for the final report.")] = 0.2
     sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ","
     decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = "."
@@ -71,7 +77,8 @@ class TableOptions:
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.data.from_table`."""
         settings = {name: value for name, value in vars(self).items() if name != "data"}
-        return settings | {"features": self.features or None}
+        validation = 0.2 if self.validation is None else self.validation
+        return settings | {"features": self.features or None, "validation": validation}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +89,13 @@ class RuleOptions:
         str,
         Option(
             metavar="NAME",
-            help="adaptive: weights found from the data; pooled: everybody's rows alike; wga: averaging with "
-            "--alpha; bc: bias correction with --alpha and --beta. All rules, described by `coterie list rules`: "
+            help="auto: mixture for a linear model where no option says how steps are taken, else adaptive. "
+            "mixture: a linear model in closed form; adaptive: weights found from the data; pooled: everybody's "
+            "rows alike; wga: averaging with --alpha; bc: bias correction with --alpha and --beta. All rules, "
+            "described by `coterie list rules`: "
             "{rules}. Or a method, to compare with, described by `coterie list methods`: {methods}.",
         ),
-    ] = "adaptive"
+    ] = "auto"
     alpha: Annotated[
         str | None,
         Option(
@@ -122,19 +131,24 @@ class RuleOptions:
     @functools.cached_property
     def knobs(self) -> dict[str, Any]:
         """The knobs that are given."""
-        knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
+        knobs = knobs_of(entry_of(self.name), self.knob, alpha=self.alpha, beta=self.beta)
         once([*knobs, *(["tau"] if self.tau else [])])
         return knobs | ({"tau": _weights(self.tau)} if self.tau else {})
 
     @property
     def is_method(self) -> bool:
         """Whether a method is named, not a rule."""
-        return self.rule not in RULES
+        return self.name not in RULES
+
+    @property
+    def name(self) -> str:
+        """The rule that is named; where none is, what takes steps."""
+        return "adaptive" if self.rule == "auto" else self.rule
 
     def build(self, facts: RunFacts) -> Any:
         """Return the rule or method for a run; what is wrong with a knob is told by the option that gave it."""
         try:
-            return build(self.rule, self.knobs, facts)
+            return build(self.name, self.knobs, facts)
         except KnobError as error:
             message = str(error)
             for name in (pair.partition("=")[0] for pair in self.knob):
