@@ -24,6 +24,7 @@ from coterie.reporting.page import Section
 from coterie.reporting.verdict import asks_nobody, difference, serves_alone, verdict
 from coterie.rules import Rule
 from coterie.tables import models
+from coterie.tables.calibration import save_calibration
 from coterie.tables.everyone import is_everyone
 from coterie.tables.models import save_model
 from coterie.tables.report import left_out_section, metrics_of, write_report
@@ -171,6 +172,7 @@ def fit(
         try:
             task.preparation.save(out)
             save_model(out, run.model, model, task.n_inputs, task.n_outputs)
+            save_calibration(out, run.model, task)
             splits = [Split.of(run)] if again else []
             for other in _others(again, out, **how):
                 if other.stopped is Stopped.CTRL_C:
