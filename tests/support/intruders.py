@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,25 +110,28 @@ def sealed_calls(count: int, seed: int) -> int:
         answer = here["a"].answer("b", number, content)
         flipped, place = bytearray(sealed), int(rng.integers(len(sealed)))
         flipped[place] ^= 1 << int(rng.integers(8))
-        wrongs = {
-            "altered": lambda s=bytes(flipped), n=number + 10**6: here["a"].take("b", n, s),
-            "another number": lambda s=sealed, n=number + 10**6: here["a"].take("b", n, s),
-            "repeated": lambda s=sealed, n=number: here["a"].take("b", n, s),
-            "cut": lambda s=sealed[:-1], n=number: here["a"].take("b", n, s),
-            "by another": lambda s=sealed, n=number: here["a"].take("c", n, s),
-            "to another": lambda s=sealed, n=number: here["c"].take("b", n, s),
-            "in another job": lambda s=sealed, n=number: other["a"].take("b", n, s),
-            "made up": lambda n=number: here["a"].take("b", n + 10**6, forger.call("a", b"x")[1]),
-            "a call for a reply": lambda s=sealed, n=number: here["b"].reply("a", n, s),
-            "another's reply": lambda s=answer, n=number: here["b"].reply("a", n + 1, s),
-        }
-        for attempt in wrongs.values():
-            try:
-                attempt()
-                bad += 1
-            except MaskError:
-                pass
+        wrongs: list[tuple[Calls, str, int, bytes]] = [
+            (here["a"], "b", number + 10**6, bytes(flipped)),
+            (here["a"], "b", number + 10**6, sealed),  # under another number
+            (here["a"], "b", number, sealed),  # again
+            (here["a"], "b", number, sealed[:-1]),
+            (here["a"], "c", number, sealed),  # as if by another
+            (here["c"], "b", number, sealed),  # to another
+            (other["a"], "b", number, sealed),  # in another job
+            (here["a"], "b", number + 10**6, forger.call("a", content)[1]),
+        ]
+        attempts: list[Callable[[], bytes]] = [partial(one.take, by, n, text) for one, by, n, text in wrongs]
+        attempts += [partial(here["b"].reply, "a", *reply) for reply in ((number, sealed), (number + 1, answer))]
+        bad += sum(_is_believed(attempt) for attempt in attempts)
     return bad
+
+
+def _is_believed(attempt: Callable[[], bytes]) -> bool:
+    try:
+        attempt()
+    except MaskError:
+        return False
+    return True
 
 
 BOMBS: tuple[str, ...] = ("device", "pipe", "folder", "sparse", "deep", "digits", "empty")
