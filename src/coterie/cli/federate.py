@@ -268,6 +268,9 @@ def _checked(folder: Path) -> tuple[Any, Any]:
         rule_of(settings.as_lead())  # what cannot be built is told now
         typer.echo(f"trained here: {settings.training.steps} steps by {settings.training.rule!r}")
         typer.echo(f"asked and answered: {', '.join(settings.sites)}")
+        typer.echo(f"its key has the fingerprint {peer.identity.fingerprint}, to tell the other sites")
+        if unknown := [name for name in settings.sites if name not in settings.keys]:
+            typer.echo(f"not under [keys]: {', '.join(unknown)}; the first key that the server passes on is taken")
     if settings.privacy is not None and (promise := peer.promise(kit.batch_size)) is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
         given = peer.of_planned(kit.batch_size, kit.gradients)

@@ -1,6 +1,8 @@
 """Kits: the folder that user 0 makes for each site, and what a site makes of it."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,9 @@ SUMS = """# [sums]                # give gradients under masks only: user 0 sees
 # keys = { }            # other = "its fingerprint", by `coterie federate check` there, told by telephone
 """
 
+KEYS = """# [keys]                # other = "its fingerprint", by `coterie federate check` there, told by telephone
+"""
+
 
 def set_up(
     folder: Path,
@@ -151,7 +156,33 @@ def set_up(
     size = sum(tensor.numel() for tensor in model.state_dict().values())
     kit = _kit(consortium.sites[0], consortium, settings, preparation, size)
     kits = [replace(kit, site=site) for site in consortium.sites]  # what a run asks is found out once
-    provision(consortium, folder, size)
+    with _whole_or_nothing(folder):
+        return _write(folder, consortium, settings, preparation, kits)
+
+
+@contextmanager
+def _whole_or_nothing(folder: Path) -> Iterator[None]:
+    """Take away what was written to a folder where that has failed, so that a second try finds it as before."""
+    there = set(folder.iterdir()) if folder.exists() else None
+    try:
+        yield
+    except BaseException:
+        for path in set(folder.iterdir()) - (there or set()) if folder.exists() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if there is None and folder.exists():
+            folder.rmdir()
+        raise
+
+
+def _write(
+    folder: Path,
+    consortium: Consortium,
+    settings: LeadSettings,
+    preparation: Preparation,
+    kits: Sequence[Kit],
+) -> dict[str, str]:
+    """Write user 0's folder and the kits; see `set_up`."""
+    provision(consortium, folder, kits[0].size)
     if not consortium.everyone:
         preparation.save(folder)
     text = _server_file(consortium.sites) if consortium.everyone else _lead_file(settings)
@@ -251,7 +282,7 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
         names |= {
             "sites": f"sites = {quoted(list(kit.others))}   # whom you ask and answer; nobody else gets anything\n",
             "own_examples": f"{wanted}   # train on at most so many rows\n",
-            "rest": f"[training]              # how you train a model of your own\n{training}\n",
+            "rest": f"[training]              # how you train a model of your own\n{training}\n\n{KEYS}",
         }
     return SITE.format(columns=columns, model=model, **names, **limits)
 
