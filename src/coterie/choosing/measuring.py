@@ -61,10 +61,10 @@ def measure(
         m_k  = the fall of ζ_k² over that of ‖∇f_0‖² from x to x + u, which then is taken off ζ_k²
 
     Examples that are in this process are dealt into disjoint batches; of others the batches of steps 0, 1, … are
-    asked for. Negative squares count as 0. u goes along the gradient of a third of user 0's batches, which are left out of
-    what is measured along it. Batches of the same n examples are not independent as samples of all there could be;
-    what the examples' own noise adds to a square, their variance over n, is taken off. Errors are those of a
-    bootstrap over batches.
+    asked for. Negative squares count as 0. u goes along the gradient of a third of user 0's batches, which are left
+    out of what is measured along it. Batches of the same n examples are not independent as samples of all there
+    could be; what the examples' own noise adds to a square, their variance over n, is taken off. Errors are those
+    of a bootstrap over batches.
 
     Args:
         engine: where the gradients come from; every peer's is asked for.
@@ -90,7 +90,7 @@ def measure(
         can = engine.capabilities
         me = next((name for name in can.examples if name not in engine.names), "")
         here = require(engine, "own_points", "measuring") if can.own_points else None
-        return _measured(engine, x, me, here, can.batch_size or 1, batches, 0, {})
+        return _measured(engine, x, me, here=here, in_run=can.batch_size or 1, batches=batches, seed=0, known={})
     asking = Asking(engine, None, {}, "", *_grouped(batches))
     plans = {name: (peers or {}).get(name, Sampling()) for name in engine.names}
     return _estimates(asking.sample(x), own or Sampling(), plans)
@@ -114,13 +114,15 @@ def before_training(
         here = replace(problem, peers=()).in_process()
     x, in_run = Parameters(problem.model).vector(), can.batch_size or problem.batch_size
     with _kept(problem.model):
-        return _measured(engine, x, me, here, in_run, batches, problem.seed, {} if known is None else known)
+        known = {} if known is None else known
+        return _measured(engine, x, me, here=here, in_run=in_run, batches=batches, seed=problem.seed, known=known)
 
 
 def _measured(
     engine: Engine,
     x: Tensor,
     me: str,
+    *,
     here: AnswersAtOwnPoints | None,
     in_run: int,
     batches: int,
