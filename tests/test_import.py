@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import coterie
+from coterie.cli import COMMANDS, _command
 
 HEAVY = {"matplotlib", "sklearn", "typer", "rich", "pandas", "pyarrow", "jinja2", "skops", "tensorboard", "click"}
 
@@ -38,6 +41,53 @@ def test_what_an_import_brings_and_what_is_heavy_only_where_it_is_used() -> None
     assert "typer" in told_of
     assert not told_of & {"matplotlib", "pandas", "jinja2", "sklearn"}
     assert "sklearn" in used
+
+
+def test_the_help_of_all_commands_does_not_wait_for_torch() -> None:
+    (told,) = modules_after("from coterie.cli import app; app(['--help'], standalone_mode=False)")
+    assert "typer" in told
+    assert not told & {"torch", "scipy", "numpy"}
+    assert modules_after("import coterie")[0].isdisjoint({"torch"})
+
+
+def test_what_the_help_says_of_a_command_is_what_the_command_says_first() -> None:
+    for name, words in COMMANDS.items():
+        assert (_command(name).help or "").partition("\n\n")[0].strip() == words, name
+
+
+def test_names_that_are_not_there_are_attribute_errors_and_packages_are() -> None:
+    with pytest.raises(AttributeError, match="module 'coterie' has no attribute 'trian'"):
+        coterie.trian  # noqa: B018
+    assert coterie.benchmark.run.__module__ == "coterie.benchmark.running"
+    assert set(coterie.__all__) <= set(dir(coterie))
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_a_run_is_written_where_there_is_no_fcntl(windows: bool, tmp_path: Path) -> None:
+    """As on Windows, with a stand-in for its locks; and where there are no locks at all, with a warning."""
+    there = "types.SimpleNamespace(LK_NBLCK=2, LK_LOCK=1, locking=lambda *args: held.append(args))"
+    code = f"""
+import os, subprocess, sys, types
+held = []
+sys.modules["fcntl"] = None
+sys.modules["msvcrt"] = {there if windows else None}
+from pathlib import Path
+from coterie.recording.claim import claimed
+from coterie.recording.locks import fcntl
+assert fcntl is None
+import coterie
+coterie.train
+with claimed(Path({str(tmp_path / "out")!r})):
+    print(len(held), (Path({str(tmp_path / "out")!r}) / "lock").exists())
+"""
+    source = str(Path(coterie.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": source}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == (["1", "True"] if windows else ["0", "True"])
+    assert ("without locks" in done.stderr) == (not windows)
 
 
 def test_public_names() -> None:

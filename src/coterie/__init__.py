@@ -1,72 +1,31 @@
-"""Train your model with your peers' gradients: personalized collaborative learning in PyTorch."""
+"""Train your model with your peers' gradients: personalized collaborative learning in PyTorch.
 
-from coterie import aggregators, data, errors, theory
-from coterie.aggregators import register_aggregator
-from coterie.choosing.adaptive import AdaptiveAveraging
-from coterie.engines import Engine, InProcess, attacks
-from coterie.engines.in_process.forward_options import ForwardOptions
-from coterie.evaluation import evaluate, model_loss, per_example, register_metric
-from coterie.everyone.runs import Runs
-from coterie.everyone.train import train_everyone
-from coterie.gradients import Gradients
-from coterie.learners.spec import RunSpec
-from coterie.methods import register_method
-from coterie.recording import Record
-from coterie.rules import (
-    Alone,
-    BiasCorrection,
-    FormulaRule,
-    Knob,
-    OracleCorrection,
-    Rule,
-    State,
-    WeightedAveraging,
-    register_rule,
-)
-from coterie.training.hooks import Hook
-from coterie.training.many.train import train_many
-from coterie.training.run import Run, Step
-from coterie.training.trackers import register_tracker
-from coterie.training.train import train
-from coterie.users import User
+The public names are those of `coterie.public`. They and the packages are imported when they are first used, so that
+`coterie --help` does not wait for torch.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coterie.public import *  # noqa: F403  # so that type checkers and editors see them
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdaptiveAveraging",
-    "Alone",
-    "BiasCorrection",
-    "Engine",
-    "FormulaRule",
-    "ForwardOptions",
-    "Gradients",
-    "Hook",
-    "InProcess",
-    "Knob",
-    "OracleCorrection",
-    "Record",
-    "Rule",
-    "Run",
-    "RunSpec",
-    "Runs",
-    "State",
-    "Step",
-    "User",
-    "WeightedAveraging",
-    "aggregators",
-    "attacks",
-    "data",
-    "errors",
-    "evaluate",
-    "model_loss",
-    "per_example",
-    "register_aggregator",
-    "register_method",
-    "register_metric",
-    "register_rule",
-    "register_tracker",
-    "theory",
-    "train",
-    "train_everyone",
-    "train_many",
-]
+
+def __getattr__(name: str) -> Any:
+    """Import a package, or the public names, when one is first asked for."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+    if name != "__all__" and importlib.util.find_spec(f"coterie.{name}"):
+        return importlib.import_module(f"coterie.{name}")
+    public = importlib.import_module("coterie.public")
+    if not hasattr(public, name):
+        raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+    globals()[name] = getattr(public, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *importlib.import_module("coterie.public").__all__]

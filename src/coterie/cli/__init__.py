@@ -1,5 +1,6 @@
-"""The command line: one file a command, gathered here."""
+"""The command line: one file a command, gathered here and imported when it is called."""
 
+import importlib
 import os
 import re
 import signal
@@ -11,25 +12,54 @@ from typing import Annotated, Any
 
 import typer
 from typer import Option
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from coterie.cli.bench import bench
-from coterie.cli.demo import demo
-from coterie.cli.explore import explore
-from coterie.cli.federate import federate
-from coterie.cli.listing import list_
-from coterie.cli.options.registered import Command, bare_flags
-from coterie.cli.plan import plan
-from coterie.cli.predict import predict
-from coterie.cli.reproduce import reproduce
-from coterie.cli.train import train
-from coterie.cli.worker import worker
+from coterie.cli.options.flags import bare_flags
 from coterie.errors import CoterieError, not_installed
 from coterie.registry import IMPORTS, import_from_environment
+
+COMMANDS = {
+    "demo": "Train a model for one writer of digits by the default rule, alone, on pooled data, "
+    "and by the paper's two.",
+    "train": "Train a personal model for one user of a table, and say whether it is better than one trained alone.",
+    "worker": "Be a peer: give user 0 gradients of these rows, until its run ends. For a trusted network only.",
+    "predict": "Predict the target for every row of a table, in order, with the personal model of a run.",
+    "explore": "Compare runs on one page: each one's verdict, numbers, cost and weights, "
+    "and their curves together.",
+    "plan": "Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound.",
+    "reproduce": "Reproduce the paper's figures: exact curves, 100 sampled runs as bands, "
+    "a page that explains them.",
+    "bench": "Compare the methods on real users: honest peers, wrong peers, users alike, a user like nobody.",
+    "list": "List rules, methods, aggregators, data sets, metrics and trackers by name, your own among them.",
+    "federate": "Train with other organisations, over NVFLARE (`coterie\\[flare]`).",
+}
+"""Each command with the first sentence of its help, which `coterie --help` shows without importing the command."""
+
+
+def _command(name: str) -> Any:
+    """Import a command."""
+    module = importlib.import_module(f"coterie.cli.{'listing' if name == 'list' else name}")
+    if name == "federate":
+        return typer.main.get_group(module.federate)
+    from coterie.cli.options.registered import Command
+
+    single = typer.Typer(add_completion=False)
+    single.command(name, cls=Command)(getattr(module, "list_" if name == "list" else name))
+    return typer.main.get_command(single)
 
 
 class Commands(TyperGroup):
     """All commands; an error is shown as one message, with a traceback only where `--debug` asks for it."""
+
+    def __init__(self, **about: Any) -> None:
+        super().__init__(**about)
+        self.commands = {name: TyperCommand(name, help=words) for name, words in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the command that is called."""
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = _command(args[0])
+        return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options of all commands."""
@@ -133,9 +163,3 @@ def main(
     if named:  # in the environment, so that processes started by a command import the same
         os.environ[IMPORTS] = os.pathsep.join(filter(None, (os.environ.get(IMPORTS), *named)))
     import_from_environment()
-
-
-for command in (demo, train, worker, predict, explore, plan, reproduce, bench):
-    app.command(cls=Command)(command)
-app.command("list", cls=Command)(list_)
-app.add_typer(federate)

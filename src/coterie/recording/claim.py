@@ -1,7 +1,6 @@
 """A folder that one process at a time writes to."""
 
 import errno
-import fcntl
 import os
 import socket
 import threading
@@ -14,6 +13,7 @@ from typing import TypeVar
 
 from coterie.errors import FileError, KnobError
 from coterie.recording import files
+from coterie.recording.locks import lock_for_process
 
 LOCK = "lock"
 """The file in a folder that the operating system locks; it is there while the folder is claimed."""
@@ -68,9 +68,10 @@ class Claim:
             while True:
                 file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
                 try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock_for_process(file)
                 except OSError as error:
-                    holder = os.pread(file, 200, 0).decode("utf-8", "replace") or "another process"
+                    os.lseek(file, 0, os.SEEK_SET)
+                    holder = os.read(file, 200).decode("utf-8", "replace") or "another process"
                     os.close(file)
                     if error.errno in (errno.EAGAIN, errno.EACCES):
                         raise self.in_use(holder) from error
@@ -86,7 +87,8 @@ class Claim:
         self._file = file
         with suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def keep(self) -> None:
         """Make sure that the folder is there, and still this process's: one that was deleted is made again."""

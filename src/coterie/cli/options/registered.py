@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from typer.core import TyperCommand
 
 from coterie.aggregators import AGGREGATORS, Aggregator
+from coterie.cli.options.flags import bare_flags
 from coterie.errors import KnobError
 from coterie.evaluation import METRICS
 from coterie.methods import METHODS
@@ -22,14 +23,6 @@ CONTAINERS: dict[Any, Any] = {tuple: Sequence, list: Sequence, Sequence: Sequenc
 REGISTRIES: dict[str, Registry[Any]] = {"{rules}": RULES, "{methods}": METHODS}
 REGISTRIES |= {"{metrics}": METRICS, "{trackers}": TRACKERS}
 """What stands for the names of a registry in the help of an option."""
-
-
-def bare_flags(options: list[Any]) -> list[Any]:
-    """Return options of which those that take no value do not look in the help as if they took one."""
-    for option in options:
-        if getattr(option, "is_flag", False):
-            option.metavar = ""
-    return options
 
 
 class Command(TyperCommand):

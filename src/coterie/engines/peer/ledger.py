@@ -1,6 +1,5 @@
 """What a peer has given and refused, in a file that processes share; and the secret that lies beside it."""
 
-import fcntl
 import math
 import os
 import secrets
@@ -18,6 +17,7 @@ from coterie.privacy.accountant import MAX_KINDS, Budget, Event, dp_accounting_p
 from coterie.privacy.privacy import Privacy
 from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.files import writing
+from coterie.recording.locks import wait_for_lock
 
 MAX_LOGGED_CHARACTERS = 200
 """How much of a text that comes from elsewhere, or of an error, a line holds."""
@@ -107,7 +107,7 @@ class Ledger:
             yield
             return
         with writing(self.path), open(self.path, "ab", opener=_owner_only) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # closing the file lets it go
+            wait_for_lock(file.fileno())  # closing the file lets it go
             for number, line in enumerate(self._lines.read_on(), 1):
                 try:
                     self._count(line)

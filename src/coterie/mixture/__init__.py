@@ -1,0 +1,1 @@
+"""Honest candidates and one mixture of them, for linear models. See docs/mixture.md."""

@@ -1,0 +1,102 @@
+"""Candidates: ways to make a model, each with losses that it was not fitted to."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from coterie.mixture.families import Array, Family
+from coterie.mixture.posterior import Priors, Rows, most_probable, outputs_of
+
+STRENGTHS = np.concatenate([[1e-6], np.logspace(-2, 2, 9)])
+"""By what the variance of a prior is multiplied; the first stands for 0."""
+INTERCEPT = 10.0
+"""The variance of an intercept under the prior of Alone, where that of a coefficient is 1."""
+FOLDS = 4
+
+
+class Candidates(NamedTuple):
+    """J candidates of a kind, each judged on rows that it did not see.
+
+    Gradient paths or trees join by giving outputs and a predictor of the same form.
+    """
+
+    kind: str
+    outputs: Array  # (n, J, K): for every own row by models that did not see its fold
+    parameters: Array  # (D, J, K), fitted to all rows
+
+    @property
+    def many(self) -> int:
+        """How many there are, J."""
+        return int(self.outputs.shape[1])
+
+
+def folds_of(targets: Array, count: int, seed: int, *, classes: bool) -> Array:
+    """Return the fold of each row; rows of a class are dealt out over all folds.
+
+    Example:
+        >>> folds_of(np.eye(2)[[0, 0, 1, 1]], 2, 0, classes=True).reshape(2, 2).sum(1)
+        array([1, 1])
+    """
+    order = np.random.default_rng(seed).permutation(len(targets))
+    if classes:
+        order = order[
+            np.argsort(targets[order].argmax(1) if targets.shape[1] > 1 else targets[order, 0], kind="stable")
+        ]
+    fold = np.empty(len(targets), dtype=np.int64)
+    fold[order] = np.arange(len(targets)) % max(1, count)
+    return fold
+
+
+def flat_prior(columns: int, outputs: int, *, intercept: bool) -> Array:
+    """Return the variances of Alone's prior, (D, 1, K): 1, and 10 for intercepts, which are the last row."""
+    variance = np.ones((columns, 1, outputs))
+    if intercept:
+        variance[-1] = INTERCEPT
+    return variance
+
+
+def paths(rows: Rows, family: Family, priors: dict[str, Priors], folds: Array) -> list[Candidates]:
+    """Return the candidates of several kinds, one for each strength: user 0's modes under N(mean, s v).
+
+    Args:
+        rows: the own rows.
+        family: of the loss.
+        priors: of each kind: the first for all rows, the others each without a fold; or one for all.
+        folds: of each row.
+    """
+    views, j = int(folds.max()) + 2, len(STRENGTHS)
+    seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])
+    every = [Priors(*(_spread(each, views) for each in one)) for one in priors.values()]
+    mean, variance = (np.concatenate([one[i] for one in every], 1) for i in (0, 1))
+    noise = np.concatenate([one.noise for one in every])
+    d, k = mean.shape[0], mean.shape[2]
+    many = Priors(
+        np.repeat(mean, j, 1), (variance[:, :, None] * STRENGTHS[:, None]).reshape(d, -1, k), np.repeat(noise, j)
+    )
+    found = most_probable(rows, family, many, np.tile(np.repeat(seen, j, 1), (1, len(priors))), tolerance=1e-3)
+    parameters = found.reshape(d, len(priors), views, j, k)
+    outputs = outputs_of(rows.inputs, found).reshape(len(folds), len(priors), views, j, k)
+    blind = outputs[np.arange(len(folds)), :, folds + 1]  # (n, kinds, J, K)
+    return [Candidates(kind, blind[:, i], parameters[:, i, 0]) for i, kind in enumerate(priors)]
+
+
+def constant(rows: Rows, family: Family, folds: Array, *, intercept: bool) -> Candidates:
+    """Return the constant: the mean of the targets, of classes their shares with one example more of all."""
+    views = int(folds.max()) + 2
+    seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])  # (n, V)
+    total, n = seen.T @ rows.targets, seen.sum(0)[:, None]
+    even = {"softmax": 1 / rows.targets.shape[1], "logistic": 0.5}.get(family.name)
+    mean = total / np.maximum(n, 1) if even is None else (total + even) / (n + 1)
+    outputs = family.link(mean)
+    parameters = np.zeros((rows.inputs.shape[1], 1, rows.targets.shape[1]))
+    if intercept:
+        parameters[-1, 0] = outputs[0]
+    else:
+        outputs = np.zeros_like(outputs)
+    return Candidates("constant", outputs[folds + 1][:, None], parameters)
+
+
+def _spread(array: Array, views: int) -> Array:
+    """Return one prior for each view, where there is one for all."""
+    axis = 0 if array.ndim == 1 else 1
+    return np.repeat(array, views, axis) if array.shape[axis] == 1 else array

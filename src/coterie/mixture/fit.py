@@ -1,0 +1,197 @@
+"""A linear model for user 0, in closed form: honest candidates, and one mixture of them."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from coterie.mixture.candidates import FOLDS, Candidates, constant, flat_prior, folds_of, paths
+from coterie.mixture.families import Array, Family
+from coterie.mixture.mixing import halves, mixed
+from coterie.mixture.peer import Posterior, posterior
+from coterie.mixture.posterior import Priors, Rows
+from coterie.mixture.prior import Answer, Found, Question, find_priors
+from coterie.mixture.scaling import Scaling
+
+ALONE = ("constant", "alone")
+"""The kinds of candidates that ask no peer; they have one half of the prior."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A line of the leaderboard: a way to make a model, mixed over its strengths."""
+
+    weight: float  # its share of what is served
+    losses: Array  # (n,): of each own row under models, and weights, that did not see its fold
+    parameters: Array  # (D, K) in the units of the caller, the intercept last; fitted to all rows
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What is served, and what speaks for it."""
+
+    served: Entry
+    alone: Entry
+    entries: Mapping[str, Entry]  # of each kind of candidates
+    tau: Array  # (N,): whom the prior of all own rows listens to
+    folds: int
+    exchanges: int
+    is_constant: bool = False  # the mixture is clearly worse than a constant on the own rows: that is served
+
+
+T = TypeVar("T")
+Fitting = Generator[Question, Answer, Fitted]
+
+
+def fit(rows: Rows, family: Family, scaling: Scaling, sizes: Array, *, seed: int = 0) -> Fitting:
+    """Fit user 0's model: yield what the peers are asked, be sent what they answer, return what was found.
+
+    Args:
+        rows: user 0's, scaled; a row that holds a number that is not finite does not count.
+        family: of the loss.
+        scaling: between the caller's units and these.
+        sizes: how many examples each peer has; nobody is asked where there is none.
+        seed: of the folds.
+    """
+    fine = np.isfinite(rows.inputs).all(1) & np.isfinite(rows.targets).all(1)
+    rows = Rows(rows.inputs[fine], rows.targets[fine])
+    n, d, k = len(rows.inputs), rows.inputs.shape[1], rows.targets.shape[1]
+    folds = folds_of(rows.targets, max(1, min(FOLDS, n // 2)), seed, classes=family.name != "squared")
+    views = int(folds.max()) + 2
+    seen = np.column_stack([np.ones(n), *(folds != q for q in range(views - 1))])
+    flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
+    priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
+    if len(sizes):
+        asking = find_priors(rows, family, seen, np.asarray(sizes, dtype=np.float64))
+        found, exchanges = yield from _counted(asking)
+        of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
+        chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
+        priors |= {
+            "pooled": Priors(found.pooled, flat, of_all.noise),
+            "hierarchical": of_all,
+            "hierarchical, chosen peers": chosen,
+        }
+    candidates = [constant(rows, family, folds, intercept=scaling.intercept), *paths(rows, family, priors, folds)]
+    served, by_alone, entries = mix(rows, family, scaling, folds, candidates)
+    guess = entries["constant"]
+    is_constant = _clearly_more(served.losses - guess.losses)
+    tau = np.zeros(0) if found is None else found.tau[0]
+    return Fitted(
+        guess if is_constant else served,
+        by_alone,
+        entries,
+        tau,
+        views - 1,
+        exchanges,
+        is_constant=is_constant,
+    )
+
+
+def _counted(asking: Generator[Question, Answer, Found]) -> Generator[Question, Answer, tuple[Found, int]]:
+    """Pass questions and answers on, and count them."""
+    count, question = 0, next(asking)
+    while True:
+        answer = yield question
+        count += 1
+        try:
+            question = asking.send(answer)
+        except StopIteration as end:
+            return end.value, count
+
+
+def _clearly_more(differences: Array) -> bool:
+    """Say whether differences are above 0 in the mean by more than its standard error."""
+    n = len(differences)
+    return n > 1 and float(differences.mean()) > float(differences.std(ddof=1)) / n**0.5
+
+
+def mix(
+    rows: Rows, family: Family, scaling: Scaling, folds: Array, candidates: Sequence[Candidates]
+) -> tuple[Entry, Entry, dict[str, Entry]]:
+    """Return the mixture of all candidates, that of Alone's, and that of each kind."""
+    kinds = np.repeat([one.kind for one in candidates], [one.many for one in candidates])
+    outputs = np.concatenate([one.outputs for one in candidates], 1)
+    parameters = np.concatenate([one.parameters for one in candidates], 1)
+    alone = np.isin(kinds, ALONE)
+    prior = halves(int(alone.sum()), int((~alone).sum()))
+    whole = mixed(family, outputs, rows.targets, folds, prior)
+
+    def entry(which: Array) -> Entry:
+        one = mixed(family, outputs[:, which], rows.targets, folds, prior[which])
+        losses = scaling.losses(family.losses(one.outputs, rows.targets), family)
+        mean = np.einsum("j,djk->dk", one.weights, parameters[:, which])
+        return Entry(float(whole.weights[which].sum()), losses, scaling.back(mean))
+
+    entries = {kind: entry(kinds == kind) for kind in dict.fromkeys(kinds.tolist())}
+    return entry(np.ones(len(kinds), dtype=bool)), entry(alone), entries
+
+
+Ask = Callable[[Question], Answer]
+
+
+def driven(asking: Generator[Question, Answer, T], ask: Ask) -> T:
+    """Return what is found, by a function that asks the peers."""
+    try:
+        question = next(asking)
+        while True:
+            question = asking.send(ask(question))
+    except StopIteration as end:
+        found: T = end.value
+        return found
+
+
+def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
+    """Return what asks peers whose rows are at hand, one after the other."""
+
+    def ask(question: Question) -> Answer:
+        given = [posterior(rows, family, question.priors) for rows in peers]
+        usable = [all(np.isfinite(each).all() for each in one) for one in given]
+        weights = question.weights * usable
+        flat = sum(w[:, None] * one.flat() for w, one, use in zip(weights.T, given, usable, strict=True) if use)
+        d, p, k = question.priors.mean.shape
+        sums = Posterior.of(np.zeros((p, 4 * d * k + 3)) + flat, d, k)
+        gradients = np.array([one.gradient[:, 0].ravel() for one in given])
+        return Answer(sums, weights.sum(1), gradients, question.own)
+
+    return ask
+
+
+def fit_here(
+    inputs: Array,
+    targets: Array,
+    peers: Sequence[tuple[Array, Array]],
+    family: Family,
+    outputs: int = 1,
+    *,
+    intercept: bool = True,
+    seed: int = 0,
+) -> Fitted:
+    """Fit a linear model for user 0 beside peers whose rows are at hand.
+
+    Args:
+        inputs: user 0's, (n, D).
+        targets: user 0's: classes, or numbers of shape (n, K).
+        peers: the same of each peer.
+        family: of the loss.
+        outputs: K, as many as there are classes.
+        intercept: whether the model has one.
+        seed: of the folds.
+
+    Example:
+        >>> from coterie.mixture.families import SQUARED
+        >>> random = np.random.default_rng(0)
+        >>> users = [(x := random.normal(size=(n, 3)), x.sum(1) + random.normal(size=n)) for n in (8, 50, 50, 50)]
+        >>> fitted = fit_here(*users[0], users[1:], SQUARED)
+        >>> float(np.abs(fitted.served.parameters[:3] - 1).max()) < 0.2
+        True
+    """
+    scaling = Scaling.of(inputs, family.targets(targets, outputs), family, intercept=intercept)
+
+    def scaled(x: Array, y: Array) -> Rows:
+        return scaling.rows(x, family.targets(y, outputs))
+
+    rows = scaled(inputs, targets)
+    sizes = np.array([len(x) for x, _ in peers], dtype=np.float64)
+    fitting = fit(rows, family, scaling, sizes, seed=seed)
+    return driven(fitting, asks_here([scaling.clipped(scaled(x, y)) for x, y in peers], family))

@@ -1,0 +1,202 @@
+"""The most probable parameters of a linear model under normal priors, many priors at once."""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from coterie.mixture.families import Array, Family
+
+ITERATIONS = 100
+"""Of L-BFGS, at most."""
+MEMORY = 8
+"""How many of its last steps L-BFGS knows."""
+MOST_COLUMNS = 48
+"""With more of them L-BFGS starts from a diagonal."""
+TOLERANCE = 1e-4
+"""How near the mode is found, in standard deviations of the prior: in these units the objective is 1-convex."""
+
+
+Pair: TypeAlias = tuple[Array, Array, Array]
+"""A step, the change of the gradient over it, and one over their product."""
+
+
+class Rows(NamedTuple):
+    """A user's examples: inputs (n, D), with a column of ones where there is an intercept, and targets (n, K)."""
+
+    inputs: Array
+    targets: Array
+
+
+class Priors(NamedTuple):
+    """B normal priors over the parameters of a linear model, each with the variance of its noise.
+
+    The parameters of B models have the shape (D, B, K) throughout: one matrix product gives the outputs of all.
+    """
+
+    mean: Array  # (D, B, K)
+    variance: Array  # (D, B, K)
+    noise: Array  # (B,): what the loss is divided by; 1 but for the squared loss
+
+
+def outputs_of(inputs: Array, parameters: Array) -> Array:
+    """Return the outputs of B models, (n, B, K)."""
+    d, b, k = parameters.shape
+    return (inputs @ parameters.reshape(d, b * k)).reshape(-1, b, k)
+
+
+def back_to_parameters(inputs: Array, outputs: Array) -> Array:
+    """Return the transposed product, (D, B, K)."""
+    n, b, k = outputs.shape
+    return (inputs.T @ outputs.reshape(n, b * k)).reshape(-1, b, k)
+
+
+def most_probable(
+    rows: Rows,
+    family: Family,
+    priors: Priors,
+    seen: Array | None = None,
+    *,
+    tolerance: float = TOLERANCE,
+    iterations: int = ITERATIONS,
+) -> Array:
+    """Return argmin of Σ loss/noise + Σ (W − mean)²/(2 variance) under each prior, (D, B, K).
+
+    Args:
+        rows: of the user.
+        family: of the loss.
+        priors: each gives a model.
+        seen: the weight of each row under each prior, (n, B); 1 when None.
+        tolerance: of the mode, in standard deviations of the prior; the squared loss is solved exactly.
+        iterations: of L-BFGS at most.
+
+    Example:
+        >>> from coterie.mixture.families import SQUARED
+        >>> rows = Rows(np.ones((3, 1)), np.full((3, 1), 4.0))  # three times 4, a prior of N(0, 1)
+        >>> most_probable(rows, SQUARED, Priors(np.zeros((1, 1, 1)), np.ones((1, 1, 1)), np.ones(1))).item()
+        3.0
+    """
+    weights = (np.ones((len(rows.inputs), 1)) if seen is None else seen) / priors.noise
+    weights = np.broadcast_to(weights, (len(rows.inputs), len(priors.noise)))
+    if family.is_squared:
+        return _solve(rows, priors, weights)[0]
+    return _minimise(rows, family, priors, weights, tolerance=tolerance, iterations=iterations)
+
+
+def posterior_variance(rows: Rows, family: Family, priors: Priors, at: Array) -> Array:
+    """Return the variances of the posteriors at their modes; for classes Laplace's, each number for itself."""
+    if family.is_squared:
+        return _solve(rows, priors, np.broadcast_to(1 / priors.noise, (len(rows.inputs), len(priors.noise))))[1]
+    curvature = family.curvature(family.predict(outputs_of(rows.inputs, at)))
+    return 1 / (back_to_parameters(np.square(rows.inputs), curvature) + 1 / priors.variance)
+
+
+def _solve(rows: Rows, priors: Priors, weights: Array) -> tuple[Array, Array]:
+    """Return modes and variances for the squared loss, by the smaller of two systems: of D columns or of n rows."""
+    n, d = rows.inputs.shape
+    root = np.sqrt(weights.T)[:, None, :, None]  # (B, 1, n, 1)
+    scale = np.sqrt(np.moveaxis(priors.variance, 0, 2))[:, :, None, :]  # (B, K, 1, D)
+    z = rows.inputs * root * scale  # (B, K, n, D), in units of the prior
+    errors = np.moveaxis(rows.targets[:, None] - outputs_of(rows.inputs, priors.mean), 0, 2)[..., None] * root
+    zt = z.swapaxes(-1, -2)
+    if d <= n:
+        inverse = np.linalg.inv(zt @ z + np.eye(d))  # eigenvalues are 1 or more
+        step, left = inverse @ (zt @ errors), np.einsum("...ii->...i", inverse)
+    else:
+        inverse = np.linalg.inv(z @ zt + np.eye(n))
+        step, left = zt @ (inverse @ errors), 1 - ((zt @ inverse) * zt).sum(-1)
+    moved = np.moveaxis(step[..., 0] * scale[..., 0, :], 2, 0)
+    return priors.mean + moved, priors.variance * np.moveaxis(np.clip(left, 1e-12, 1), 2, 0)
+
+
+def _minimise(
+    rows: Rows, family: Family, priors: Priors, weights: Array, *, tolerance: float, iterations: int
+) -> Array:
+    """Return the minima by L-BFGS in units of the priors, for each prior by steps of its own.
+
+    Problems that have arrived are left out of the products; what is computed for one depends on no other.
+    """
+    result = np.array(priors.mean)
+    left = np.arange(result.shape[1])  # the problems that go on
+    mean, root, targets = priors.mean, np.sqrt(priors.variance), rows.targets[:, None]
+    z = np.zeros_like(mean)
+
+    def value(z: Array) -> tuple[Array, Array]:
+        outputs = outputs_of(rows.inputs, mean + root * z)
+        loss = (family.losses(outputs, targets) * weights).sum(0) + _dot(z, z) / 2
+        slope = (family.predict(outputs) - targets) * weights[..., None]
+        return loss, back_to_parameters(rows.inputs, slope) * root + z
+
+    start = _start(rows, family, mean, root, weights)
+    f, g = value(z)
+    history: list[Pair] = []
+    gamma = np.ones(len(left))
+    for _ in range(iterations):
+        going = _dot(g, g) > tolerance**2
+        if not going.all():
+            result[:, left] = mean + root * z
+            if not going.any():
+                return result
+            left, f, gamma, weights = left[going], f[going], gamma[going], weights[:, going]
+            mean, root, z, g = (each[:, going] for each in (mean, root, z, g))
+            start = start[going]
+            history = [(s[:, going], y[:, going], rho[going]) for s, y, rho in history]
+        direction = two_loops(g, history, gamma[:, None, None, None] * start)
+        downhill = _dot(g, direction)
+        length = np.ones(len(left))
+        for _ in range(30):
+            moved = z - length[:, None] * direction
+            f_new, g_new = value(moved)
+            fails = ~(f_new <= f - 1e-4 * length * downhill + 1e-12 * np.abs(f))
+            if not fails.any():
+                break
+            length = np.where(fails, length / 4, length)
+        s, y = moved - z, g_new - g
+        sy = _dot(s, y)
+        fine = sy > 0
+        rho = np.where(fine, 1 / np.where(fine, sy, 1.0), 0.0)
+        gamma = np.where(fine, sy / np.where(fine, _dot(y, _times(start, y)), 1.0), gamma)
+        history = [*history[-MEMORY + 1 :], (s, y, rho)]
+        z, f, g = moved, f_new, g_new
+    result[:, left] = mean + root * z
+    return result
+
+
+def two_loops(g: Array, history: list[Pair], start: Array) -> Array:
+    """Return L-BFGS's inverse Hessian, `start` where nothing is known, times the gradient."""
+    q, shares = g, []
+    for s, y, rho in reversed(history):
+        share = rho * _dot(s, q)
+        q = q - share[:, None] * y
+        shares.append(share)
+    q = _times(start, q)
+    for (s, y, rho), share in zip(history, reversed(shares), strict=True):
+        q = q + (share - rho * _dot(y, q))[:, None] * s
+    return q
+
+
+def _start(rows: Rows, family: Family, mean: Array, root: Array, weights: Array) -> Array:
+    """Return the inverse Hessian at the start, each output for itself, (B, K, D, D); diagonal where D is large."""
+    curvature = np.transpose(family.curvature(family.predict(outputs_of(rows.inputs, mean))), (1, 2, 0))
+    weighed = rows.inputs * np.sqrt(curvature * weights.T[:, None])[..., None]  # (B, K, n, D)
+    weighed *= np.transpose(root, (1, 2, 0))[:, :, None]
+    inverse: Array
+    if (d := rows.inputs.shape[1]) > MOST_COLUMNS:
+        inverse = 1 / (1 + np.square(weighed).sum(2, keepdims=True))
+    else:
+        hessian = weighed.swapaxes(2, 3) @ weighed
+        size = 1 + 1e-10 * np.einsum("...ii->...", hessian)  # else one that is huge has no inverse
+        inverse = np.linalg.inv(hessian + size[..., None, None] * np.eye(d))
+    return inverse
+
+
+def _times(start: Array, g: Array) -> Array:
+    """Return the inverse Hessian at the start times vectors, (D, B, K)."""
+    rows = np.transpose(g, (1, 2, 0))[..., None]
+    product: Array = start @ rows if start.shape[2] > 1 else start.swapaxes(2, 3) * rows
+    return np.transpose(product[..., 0], (2, 0, 1))
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """Return the inner products of B problems."""
+    products: Array = np.einsum("dbk,dbk->b", a, b)
+    return products

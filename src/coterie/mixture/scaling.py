@@ -1,0 +1,81 @@
+"""The units that parameters are found in: user 0's own spread of each column."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from coterie.mixture.families import Array, Family
+from coterie.mixture.posterior import Rows
+
+FEWEST = 5
+"""With fewer own rows their spread is not believed: numbers stay as they are."""
+FARTHEST = 100.0
+"""How many of user 0's standard deviations a peer's value may be away; what is farther counts as this."""
+
+
+class Scaling(NamedTuple):
+    """Inputs and targets as (value − shift)/scale, and the way back."""
+
+    shift: Array  # (columns,)
+    scale: Array
+    target_shift: Array  # (K,); 0 but for the squared loss
+    target_scale: Array  # (K,); one number for all outputs, so that losses keep their ratios
+    intercept: bool
+
+    @classmethod
+    def of(cls, inputs: Array, targets: Array, family: Family, *, intercept: bool) -> "Scaling":
+        """Return the scaling by user 0's rows.
+
+        Example:
+            >>> from coterie.mixture.families import SOFTMAX
+            >>> inputs = np.column_stack([np.arange(6.0), np.full(6, 7.0)])
+            >>> Scaling.of(inputs, np.eye(2)[[0, 1] * 3], SOFTMAX, intercept=True).shift
+            array([2.5, 7. ])
+        """
+        shift, scale = _spread(inputs, centred=intercept)
+        k = targets.shape[1]
+        if not family.is_squared:
+            return cls(shift, scale, np.zeros(k), np.ones(k), intercept)
+        target_shift, target_scale = _spread(targets, centred=intercept)
+        return cls(shift, scale, target_shift, np.full(k, np.sqrt(np.square(target_scale).mean())), intercept)
+
+    def rows(self, inputs: Array, targets: Array) -> Rows:
+        """Return rows in these units, with a column of ones where there is an intercept."""
+        columns = [(np.asarray(inputs, dtype=np.float64) - self.shift) / self.scale]
+        columns += [np.ones((len(inputs), 1))] if self.intercept else []
+        return Rows(np.concatenate(columns, 1), (targets - self.target_shift) / self.target_scale)
+
+    def clipped(self, rows: Rows) -> Rows:
+        """Return a peer's rows without values beyond all that user 0 knows."""
+        return Rows(*(np.clip(each, -FARTHEST, FARTHEST) for each in rows))
+
+    def back(self, parameters: Array) -> Array:
+        """Return parameters (D, K) in the caller's units."""
+        columns = len(self.scale)
+        slopes = parameters[:columns] / self.scale[:, None] * self.target_scale
+        if not self.intercept:
+            return slopes
+        base = parameters[columns] * self.target_scale + self.target_shift - self.shift @ slopes
+        return np.concatenate([slopes, base[None]])
+
+    def losses(self, losses: Array, family: Family) -> Array:
+        """Return losses as the caller's loss has them: of numbers the mean squared error over the outputs."""
+        if not family.is_squared:
+            factor = 1.0 if family.name == "softmax" else 1 / len(self.target_scale)
+        else:
+            factor = 2 * float(self.target_scale[0]) ** 2 / len(self.target_scale)
+        scaled: Array = factor * losses
+        return scaled
+
+
+def _spread(values: Array, *, centred: bool) -> tuple[Array, Array]:
+    """Return by what columns are shifted and scaled; one that is constant, or of few rows, keeps its scale."""
+    values = np.asarray(values, dtype=np.float64)
+    values = values[np.isfinite(values).all(1)]
+    width = values.shape[1]
+    if len(values) < FEWEST:
+        return np.zeros(width), np.ones(width)
+    shift = values.mean(0) if centred else np.zeros(width)
+    scale = np.sqrt(np.square(values - shift).mean(0))
+    size = np.abs(values).max(0, initial=0.0)
+    return shift, np.where(scale > 1e-9 * size, scale, 1.0)

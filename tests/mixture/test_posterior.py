@@ -1,0 +1,93 @@
+"""Modes and variances against scikit-learn, and against each other."""
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge
+
+from coterie.mixture.families import FAMILIES, LOGISTIC, POISSON, SOFTMAX, SQUARED, Family
+from coterie.mixture.posterior import Priors, Rows, most_probable, outputs_of, posterior_variance
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(60, 5))
+
+
+def one_prior(variance: float, k: int, mean: float = 0.0) -> Priors:
+    return Priors(np.full((5, 1, k), mean), np.full((5, 1, k), variance), np.ones(1))
+
+
+def test_squared_is_ridge() -> None:
+    y = X @ np.arange(5.0) + RANDOM.normal(size=60)
+    found = most_probable(Rows(X, y[:, None]), SQUARED, one_prior(0.2, 1))
+    expected = Ridge(alpha=5.0, fit_intercept=False).fit(X, y).coef_
+    np.testing.assert_allclose(found[:, 0, 0], expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("s", [0.05, 1.0, 30.0])
+def test_softmax_is_logistic_regression(s: float) -> None:
+    y = (X @ RANDOM.normal(size=(5, 3)) + RANDOM.gumbel(size=(60, 3))).argmax(1)
+    found = most_probable(Rows(X, SOFTMAX.targets(y, 3)), SOFTMAX, one_prior(s, 3), tolerance=1e-8)
+    model = LogisticRegression(C=s, fit_intercept=False, tol=1e-10, max_iter=5000).fit(X, y)
+    np.testing.assert_allclose(found[:, 0].T, model.coef_, atol=1e-4)
+
+
+def test_logistic_and_poisson() -> None:
+    y = (X[:, 0] + RANDOM.logistic(size=60) > 0).astype(float)
+    found = most_probable(Rows(X, y[:, None]), LOGISTIC, one_prior(2.0, 1), tolerance=1e-8)
+    model = LogisticRegression(C=2.0, fit_intercept=False, tol=1e-10, max_iter=5000).fit(X, y)
+    np.testing.assert_allclose(found[:, 0, 0], model.coef_[0], atol=1e-5)
+    counts = RANDOM.poisson(np.exp(0.3 * X[:, 1]))
+    found = most_probable(Rows(X, counts[:, None].astype(float)), POISSON, one_prior(1 / 6, 1), tolerance=1e-8)
+    poisson = PoissonRegressor(alpha=0.1, fit_intercept=False, tol=1e-10, max_iter=5000).fit(X, counts)
+    np.testing.assert_allclose(found[:, 0, 0], poisson.coef_, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_many_priors_at_once_are_each_for_itself(family: Family) -> None:
+    targets = family.targets(RANDOM.integers(0, 2, 60), 2 if family is SOFTMAX else 1)
+    k = targets.shape[1]
+    priors = Priors(
+        RANDOM.normal(size=(5, 4, k)) / 5,
+        np.repeat([1e-6, 0.1, 1.0, 50.0], k).reshape(1, 4, k) + np.zeros((5, 1, 1)),
+        np.array([1.0, 2.0, 0.5, 1.0]),
+    )
+    seen = RANDOM.integers(0, 2, (60, 4)).astype(float)
+    together = most_probable(Rows(X, targets), family, priors, seen)
+    for b in range(4):
+        kept = seen[:, b] > 0
+        one = Priors(priors.mean[:, b : b + 1], priors.variance[:, b : b + 1], priors.noise[b : b + 1])
+        alone = most_probable(Rows(X[kept], targets[kept]), family, one)
+        np.testing.assert_allclose(together[:, b], alone[:, 0], atol=2e-4 * np.sqrt(priors.variance[:, b].max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_slopes_and_curvatures_are_derivatives(family: Family) -> None:
+    k = 3 if family is SOFTMAX else 2
+    outputs = RANDOM.normal(size=(7, k))
+    targets = np.eye(k)[RANDOM.integers(0, k, 7)]
+    slope, small = family.predict(outputs) - targets, 1e-5
+    for j in range(k):
+        there = np.zeros(k)
+        there[j] = small
+        by_loss = (family.losses(outputs + there, targets) - family.losses(outputs - there, targets)) / 2 / small
+        np.testing.assert_allclose(slope[:, j], by_loss, atol=1e-8)
+        by_slope = (family.predict(outputs + there) - family.predict(outputs - there))[:, j] / 2 / small
+        np.testing.assert_allclose(family.curvature(family.predict(outputs))[:, j], by_slope, atol=1e-8)
+    assert np.isfinite(family.losses(1e6 * outputs, targets)).all()
+
+
+def test_both_systems_of_the_squared_loss_agree() -> None:
+    """More columns than rows and fewer: the same posterior by the inverse of D and of n."""
+    y = RANDOM.normal(size=(4, 1))
+    few = Rows(X[:4], y)
+    priors = Priors(RANDOM.normal(size=(5, 1, 1)), RANDOM.uniform(0.1, 3, (5, 1, 1)), np.array([0.7]))
+    precision = X[:4].T @ X[:4] / 0.7 + np.diag(1 / priors.variance[:, 0, 0])
+    right = X[:4].T @ y / 0.7 + (priors.mean / priors.variance)[:, 0]
+    np.testing.assert_allclose(most_probable(few, SQUARED, priors)[:, 0], np.linalg.solve(precision, right))
+    variance = posterior_variance(few, SQUARED, priors, priors.mean)
+    np.testing.assert_allclose(variance[:, 0, 0], np.diag(np.linalg.inv(precision)))
+
+
+def test_outputs_of_many_models() -> None:
+    parameters = RANDOM.normal(size=(5, 3, 2))
+    one_by_one = np.stack([X @ parameters[:, b] for b in range(3)], axis=1)
+    np.testing.assert_allclose(outputs_of(X, parameters), one_by_one)
