@@ -24,10 +24,10 @@ from users_in_turn import options, problem_of, users_of
 import coterie
 from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.sets import SETS
-from coterie.choosing.adaptive import looks, when
+from coterie.choosing.adaptive import evaluations, stopping
 from coterie.evaluation.evaluate import example_errors, example_losses
 
-MEASURES = {"−log p": np.asarray, "1 − √p": when.hellinger, "1 − p": lambda losses: -np.expm1(-losses)}
+MEASURES = {"−log p": np.asarray, "1 − √p": stopping.hellinger, "1 − p": lambda losses: -np.expm1(-losses)}
 
 
 def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> dict[str, tuple[float, float]]:
@@ -48,7 +48,7 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
     train = {**common, "progress": False, "measure": False}
     measured = {"last": score(coterie.train(model, loss, task.me, task.peers, coterie.Alone(), **train).model)}
     for measure, distance in MEASURES.items():
-        with mock.patch.object(looks, "hellinger", distance):
+        with mock.patch.object(evaluations, "hellinger", distance):
             run = coterie.train(model, loss, task.me, task.peers, **train)
         measured |= {measure: score(run.model), f"{measure}, alone": score(run.alone)}
     accuracy = measured["last"][0]

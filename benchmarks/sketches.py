@@ -21,7 +21,7 @@ from users_in_turn import options, problem_of, users_of
 
 import coterie
 from coterie.benchmark.sets import SETS
-from coterie.choosing.adaptive.trunk_and_branch import TrunkAndBranch
+from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key, sketch_size
@@ -59,7 +59,7 @@ def tau(spec: RunSpec, engine: Any) -> np.ndarray[Any, Any]:
     """Return the weights after the first half of the steps, the mean over trunks."""
     costs = Costs(dict.fromkeys([spec.me.name, *engine.names], spec.batch_size))
     made = coterie.AdaptiveAveraging().learner(spec, engine, costs, guarded=False, forward_options=DEFAULT_FORWARD)
-    assert isinstance(made, TrunkAndBranch)
+    assert isinstance(made, AdaptiveLearner)
     while made.step < made.half:
         made.next_step().take()
     return np.asarray(np.mean([fitted.tau() for fitted in made.peer_weights.fitted], axis=0))

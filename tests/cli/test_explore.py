@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,24 @@ def test_what_sliders_show_is_the_theory(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert nothing["values"]["bias"][0] == 0
     assert nothing["values"]["peers"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("n_peers", [1, 2, 3, 4, 30])
+@pytest.mark.parametrize("bias", [0.0, 0.4])
+def test_sliders_begin_at_the_problem_that_the_headline_is_about(n_peers: int, bias: float, tmp_path: Path) -> None:
+    problem = theory.Constants(
+        n_peers=n_peers, noise=10, bias_floor=bias, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5
+    )
+    page = plan_page.write_plan_page(tmp_path, problem, 1000).read_text(encoding="utf-8")
+    shown = dict(re.findall(r'<output id="of-(\w+)">([\d.]+)</output>', page))
+    assert {name: float(value) for name, value in shown.items()} == {
+        **{"peers": n_peers, "noise": 10, "bias": bias, "steps": 1000},
+    }
+    starts = [int(at) for at in re.findall(r'max="4" step="1" value="(\d)"', page)]
+    table = plan_page.lookup(problem, 1000)
+    row = table["rows"][np.ravel_multi_index(tuple(starts), (5,) * 4)]
+    wga = theory.plan(problem, 1000)["wga"]
+    assert row[2 * len(table["columns"]) - 1] == pytest.approx(float(wga.speedup), rel=1e-3)
 
 
 def test_a_folder_of_many_runs_says_to_name_one(runs: Path) -> None:

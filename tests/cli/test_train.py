@@ -97,6 +97,16 @@ def test_ids_are_written_beside_predictions_as_they_are_in_the_table(table: Path
     assert pd.read_csv(io.StringIO(predicted), dtype=str)["patient"].tolist() == ids
 
 
+def test_a_spreadsheet_runs_no_cell_of_what_is_written_unless_it_is_asked_for(table: Path, tmp_path: Path) -> None:
+    frame = pd.read_csv(table)
+    ids = [f"=cmd|{row}" for row in range(len(frame))]
+    frame.assign(patient=ids).to_csv(table, index=False)
+    assert RUNNER.invoke(app, train(table, tmp_path / "run", "--id", "patient", "--steps", "2")).exit_code == 0
+    for options, before in (([], "'"), (["--raw"], "")):
+        predicted = RUNNER.invoke(app, ["predict", str(tmp_path / "run"), str(table), *options]).stdout
+        assert pd.read_csv(io.StringIO(predicted), dtype=str)["patient"].tolist() == [before + one for one in ids]
+
+
 def test_the_reported_test_metric_is_that_of_the_saved_model(table: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = ["--rule", "bc", "--alpha", "0.6", "--beta", "0.1", "--model", "mlp"]

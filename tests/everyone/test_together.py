@@ -16,11 +16,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.in_process.engine import InProcess
 from coterie.errors import UserCodeError
 from coterie.everyone.folders import align
-from coterie.everyone.passes import SharedPasses
-from coterie.learners.spec import RunSpec
 from coterie.recording import checkpoint
 from coterie.training import setup
 from coterie.training.run import Stopped
@@ -78,29 +75,6 @@ def test_steps_between_looks_are_taken_for_all_and_constants_are_measured_once()
     assert_close(runs, users, None, **settings)
     one = coterie.train(network(), cross_entropy, users[2], users[:2], **{**SETTINGS, **settings, "steps": 1})
     assert runs.runs["user 2"].record.configuration.estimates == one.record.configuration.estimates
-
-
-@pytest.mark.parametrize("a_pass", [1, 10_000])
-def test_sums_pass_over_batches_that_weigh_something(a_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.everyone.passes.A_PASS", a_pass)
-    users = everyone(5)
-    engine = InProcess(network(), cross_entropy, users[0], users[1:], batch_size=4, seed=0)
-    passes = SharedPasses(
-        engine.copies(), [RunSpec(network(), cross_entropy, me, (), batch_size=4) for me in users]
-    )
-    weights = torch.rand(40, 5, dtype=torch.float64) * (torch.rand(40, 5) < torch.linspace(0, 1, 40).unsqueeze(1))
-    points = torch.randn(40, passes.like.numel(), dtype=torch.float64)
-    sums = passes.sums(weights).at(points, 3)
-    for point, given, found in zip(points, weights, sums, strict=True):
-        each = [engine.on(user.name, point, _drawn(user), 3)[0] for user in users]
-        torch.testing.assert_close(found, given @ torch.stack(each))
-
-
-def _drawn(user: coterie.User) -> torch.Tensor:
-    """Return the examples of a user's batch in step 3."""
-    inputs, _ = user.batch(4, seed=0, step=3)
-    assert isinstance(user.examples, InMemory)
-    return torch.stack([(user.examples.inputs == row).all(1).nonzero()[0, 0] for row in inputs])
 
 
 def test_schedules_clipping_and_a_guard_that_restarts() -> None:

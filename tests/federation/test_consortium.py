@@ -295,6 +295,32 @@ def test_a_job_of_another_class_or_with_code_is_not_run_by_a_site(tmp_path: Path
         assert marker.exists()
 
 
+@SLOW
+def test_connections_without_a_certificate_lock_nobody_out(tmp_path: Path, example: ModuleType) -> None:
+    """Twenty that say nothing, and one that says nonsense, are open when a site comes; then it is connected."""
+    folder, tables = tmp_path / "trial", example.hospitals(None)
+    example.set_up(folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--own-examples", "40"])
+    port = json.loads((folder / "sites/hungarian/kit.json").read_text())["port"]
+    server, site = example.commands(folder, ["hungarian"])
+    with example.started(server):
+        until(lambda: _listens(port), "the server")
+        idle = [socket.create_connection(("localhost", port)) for _ in range(20)]
+        idle[0].sendall(b"\x16\x03\x01\x02")
+        with example.started(site):
+            said = folder / "sites" / "hungarian" / "said.txt"
+            until(lambda: "connected to the server" in said.read_text(), "connecting", 60)
+        for each in idle:
+            each.close()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("localhost", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
 def status_of(job: Path, lead: Path) -> str:
     """Submit a job, and return how it ends."""
     from nvflare.fuel.flare_api.flare_api import new_secure_session

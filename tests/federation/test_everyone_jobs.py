@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +17,20 @@ import torch
 
 import coterie
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.mutual.letters import packed
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
 from coterie.engines.remote.responder import Responder
+from coterie.engines.remote.sites import LocalReplies
 from coterie.errors import CoterieError, KnobError, PeerLost
-from coterie.federation.everyone import following
+from coterie.federation import supervision
+from coterie.federation.everyone.member import REFUSAL, MemberRun
 from coterie.federation.everyone.relay import MEMBERS
+from coterie.federation.everyone.sealed_sites import KnownKeys, SealedSites
 from coterie.federation.lead import REFUSED, RUN, SUMMARY
 from coterie.federation.watching import MemberWatch, Screen
+from coterie.privacy.calls import Calls
+from coterie.privacy.keys import Identity
 from coterie.recording import files
 
 needs_nvflare = pytest.mark.skipif(
@@ -36,38 +43,167 @@ def peer(**knobs: Any) -> Peer:
     return Peer(user, Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss), **knobs)
 
 
+REQUEST = {"points": np.zeros((1, 3), np.float32), "step": 0, "seed": 0, "batch_size": 2}
+
+
+class Relayed:
+    """Sites of which a server passes on the calls, as it likes."""
+
+    def __init__(self, members: Mapping[str, MemberRun]) -> None:
+        self.members, self.seen, self.replies = members, list[Any](), list[Any]()
+        self.answered: Callable[[Any], Any] = lambda reply: reply
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        assert method == "call"
+        self.seen.append(arguments["call"])
+        found = {name: self.members[name].answer(arguments["call"]) for name in names}
+        self.replies += found.values()
+        return LocalReplies({name: self.answered(reply) for name, reply in found.items()})
+
+
+def member(name: str, folder: Path, keys: Mapping[str, str] | None = None) -> MemberRun:
+    """Return a site that is in no job yet."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    one = object.__new__(MemberRun)
+    names = ("a", "b", "c")
+    log = folder / name / "requests.jsonl"
+    user = coterie.User(name, torch.eye(2), torch.ones(2, 1))
+    passes = Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+    one.settings = SimpleNamespace(sites=[n for n in names if n != name])  # type: ignore[assignment]
+    one.responder, one.calls, one._lock = Responder(Peer(user, passes, Caps(gradients=4), log)), None, Lock()
+    one._known, one._strangers = KnownKeys(folder / name, keys or {}), not keys
+    return one
+
+
+def in_a_job(members: Mapping[str, MemberRun], job: str = "job 1") -> None:
+    offers = {name: one.key(job) for name, one in members.items()}
+    for one in members.values():
+        one.meet(offers)
+
+
+def asked(members: Mapping[str, MemberRun], carried: Relayed, by: str = "b", of: str = "a") -> Any:
+    calls = members[by].calls
+    assert calls is not None
+    return SealedSites(carried, calls).ask([of], "gradients", 1.0, request=REQUEST).wait().get(of)
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> dict[str, MemberRun]:
+    return {name: member(name, tmp_path) for name in "abc"}
+
+
+def test_sites_ask_each_other_by_calls_that_the_server_cannot_read(members: dict[str, MemberRun]) -> None:
+    in_a_job(members)
+    carried = Relayed(members)
+    reply = asked(members, carried)
+    assert reply["gradients"].tolist() == [[-1.0, -1.0, -2.0]]
+    for message in (*carried.seen, *carried.replies):
+        assert b"points" not in message["sealed"].tobytes()
+        assert b"gradients" not in repr(message).encode() + message["sealed"].tobytes()
+
+
+def test_a_server_that_pretends_to_be_a_site_gets_nothing(members: dict[str, MemberRun], tmp_path: Path) -> None:
+    """It sent calls in a site's name, without any key, and read the gradients: 4 of 4 were answered."""
+    refused = {"refused": "it answers the sites that it names only, by calls that they have sealed"}
+    plain = packed({"method": "gradients", "arguments": {"request": REQUEST}}).numpy()
+    in_a_job(members)
+    for call in (
+        {"by": "b", "number": 1, "sealed": plain},
+        {"by": "b", "number": 1, "request": REQUEST},
+        {"by": "server", "number": 1, "sealed": plain},
+        REQUEST,
+        None,
+    ):
+        assert members["a"].answer(call) == refused
+    forged = Calls(Identity("b"), "job 1")  # with a key of the server's own making
+    for one in (members["a"], member("a", tmp_path)):  # in this job, and in the next: the first key counts
+        one.key("job 1") if one.calls is None else None
+        offers = {"b": forged.offer, "a": one.calls and one.calls.offer}
+        assert one.meet(offers) == {"met": []}
+        forged.meet(offers)
+        number, sealed = forged.call("a", plain.tobytes())
+        call = {"by": "b", "number": number, "sealed": np.frombuffer(sealed, np.uint8)}
+        assert one.answer(call) == refused
+    assert "is not the one known here" in (tmp_path / "a" / "requests.jsonl").read_text()
+    assert members["a"].responder.peer.ledger.given == 0
+    known = {name: one.responder.peer.identity.fingerprint for name, one in members.items()}
+    strict = member("a", tmp_path / "new", {"c": known["c"]})
+    strict.key("job 1")
+    offers = {name: one.calls.offer for name, one in members.items() if one.calls}
+    assert strict.meet(offers) == {"met": ["c"]}, "with [keys] nobody else is met"
+
+
+def test_a_server_that_repeats_alters_or_moves_a_call_gets_nothing(members: dict[str, MemberRun]) -> None:
+    in_a_job(members)
+    carried = Relayed(members)
+    assert "gradients" in asked(members, carried)
+    (call,), a = carried.seen, members["a"]
+    flipped = call["sealed"].copy()
+    flipped[20] ^= 1
+    for other in (
+        {},
+        {"sealed": flipped},
+        {"number": 2},
+        {"by": "c"},
+        {"sealed": call["sealed"][:-1]},
+        {"number": 2**100},
+    ):
+        assert set(a.answer(call | other)) == {"refused"}
+    assert set(members["c"].answer(call)) == {"refused"}
+    assert a.responder.peer.ledger.given == 1
+    in_a_job(members, "job 1")  # another one of the same name
+    assert set(a.answer(call)) == {"refused"}
+
+
+def test_a_server_that_alters_or_changes_round_replies_is_not_believed(members: dict[str, MemberRun]) -> None:
+    in_a_job(members)
+    carried = Relayed(members)
+    assert "gradients" in asked(members, carried)
+    for answered in (
+        lambda reply: carried.replies[0],  # of another call
+        lambda reply: {"gradients": np.ones((1, 3)), "site": "a", "step": 0},
+        lambda reply: {"sealed": reply["sealed"][::-1].copy()},
+        lambda reply: carried.seen[-1],  # the call itself
+        lambda reply: None,
+    ):
+        carried.answered = answered
+        assert asked(members, carried) is None
+
+
 @needs_nvflare
-def test_a_site_answers_those_that_it_names_and_trains_for_the_server_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_answers_sealed_calls_only_and_trains_for_the_server_only(
+    members: dict[str, MemberRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All who ask share what it gives at most; masked sums, whose agreements are with one, are not to be had."""
     from coterie.federation import site_job
     from coterie.federation.everyone import member_job
 
-    site = member_job.Member()
-    site.responder = Responder(peer(caps=Caps(gradients=2)))
-    own: Any = SimpleNamespace(settings=SimpleNamespace(sites=("b", "c")), state=lambda: {"step": 3})
-    own.check = own.train = lambda sites: {"came": True}
-    site.run = own
-    request = {"points": np.zeros((1, 3), np.float32), "step": 0, "seed": 0, "batch_size": 2}
+    site = member_job.MemberSite()
+    site.run = members["a"]
+    site.responder = site.run.responder
+    site.run.state = lambda: {"step": 3}  # type: ignore[method-assign]
+    site.run.check = site.run.train = lambda sites: {"came": True}  # type: ignore[method-assign]
 
     def by(caller: str) -> None:
         asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
-        for module in (site_job, member_job):
-            monkeypatch.setattr(module, "collab", asked)
+        monkeypatch.setattr(site_job, "collab", asked)
 
-    for caller in ("server", "d", "B", "b.x", "", "a"):
+    for caller in ("server", "b", "c", "d", "B", "b.x", "", "a"):
         by(caller)
-        assert site.gradients(request) == {"refused": "it answers the sites that it names only"}
+        assert site.gradients(REQUEST) == site.call(REQUEST) == {"refused": REFUSAL}
         assert site.ready() == {"willing": False}
     for caller in ("b", "c", "d"):
         by(caller)
-        assert site.check() == site.train() == site.state() == {}
+        assert site.check() == site.train() == site.state() == site.key("job") == site.meet({}) == {}
     by("server")
     assert site.check() == site.train() == {"came": True}
     assert site.state() == {"step": 3}
-    for caller in ("b", "c"):
-        by(caller)
-        assert "gradients" in site.gradients(request)
-    assert site.gradients(request) == {"refused": "it has given all the gradients it gives, 2"}
+    assert site.key("job")["site"] == "a"
+    in_a_job(members)
+    carried = Relayed(members)
+    replies = [asked(members, carried, caller) for caller in ("b", "c", "b", "c", "b")]
+    assert ["gradients" in reply for reply in replies] == [True] * 4 + [False]
+    assert replies[-1] == {"refused": "it has given all the gradients it gives, 4"}
     assert not any(hasattr(site, name) for name in ("offer", "join", "part"))
 
 
@@ -78,9 +214,8 @@ def test_a_site_whose_data_cannot_be_read_says_so(monkeypatch: pytest.MonkeyPatc
 
     place = SimpleNamespace(get_root_dir=lambda: str(tmp_path / "nvflare"))
     asked = SimpleNamespace(caller="server", server=SimpleNamespace(name="server"), workspace=place)
-    for module in (site_job, member_job):
-        monkeypatch.setattr(module, "collab", asked)
-    site = member_job.Member()
+    monkeypatch.setattr(site_job, "collab", asked)
+    site = member_job.MemberSite()
     site.start()
     assert site.state() == {"failed": "data that cannot be read"}
     assert site.train() == site.check() == {}
@@ -116,14 +251,13 @@ def test_a_site_finds_out_whether_another_is_late_or_the_server_gone(
     answers = Queue([("b", 1)])
     monkeypatch.setattr(lead_job, "collab", fake)
     replies = lead_job.CollabSites(relayed=True).ask(["b", "c", "not there"], "ready", 3.0)
-    assert asked == {"blocking": False, "timeout": 3.0, "secure": True}
+    assert asked == {"blocking": False, "timeout": 3.0}
     if server_answers:
         assert replies.wait() == {"b": 1}
     else:
         with pytest.raises(PeerLost, match="the server does not answer: TimeoutError"):
             replies.wait()
     lead_job.CollabSites().ask(["b"], "ready", 3.0).wait()  # at the server, nobody else need be found
-    assert asked["secure"] is False
 
 
 def test_what_rounding_loses_is_each_callers_own() -> None:
@@ -176,7 +310,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ser
 
     def make(*jobs: Callable[[Path], None], here: str = "ab") -> Server:
         one = Server(tmp_path / RUN, list(jobs), list(here))
-        monkeypatch.setattr(following, "session_of", one.session)
+        monkeypatch.setattr(supervision, "session_of", one.session)
         return one
 
     return make
@@ -184,11 +318,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ser
 
 def test_a_job_is_submitted_again_for_a_site_that_was_lost(server: Callable[..., Server], tmp_path: Path) -> None:
     one, said = server(ends(a=True, b=False), lambda out: None, ends(a=True, b=True)), list[str]()
-    assert following.follow_everyone(tmp_path, wait=1.0, show_line=said.append) == "ended"
+    assert supervision.follow_everyone(tmp_path, wait=1.0, show_line=said.append) == "ended"
     assert one.submitted == 3
     assert said[0].endswith("without the end of b")
     with pytest.raises(KnobError, match="already holds a run"):
-        following.follow_everyone(tmp_path)
+        supervision.follow_everyone(tmp_path)
 
 
 def test_a_site_that_does_not_come_back_is_named(server: Callable[..., Server], tmp_path: Path) -> None:
@@ -200,16 +334,16 @@ def test_a_site_that_does_not_come_back_is_named(server: Callable[..., Server], 
 
     one.jobs = [job]
     with pytest.raises(CoterieError, match=r"no end of b; .* --resume` goes on"):
-        following.follow_everyone(tmp_path, wait=0.2)
+        supervision.follow_everyone(tmp_path, wait=0.2)
 
 
 def test_too_few_sites_or_a_refusal_are_told(server: Callable[..., Server], tmp_path: Path) -> None:
     server(here="a")
     with pytest.raises(CoterieError, match=r"1 of 2 sites are connected after 0\.2 s"):
-        following.follow_everyone(tmp_path, wait=0.2)
+        supervision.follow_everyone(tmp_path, wait=0.2)
     server(lambda out: (out / REFUSED).write_text("b gives 50 more gradients") and None)
     with pytest.raises(KnobError, match="b gives 50 more gradients"):
-        following.follow_everyone(tmp_path, wait=0.2)
+        supervision.follow_everyone(tmp_path, wait=0.2)
 
 
 def test_a_site_that_trains_sees_both_its_run_and_what_it_gives(

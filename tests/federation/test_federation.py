@@ -10,9 +10,11 @@ import shutil
 import signal
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -115,12 +117,42 @@ def test_private_keys_are_where_they_belong(folder: Path) -> None:
         "sites/bern/client.key",
     }
     owned = [folder, folder / "authority", *(folder / key for key in keys)]
+    owned += [path for path in (folder / "authority").rglob("*") if path.is_file() and path.suffix != ".yml"]
+    assert any(path.name == "cert.json" for path in owned), "which holds the key of the authority"
     owned += [folder / "sites" / site / name for site in ("basel", "bern") for name in ("", "coterie.toml")]
     assert [path for path in owned if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
     for page in folder.rglob("README.md"):
         assert page.parent.name in page.read_text()
     connection = json.loads((folder / "sites/bern/nvflare/startup/fed_client.json").read_text())
     assert connection["client"]["connection_security"] == "mtls"
+
+
+@needs_nvflare
+def test_handshakes_are_grpcs_and_commands_are_taken_on_this_machine_only(folder: Path) -> None:
+    """NVFLARE's own TCP makes handshakes one after the other: an idle connection keeps everybody out."""
+    site_workspace(folder / "sites" / "bern", Kit.load(folder / "sites" / "bern"))
+    (server,) = json.loads((folder / "server/startup/fed_server.json").read_text())["servers"]
+    (dialled,) = json.loads((folder / "sites/bern/nvflare/startup/fed_client.json").read_text())["servers"]
+    admin = json.loads((folder / "lead/startup/fed_admin.json").read_text())["admin"]
+    assert {server["service"]["scheme"], dialled["service"]["scheme"], admin["scheme"]} == {"grpc"}
+    assert (server["admin_host"], admin["host"]) == ("127.0.0.1", "localhost")
+
+
+@needs_nvflare
+def test_names_that_yaml_would_take_for_something_else(folder: Path, tmp_path: Path) -> None:
+    """A first try fails, as on a full disk, and leaves nothing; the second is as if there had been none."""
+    settings, names = lead_settings(folder), ("true", "123", "null", "1e3", "0x10")
+    settings = replace(settings, sites=names)
+    consortium = Consortium("yes", "localhost", names)
+    (tmp_path / "trial").mkdir()
+    (tmp_path / "trial" / "mine.txt").write_text("")
+    for place in (tmp_path / "trial", tmp_path / "new"):
+        full = mock.patch("coterie.federation.kits.seal", side_effect=OSError("no room"))
+        with full, pytest.raises(OSError, match="no room"):
+            set_up(place, consortium, settings)
+    assert [path.name for path in tmp_path.rglob("*")] == ["trial", "mine.txt"]
+    assert set(set_up(tmp_path / "trial", consortium, settings)) == set(names)
+    assert {path.name for path in (tmp_path / "trial" / "sites").iterdir()} == set(names)
 
 
 @needs_nvflare

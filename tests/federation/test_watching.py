@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,3 +144,16 @@ def test_what_a_screen_could_not_show_yet_is_shown_later(monkeypatch: pytest.Mon
     for seconds[0] in (5.0, 15.0, 30.0):  # nothing more is asked
         watch()
     assert words(said) == ["waiting for the server", f"step 2: {ledger.given} of 100 gradients given"]
+
+
+def test_a_full_disk_is_on_the_sites_screen(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log, which would say so, cannot be written."""
+    free = [10**9]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    watch = SiteWatch(tmp_path, tmp_path, Caps(gradients=100), 0, Screen(said.append, terminal=False))
+    for free[0] in (10**9, 1000, 0, 10**9):
+        watch()
+    told = [line for line in words(said) if line != "waiting for the server"]
+    assert told == [f"the disk of {tmp_path} is full: nothing is given until there is room", "there is room again"]

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from typer.testing import CliRunner
 
 from coterie.cli import app
-from coterie.paper import STUDIES, Setting
+from coterie.paper import STUDIES, Line
 from coterie.paper.series import recorded
 from coterie.paper.studies import DRIFT_STEPS, STEPS, paper_problem
 from coterie.paper.tuned import best, constant_steps, decreasing_steps, drifting_optimum
@@ -177,7 +177,7 @@ def test_correction_wins_where_objectives_drift_together(figures: dict[str, Any]
     assert final["wga_100"] == pytest.approx(final["alone"], rel=0.01)
 
 
-def scaled(setting: Setting, factor: float) -> Setting:
+def scaled(setting: Line, factor: float) -> Line:
     assert not callable(setting.lr)
     return dataclasses.replace(setting, lr=setting.lr * factor)
 
@@ -279,5 +279,5 @@ def test_the_gain_factor_marks_a_point_even_off_the_map(mark: tuple[float, float
 def test_recorded_steps_and_the_best_step_size() -> None:
     assert recorded(1000, points=4) == [1, 10, 100, 1000]
     problem = NoisyQuadratic(Quadratic(1, 0, 10), drift=0.01)
-    tuned = best(lambda lr: Setting("alone", "Alone", problem, Alone(), lr), [1e-2], steps=100_000)
+    tuned = best(lambda lr: Line("alone", "Alone", problem, Alone(), lr), [1e-2], steps=100_000)
     assert tuned.lr == pytest.approx(0.001, abs=5e-5)

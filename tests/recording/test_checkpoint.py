@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import stat
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,20 +282,41 @@ def test_a_whole_file_that_is_no_state_of_a_run_is_refused(make_users: Users, tm
         trained(tmp_path, users, resume=True)
 
 
-def test_a_damaged_checkpoint_stops_a_resumption_and_the_one_before_serves(
-    make_users: Users, tmp_path: Path
-) -> None:
+def test_where_the_last_checkpoint_is_damaged_the_one_before_serves(make_users: Users, tmp_path: Path) -> None:
     users = make_users()
     model = nn.Linear(3, 3).double()
     whole = trained(tmp_path / "whole", users, model=model, steps=8)
     trained(tmp_path / "cut", users, model=model)
     last = checkpoint.saved(tmp_path / "cut" / "checkpoints")[-1]
     last.write_bytes(last.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"delete it to go on from step-00000004\.ckpt"):
-        trained(tmp_path / "cut", users, model=model, steps=8, resume=True)
-    last.unlink()
-    resumed = trained(tmp_path / "cut", users, model=model, steps=8, resume=True)
+    with pytest.warns(UserWarning, match=r"damaged .* going on from step-00000004\.ckpt"):
+        resumed = trained(tmp_path / "cut", users, model=model, steps=8, resume=True)
+    assert last.with_name(f"{last.name}.damaged").exists(), "it is kept for who wants to know"
     assert same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
+
+
+def test_where_all_checkpoints_are_damaged_none_is_set_aside(tmp_path: Path) -> None:
+    for step in (2, 4):
+        path = checkpoint.save(tmp_path, step, CONTENT)
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        checkpoint.load_last(checkpoint.saved(tmp_path))
+    assert len(checkpoint.saved(tmp_path)) == 2
+
+
+def test_what_inflates_is_refused(tmp_path: Path) -> None:
+    """Zeros that take a thousandth of their size on the disk, with a right digest."""
+    path = checkpoint.save(tmp_path, 1, {"x": torch.zeros(10**6)})
+    body, packed = path.read_bytes().partition(b"\n")[2], io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(body)) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small:
+        for each in plain.infolist():
+            small.writestr(each.filename, plain.read(each))
+    data = packed.getvalue()
+    assert len(data) < len(body) / 100
+    assert torch.load(io.BytesIO(data), weights_only=True)["x"].shape == (10**6,), "torch alone would take it"
+    path.write_bytes(checkpoint.MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+    with pytest.raises(CheckpointError, match="holds more than its size"):
+        checkpoint.load(path)
 
 
 def test_a_folder_that_holds_a_run(make_users: Users, tmp_path: Path) -> None:

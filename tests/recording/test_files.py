@@ -165,3 +165,23 @@ def test_the_names_of_files_are_on_the_disk_with_their_first_line(
     assert synced == ["log", "log.count", tmp_path.name]
     lines.append({"step": 2}, sync=True)
     assert synced[3:] == ["log"]
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "huge"])
+def test_what_is_no_plain_file_or_too_large_is_not_read(kind: str, tmp_path: Path) -> None:
+    """A model folder whose `model.json` led to a device was read without end."""
+    path = tmp_path / "model.json"
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, files.MOST_TEXT + 1)  # which takes no room on the disk
+    with pytest.raises(FileError, match=r"no plain file|more than the|Is a directory"):
+        files.read_json(path, "train again")
+    if kind != "huge":
+        with pytest.raises(FileError, match=r"no plain file|Is a directory"):
+            ChainedLines(path, "train again").read()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import pandas as pd
 import coterie
 from coterie.errors import PeerLost
 from coterie.federation import kits
+from coterie.federation.everyone import sealed_sites
 from coterie.federation.everyone.member import MemberRun
 from coterie.federation.manifest import CERTIFICATES
 from coterie.federation.participants import LOG, lead_participant
@@ -128,7 +128,6 @@ class Job:
 
     def __post_init__(self) -> None:
         self.members = {name: MemberRun(self.folder / "sites" / name) for name in self.names}
-        self.locks = {name: threading.Lock() for name in self.names}
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Answers:
         """Ask sites as the server does; see `Sites.ask`."""
@@ -138,22 +137,30 @@ class Job:
         self, caller: str, names: Sequence[str], method: str, timeout: float, arguments: Mapping[str, Any]
     ) -> Answers:
         """Ask sites."""
-        step = arguments["request"]["step"] if "request" in arguments else 0
+        step = max((self._step(caller, name, arguments) for name in names), default=0)
         if step >= self.lost_at:
             raise PeerLost("the server does not answer")
         here = [name for name in names if name in self.members and not self.silent(name, step)]
         futures = {name: self.pool.submit(self._call, caller, name, method, arguments) for name in here}
         return Answers(futures, timeout)
 
+    def _step(self, caller: str, name: str, arguments: Mapping[str, Any]) -> int:
+        """Return the step that a sealed call is of, which nobody but the one it is for can know."""
+        if "call" not in arguments or name not in self.members:
+            return 0
+        call, calls = arguments["call"], self.members[name].calls
+        assert calls is not None
+        content = calls._opened(caller, (caller, name, "call"), call["number"], call["sealed"].tobytes())
+        request = sealed_sites._content(content)["arguments"].get("request")
+        return int(request["step"]) if request else 0
+
     def _call(self, caller: str, name: str, method: str, arguments: Mapping[str, Any]) -> Any:
         one = self.members[name]
-        if caller == "server":
-            return getattr(one, method)(*([] if method == "state" else [FromASite(self, name)]))
-        assert caller in one.settings.sites
-        if method == "ready":
-            return one.responder.ready(**arguments)
-        with self.locks[name]:
-            return getattr(one.responder, method)(**arguments, caller=caller)
+        if method == "call":
+            return one.answer(**arguments)
+        assert caller == "server"
+        carried = [FromASite(self, name)] if method in ("check", "train") else []
+        return getattr(one, method)(*carried, **arguments)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,19 @@ def test_a_folder_cannot_name_code_to_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_model_that_would_fill_memory_is_refused(tmp_path: Path) -> None:
+    """One that says it has 10¹² inputs, and one whose file is larger than any."""
+    fit(from_table(visits(), user_column="who", target="y", me="a"), coterie.Alone(), "linear", tmp_path, steps=2)
+    about = files.read_json(tmp_path / "model.json", "")
+    files.write_json(tmp_path / "model.json", about | {"n_inputs": 10**12})
+    with pytest.raises(ModelError, match=r"\d{13} numbers do not fit into its"):
+        predict(tmp_path, visits())
+    files.write_json(tmp_path / "model.json", about)
+    os.truncate(tmp_path / "model.pt", 2**40)
+    with pytest.raises(FileError, match="more than the 1073741824 that one may have"):
+        predict(tmp_path, visits())
+
+
 def test_a_model_that_runs_code_when_it_is_read_is_refused(tmp_path: Path) -> None:
     task = from_table(visits(), user_column="who", target="y", me="a")
     fit(task, coterie.Alone(), "linear", tmp_path, steps=2)

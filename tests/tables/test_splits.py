@@ -137,4 +137,7 @@ def test_repeats_on_the_command_line(tmp_path: Path, rule: str) -> None:
     end = Record.load(tmp_path / "run" / "record.jsonl").end
     assert end.verdict in " ".join(result.output.split())
     assert "3 random splits" in end.verdict
+    others = [Record.load(path / "record.jsonl").end for path in sorted((tmp_path / "run" / "splits").iterdir())]
+    assert len(others) == 2
+    assert end.seconds > sum(other.seconds for other in others)  # of all three
     assert result.stderr.count("'patient' looks like an id") == 1  # not once for each split

@@ -1,23 +1,123 @@
 """`coterie federate`: train with sites of other organisations, over NVFLARE."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from coterie.cli.options.federation import (
-    ConsortiumOptions,
-    MessageOptions,
-    OwnTableOptions,
-    SettingsRuleOptions,
-    StepOptions,
-)
 from coterie.cli.options.groups import grouped
-from coterie.cli.options.registered import Command
+from coterie.cli.options.registered import Command, knobs_of
 from coterie.errors import KnobError
+from coterie.federation.settings import MessageSettings
+from coterie.methods import entry_of
+from coterie.recording.configuration import StepSettings
+from coterie.registry import FromRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsortiumOptions:
+    """The consortium."""
+
+    folder: Annotated[
+        Path,
+        Argument(help="Folder to write: user 0's, with one for each site in it.", rich_help_panel="Arguments"),
+    ]
+    site: Annotated[list[str], Option(help="The name of a site; repeat it.")]
+    server: Annotated[str, Option(help="The host name by which sites reach user 0.")]
+    me: Annotated[str, Option(help="The name of user 0.")] = "user0"
+    name: Annotated[str, Option(help="The name of the consortium.")] = "coterie"
+    port: Annotated[int, Option(help="The server's port for sites.")] = 8002
+    admin_port: Annotated[int, Option(help="The server's port for user 0's own commands.")] = 8003
+    everyone: Annotated[
+        bool, Option("--everyone", help="Every site trains a model of its own; the server passes messages on.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTableOptions:
+    """User 0's table."""
+
+    data: Annotated[Path, Option(help="User 0's table, a CSV or Parquet file with one example a row.")]
+    target: Annotated[str, Option(help="The column to predict.")]
+    kind: Annotated[str, Option(help="auto, classification or regression.")] = "auto"
+    categorical: Annotated[
+        list[str], Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
+    ] = field(default_factory=list)
+    drop: Annotated[
+        list[str],
+        Option(
+            metavar="COLUMN",
+            help="A column not to predict from, such as a name: the sites are told what is in the others. "
+            "Repeat it.",
+        ),
+    ] = field(default_factory=list)
+    ids: Annotated[
+        str | None,
+        Option(
+            "--id",
+            metavar="COLUMN",
+            help="The column that tells rows apart: not predicted from, and written beside every prediction.",
+        ),
+    ] = None
+    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None
+
+    def columns(self) -> dict[str, Any]:
+        """Return what the columns are for, as `from_table` takes it."""
+        return {name: getattr(self, name) for name in ("kind", "categorical", "drop", "ids")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsRuleOptions:
+    """The rule."""
+
+    rule: Annotated[
+        str, Option(metavar="NAME", help="The rule, one of {rules}; or a method, one of {methods}.")
+    ] = "adaptive"
+    alpha: Annotated[
+        str | None,
+        Option(
+            metavar="NUMBER|auto",
+            help="The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the theory advises for "
+            "what gradients of the sites show before the first step.",
+        ),
+    ] = None
+    beta: Annotated[
+        str | None,
+        Option(
+            metavar="NUMBER|auto",
+            help="How fast bc's bias estimate follows, in [0, 1]; 0.01 if left out. auto: as for --alpha.",
+        ),
+    ] = None
+    knob: Annotated[list[str], Option(metavar="NAME=VALUE", help="Any knob of the rule or method; repeat it.")] = (
+        field(default_factory=list)
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the rule as it is written to the settings."""
+        knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
+        for name in [name for name, value in knobs.items() if isinstance(value, FromRun) or value is None]:
+            raise KnobError(f"`--knob {name}` cannot be written to the settings; import a rule of your own")
+        return {"rule": self.rule, "knobs": knobs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(StepSettings):
+    """The run."""
+
+    model: Annotated[str, Option(help="linear, mlp, or module.path:factory, installed everywhere.")] = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageOptions(MessageSettings):
+    """Messages, and sites that do not answer."""
+
+    secure_sums: Annotated[
+        bool, Option("--secure-sums", help="See only the sum of the sites' gradients; for wga and bc.")
+    ] = False
+
 
 federate = typer.Typer(
     name="federate", no_args_is_help=True, help="Train with other organisations, over NVFLARE (`coterie\\[flare]`)."
@@ -168,6 +268,9 @@ def _checked(folder: Path) -> tuple[Any, Any]:
         rule_of(settings.as_lead())  # what cannot be built is told now
         typer.echo(f"trained here: {settings.training.steps} steps by {settings.training.rule!r}")
         typer.echo(f"asked and answered: {', '.join(settings.sites)}")
+        typer.echo(f"its key has the fingerprint {peer.identity.fingerprint}, to tell the other sites")
+        if unknown := [name for name in settings.sites if name not in settings.keys]:
+            typer.echo(f"not under [keys]: {', '.join(unknown)}; the first key that the server passes on is taken")
     if settings.privacy is not None and (promise := peer.promise(kit.batch_size)) is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
         given = peer.of_planned(kit.batch_size, kit.gradients)
@@ -195,9 +298,8 @@ def run(
 
     Where everyone trains, they land at each site, in `run` in its folder. Ctrl-C ends the job; --resume goes on.
     """
-    from coterie.federation.everyone.following import follow_everyone
     from coterie.federation.settings import members_of
-    from coterie.federation.supervision import supervise
+    from coterie.federation.supervision import follow_everyone, supervise
 
     everyone = bool(members_of(folder))
     follow = follow_everyone if everyone else supervise

@@ -34,7 +34,7 @@ NEEDED = ("n_peers", "noise", "bias_floor", "hessian_gap", "smoothness", "pl", "
 
 
 @dataclass
-class Measured:
+class SourceOptions:
     """Where the constants are measured."""
 
     run: Annotated[
@@ -61,7 +61,7 @@ class Measured:
 
 
 @dataclass
-class Given:
+class ConstantOptions:
     """Constants that are given."""
 
     n_peers: Annotated[int | None, Option(help="N, the number of peers.")] = None
@@ -80,7 +80,7 @@ class Given:
 
 
 @dataclass
-class Asked:
+class PlanOptions:
     """What is asked."""
 
     steps: Annotated[int | None, Option(help="T, the number of steps; else the run's, or 1000.")] = None
@@ -98,7 +98,7 @@ class Asked:
 
 
 @dataclass
-class Promised:
+class PromiseOptions:
     """Peers that promise privacy: what it costs, and when it pays."""
 
     epsilon: Annotated[
@@ -128,7 +128,7 @@ class Promised:
 
 
 @grouped
-def plan(measured: Measured, given: Given, promised: Promised, asked: Asked) -> None:
+def plan(measured: SourceOptions, given: ConstantOptions, promised: PromiseOptions, asked: PlanOptions) -> None:
     """Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound.
 
     The constants are given by options, or measured: by a run (`coterie plan RUN`), or now, on a table (--data). An
@@ -158,7 +158,7 @@ def plan(measured: Measured, given: Given, promised: Promised, asked: Asked) -> 
 
 
 def _problem(
-    measured: Measured, given: Given, steps: int | None
+    measured: SourceOptions, given: ConstantOptions, steps: int | None
 ) -> tuple[theory.Constants, theory.Constants | None, int]:
     """Return the constants, a given one before a measured one, and the number of steps.
 
@@ -182,7 +182,7 @@ def _problem(
     return theory.Constants(**constants), doubted, steps
 
 
-def _promise(promised: Promised, epsilon: float, measured: Measured, steps: int) -> theory.Promise:
+def _promise(promised: PromiseOptions, epsilon: float, measured: SourceOptions, steps: int) -> theory.Promise:
     """Return what peers promise; how many rows they have is a run's to tell where it is not said."""
     examples = promised.examples
     if examples is None and measured.run is not None:
@@ -196,7 +196,7 @@ def _promise(promised: Promised, epsilon: float, measured: Measured, steps: int)
     return theory.Promise(privacy, examples or 0, promised.parameters or 0, count, promised.batch_size)
 
 
-def _on_table(data: Path, roles: Measured, steps: int) -> Estimates:
+def _on_table(data: Path, roles: SourceOptions, steps: int) -> Estimates:
     from coterie.tables.fit import measured
 
     table = {name: value for name, value in asdict(roles).items() if name not in ("run", "data", "model")}

@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from coterie.data import read_table
 from coterie.errors import KnobError
-from coterie.tables.predict import columns_of_names
+from coterie.tables.predict import columns_of_names, harmless
 from coterie.tables.predict import predict as predictions
 
 STANDARD_INPUT = Path("/dev/stdin")
@@ -27,11 +27,15 @@ def predict(
     model: Annotated[
         str | None, Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own.")
     ] = None,
+    raw: Annotated[
+        bool, Option("--raw", help="Write texts as they are, also those that a spreadsheet would run (=1+1).")
+    ] = False,
 ) -> None:
     """Predict the target for every row of a table, in order, with the personal model of a run.
 
     Writes a CSV with the columns `prediction` and, in classification, `probability_CLASS` for each class. The
-    column that `coterie train --id` named comes first.
+    column that `coterie train --id` named comes first. An apostrophe stands before texts that a spreadsheet would
+    run as a formula, unless `--raw` is given.
 
     Example: coterie predict run new_visits.csv --out predictions.csv
     """
@@ -39,6 +43,7 @@ def predict(
         raise KnobError(f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another")
     source, names = STANDARD_INPUT if str(file) == "-" else file, columns_of_names(folder)
     rows = read_table(source, sep=sep, decimal=decimal, as_written=names)
-    predictions(folder, rows, model).to_csv(sys.stdout if out is None else out, index=False)
+    table = predictions(folder, rows, model)
+    (table if raw else harmless(table)).to_csv(sys.stdout if out is None else out, index=False)
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

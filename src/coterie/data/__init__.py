@@ -4,8 +4,7 @@ from coterie.data.digits import digits_by_writer
 from coterie.data.preparation import Preparation
 from coterie.data.reading import read_table
 from coterie.data.statistics import Statistics
-from coterie.data.table import TableTask, Task, from_table
-from coterie.data.table_of_all import TableUsers, users_from_table
+from coterie.data.table import TableTask, TableUsers, Task, from_table, users_from_table
 
 __all__ = [
     "Preparation",

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from coterie.gradients.gradients import Gradients, is_finite
+from coterie.gradients.gradients import Gradients, finite_rows, is_finite
 from coterie.recording.costs import Traffic
 from coterie.users.user import Loss, User
 
@@ -102,28 +102,36 @@ class LocalWork:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What user 0 asks the peers at several points of one step."""
+    """What a learner asks at several points of one step: its peers at the first of them, user 0 at the others.
 
-    points: Tensor  # of shape (P, d), finite
+    User 0's examples are asked in parts, which are users like the others: all of them (part 0), or all but a fold.
+    """
+
+    points: Tensor  # of shape (P, d), those that are sent finite; followed by buffers where passes move them
     step: int
-    weights: Tensor  # of shape (P, N), a column for each of the engine's names; NaN where a peer is not asked
+    weights: Tensor  # of shape (Q, N), a column for each of the engine's names; NaN where a peer is not asked
     rows: bool = False  # every peer's gradient instead of their weighted sums
     sketched: int = 0  # beside sums, every peer's sketches at the first so many points
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of each point, where passes move the model's
     work: LocalWork | None = None  # what the peers do from each point; they give a gradient there when None
     batch_size: int | None = None  # another than the engine's, where there is work or each peer has one point
+    own: Sequence[int] = ()  # which part of user 0's examples answers at each of the last points
+    each: Sequence[int] = ()  # at the first points each peer by itself, and user 0 on all examples of these parts
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What the peers answer."""
+    """What the users answer."""
 
     sums: Tensor | None  # of shape (P, d), over those whose gradients can be used; None where rows were asked for
-    answered: Tensor  # of shape (P,): the weight that is in each sum
+    answered: Tensor  # of shape (Q,): the weight that is in each sum of the peers
     left_out: Mapping[str, str]  # the peers left out at any point, each with the reason
     rows: Tensor | None = None  # of shape (P, N, d); not numbers where there is none that can be used
     sketches: Tensor | None = None  # of shape (sketched, N, k), in the same way
     refused: Tensor | None = None  # of shape (P, N): who refused where; None if a peer refuses all points or none
+    losses: Tensor | None = None  # user 0's at its points
+    buffers: Tensor | None = None  # what its passes left in the model's buffers there, one point a row
+    judged: "PeerEvidence | None" = None  # what `each` asked for
 
     @classmethod
     def of(cls, question: Question, given: Mapping[tuple[int, int], Tensor], names: Sequence[str]) -> Self:
@@ -162,6 +170,40 @@ class Answers:
         for place, row in kept.items():
             rows[place] = row
         return cls(None, answered, left_out, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class PeerEvidence:
+    """Each peer's gradient by itself, or its sketch, at some points, and user 0's in the same form."""
+
+    theirs: Tensor  # of shape (R, N, m); not numbers where there is none
+    ours: Tensor  # of shape (R, m)
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Return the length of each peer's gradient, (R, N), and at each point what is usual, (R,).
+
+        That is the median of the peers' lengths, or user 0's where that is longer.
+        """
+        lengths = self.theirs.norm(dim=2)
+        return lengths, torch.fmax(lengths.nanmedian(dim=1).values, self.ours.norm(dim=1))
+
+    def without(self, peers: Tensor) -> "PeerEvidence":
+        """Return the same where some peers (R, N) did not answer."""
+        return replace(self, theirs=self.theirs.masked_fill(peers.unsqueeze(2), torch.nan)) if peers.any() else self
+
+
+def combined(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weighted sums (P, d) of the rows (P, N, d) that are finite, and the weight that is in each.
+
+    Example:
+        >>> combined(torch.tensor([[[3.0, 4.0], [torch.nan, 0.0]]]), torch.tensor([[0.5, 0.5]]))
+        (tensor([[1.5000, 2.0000]]), tensor([0.5000]))
+    """
+    there = finite_rows(rows)
+    if not there.all():
+        rows = rows.masked_fill(~there.unsqueeze(2), 0.0)
+    present = weights * there
+    return torch.bmm(present.unsqueeze(1), rows).squeeze(1), present.sum(1)
 
 
 class Engine(Protocol):

@@ -16,15 +16,21 @@ MAX_LETTERS = 60
 def folder_names(names: Sequence[str]) -> dict[str, str]:
     """Return the name of each user's folder: its own, with "_" for what may not stand in one; all different.
 
+    Names that Windows keeps for itself get another, so that a folder can be carried anywhere.
+
     Example:
         >>> folder_names(["Bern", "St. Gallen", "a/b", "a_b", "BERN"])
         {'Bern': 'Bern', 'St. Gallen': 'St._Gallen', 'a/b': 'a_b', 'a_b': 'a_b-2', 'BERN': 'BERN-2'}
+        >>> folder_names(["CON", "nul.txt", "x.", "com1", "Conny"])
+        {'CON': '_CON', 'nul.txt': '_nul.txt', 'x.': 'x_', 'com1': '_com1', 'Conny': 'Conny'}
     """
     taken: set[str] = set()
     folders = {}
     for name in names:
         plain = re.sub(r"[^\w.-]", "_", name)[:MAX_LETTERS]
         plain = f"_{plain[1:]}" if plain.startswith((".", "-")) else plain
+        plain = f"{plain[:-1]}_" if plain.endswith(".") else plain
+        plain = f"_{plain}" if _RESERVED.fullmatch(plain) else plain
         wanted, number = plain, 1
         while wanted.casefold() in taken or wanted.casefold() in _OTHERS:  # some systems ignore case
             number += 1
@@ -33,6 +39,9 @@ def folder_names(names: Sequence[str]) -> dict[str, str]:
         folders[name] = wanted
     return folders
 
+
+_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+"""Names of devices on Windows, with any ending."""
 
 _OTHERS = frozenset({POOLED, "checkpoints", "lock", "index.html", "everyone.json"})
 """What else stands in the folder of everyone."""

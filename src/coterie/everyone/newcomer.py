@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from coterie.choosing.adaptive.when import standard_error
+from coterie.choosing.adaptive.stopping import standard_error
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, KnobError, blaming
 from coterie.evaluation.evaluate import example_losses

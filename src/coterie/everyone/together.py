@@ -2,28 +2,24 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
+from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
 from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError, UserCodeError
 from coterie.evaluation.evaluate import scores
 from coterie.evaluation.losses import on_device
 from coterie.everyone.folders import align
-from coterie.everyone.members import TrunkMember, member_of
-from coterie.everyone.passes import SharedPasses
-from coterie.everyone.program import EvaluatedTogether, LearnersTogether, Program, TrunksTogether
+from coterie.everyone.program import EvaluatedTogether, SharedAnswers, learners_of
 from coterie.learners.learner import Learner
 from coterie.learners.program import HOST
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import why_not_stacked
 from coterie.recording.progress import Show, interruptible, progress_bar
 from coterie.rules import Alone, FormulaRule
 from coterie.training.loop import TrainingLoop
@@ -48,7 +44,7 @@ def train_together(specs: Sequence[RunSpec]) -> tuple[dict[int, Run], list[UserC
             like = runs[0].loop.learner.engine if runs else None
             engine = partial(InProcess, like=like) if isinstance(like, InProcess) else InProcess
             own = replace(spec, progress=False, engine=engine)
-            runs.append(set_up(own, held, stack, learner_of=member_of, known=known))
+            runs.append(set_up(own, held, stack, known=known))
         members = _members(runs)
         loop = TogetherLoop(runs, members)
         interrupted = stack.enter_context(interruptible())
@@ -65,47 +61,23 @@ def _members(runs: Sequence[SetUpRun]) -> list[int]:
         all_others = {peer.name for peer in run.spec.peers} == everybody - {run.spec.me.name}
         if all_others and _why_by_itself(run.loop) is None:
             able.append(place)
-    first = [runs[place].loop for place in able[:1]]
-    alike = [place for place in able if _kind(runs[place].loop) == _kind(first[0])]
-    return alike if len(alike) > 1 else []
+    return able if len(able) > 1 else []
 
 
 def _why_by_itself(loop: TrainingLoop) -> str | None:
     """Say why a run cannot be taken together with others; None where it can."""
-    learner, optimizer = loop.learner, loop.spec.made_optimizer
-    rule, groups = learner.followed, optimizer.param_groups
-    able = isinstance(learner, TrunkMember) or (type(learner) is Learner and isinstance(rule, Alone | FormulaRule))
-    rows = able and (getattr(rule, "aggregator", None) is not None or learner.rule.needs_rows)
-    parts = len(groups) > 1 or len(groups[0]["params"]) < len(learner.parameters.named)
-    exchanges = max(learner.exchange_every, learner.local_steps) > 1
-    follows = isinstance(learner.scheduler, ReduceLROnPlateau)
+    learner, rule = loop.learner, loop.learner.followed
+    adaptive = isinstance(learner, AdaptiveLearner)
+    able = adaptive or (type(learner) is Learner and isinstance(rule, Alone | FormulaRule))
     reasons = {
         f"`{type(rule).__name__}` is not a rule that runs can follow together": not able,
-        "every peer's gradient is needed": rows,
+        "every peer's gradient is needed": not adaptive and able and learner.rule.needs_rows,
         "its steps are captured": loop.captured is not None,
-        "it has exchanges of its own (`exchange_every`, `local_steps`)": exchanges,
-        "`ReduceLROnPlateau` follows the validation loss of one run": follows,
-        "the optimizer has several groups of parameters": parts,
+        "it has exchanges of its own (`exchange_every`, `local_steps`)": not adaptive
+        and max(learner.exchange_every, learner.local_steps) > 1,
     }
     told = next((reason for reason, holds in reasons.items() if holds), None)
-    return learner.engine.capabilities.not_stacked or told or why_not_stacked(optimizer)
-
-
-def _kind(loop: TrainingLoop) -> tuple[object, ...]:
-    """Return what runs of one program have in common."""
-    return type(loop.learner), loop.guard is None, type(loop.spec.made_optimizer)
-
-
-def _program(runs: Sequence[SetUpRun], members: Sequence[int]) -> tuple[Program, EvaluatedTogether]:
-    """Return the program of the runs that are taken together, and their evaluations."""
-    engine = runs[members[0]].loop.learner.engine
-    if not isinstance(engine, InProcess):
-        raise TypeError("everybody is in this process")
-    passes = SharedPasses(engine.copies(), [run.spec for run in runs])
-    loops = {place: runs[place].loop for place in members}
-    trunks = {p: loop.learner for p, loop in loops.items() if isinstance(loop.learner, TrunkMember)}
-    program: Program = TrunksTogether(passes, trunks) if trunks else LearnersTogether(passes, loops)
-    return program, EvaluatedTogether(passes, loops)
+    return learner.engine.capabilities.not_stacked or told
 
 
 class TogetherLoop:
@@ -113,11 +85,14 @@ class TogetherLoop:
 
     def __init__(self, runs: Sequence[SetUpRun], members: Sequence[int]) -> None:
         self.runs = runs
-        self.program: Program | None = None
+        self.shared: SharedAnswers | None = None
         self.evaluated: EvaluatedTogether | None = None
-        if members:
-            self.program, self.evaluated = _program(runs, members)
         self.going = {place: runs[place].loop for place in members}
+        engine = runs[members[0]].loop.learner.engine if members else None
+        if isinstance(engine, InProcess):
+            copies = engine.copies()
+            self.shared = SharedAnswers(copies, [run.spec for run in runs], self.going)
+            self.evaluated = EvaluatedTogether(copies, dict(self.going))
         self.ended: dict[int, Run] = {}
         self.errors: list[UserCodeError] = []
         self.stopped = False  # by Ctrl-C
@@ -128,13 +103,11 @@ class TogetherLoop:
         for place in list(self.going):
             run = self.runs[place]
             replace(run, configuration=replace(run.configuration, runs=self._together)).open()
-        if self.program is not None:
-            self.program.begin()
         self._each(TrainingLoop.first_point)
         while self.going and not self.stopped:
             if next(iter(self.going.values())).learner.step >= self.runs[0].spec.steps:
                 break
-            self._step(interrupted)
+            self._step()
             if not self.going:
                 break
             losses = [loop.losses[-1] for loop in self.going.values() if loop.losses]
@@ -148,20 +121,12 @@ class TogetherLoop:
             if place not in self.ended and not self.stopped:
                 self._by_itself(place, run, interrupted)
 
-    def _step(self, interrupted: Callable[[], bool]) -> None:
-        """Take one step in every run, or some that are the same work in all."""
-        if self.program is None:
+    def _step(self) -> None:
+        """Take one step in every run."""
+        if self.shared is None:
             return
-        taken: dict[int, tuple[float, Mapping[str, str]]]
-        most = min(loop.until_due() for loop in self.going.values())
-        if losses := self.program.repeat(most, interrupted):
-            own = {id(loop): list(mine) for loop, *mine in zip(self.going.values(), *losses, strict=True)}
-            taken = self._each(lambda loop: loop.took(own[id(loop)]))
-        else:
-            self.program.answer()
-            taken = self._each(lambda loop: loop.advance(1))
-            if self.going:
-                self.program.step()
+        answers = self.shared.ask([learner for loop in self.going.values() for learner in learners_of(loop)])
+        taken = self._each(lambda loop: loop.advance(1, answers))
         due = any(loop.due for loop in self.going.values())
         outputs = self.evaluated.outputs() if due and self.evaluated is not None else {}
         held_out = {id(loop): outputs.get(place) for place, loop in self.going.items()}
@@ -194,11 +159,9 @@ class TogetherLoop:
 
     def _leave(self, place: int, run: object) -> None:
         """Let a run be ended."""
-        loop = self.going.pop(place)
+        self.going.pop(place)
         if isinstance(run, Run):
             self.ended[place] = run
-        if self.program is not None:
-            self.program.leave(loop)
 
     def _by_itself(self, place: int, run: SetUpRun, interrupted: Callable[[], bool]) -> None:
         """Take the steps of a run that cannot be taken together with others."""

@@ -9,7 +9,7 @@ EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
 LEAD_CLASS = "coterie.federation.lead_job.User0"
 SITE_CLASS = "coterie.federation.site_job.Site"
 RELAY_CLASS = "coterie.federation.everyone.relay_job.Relay"
-MEMBER_CLASS = "coterie.federation.everyone.member_job.Member"
+MEMBER_CLASS = "coterie.federation.everyone.member_job.MemberSite"
 
 # Arrays travel in the message itself: as references, to be fetched one by one, they take several times as long.
 _INLINE = {"np_download_chunk_size": 0}

@@ -1,6 +1,8 @@
 """Kits: the folder that user 0 makes for each site, and what a site makes of it."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,6 @@ from coterie.data import Preparation, read_table
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.federation import manifest
-from coterie.federation.everyone.readme import README_OF_A_MEMBER
 from coterie.federation.lead import planned_gradients
 from coterie.federation.manifest import KIT_FILES, Kit, quoted, seal, verify
 from coterie.federation.participants import lead_task
@@ -17,6 +18,47 @@ from coterie.federation.provisioning import Consortium, provision
 from coterie.federation.settings import FILE, SITE_CAPS, Data, LeadSettings, Model, Training
 from coterie.federation.wheel import write_wheel
 from coterie.tables import models
+
+README_OF_A_MEMBER = """# {site} in the consortium {consortium}
+
+Every site trains a model for itself, with the others' help: {members_in_words}. At every step your machine
+sends your model's parameters to the others, and each gives back the gradient of the loss on a batch of **its**
+training rows. Yours does the same for them. Rows stay where they are; your model, its weights, your validation and
+test rows and what comes out stay here, in `run`. The server at {server} passes messages on: they are encrypted from
+site to site. This folder is data: nothing in it is run. Your machine runs the `coterie` that you installed.
+
+1. `pip install "./{wheel}[flare]"` in a Python environment of your own. The file is coterie itself: {lead}
+   sends it with this folder. `sha256sum` must show `{digest}`. What it depends on comes from your package index.
+2. `coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone for
+   example. It then writes `{file}`, which is yours: nobody else has a say in it.
+3. Edit `{file}`: where your table is, how its columns are called, how you train, what you give at most (below).
+4. `coterie federate check .` says what would be given. Nothing is sent.
+5. `coterie federate site .` connects to {server}:{port}, trains when {lead} says so, and answers until you stop it
+   (Ctrl-C). Your machine dials out; nothing needs to be opened in your firewall for incoming connections.
+6. `coterie predict run FILE` applies your model to rows whose columns are called as in `preparation.json`;
+   `run/index.html` says whether the others have helped.
+
+The {n_others} others plan to ask you for at most {gradients} gradients in all, of {batch_size} rows each. What you
+give, and how to give less, is in `[caps]` of `{file}`:
+
+| setting | at first | meaning |
+|---|---|---|
+| `gradients` | {caps.gradients} | how many gradients you give in all, to all others and over every run |
+| `norm` | {caps.norm:g} | a gradient is clipped to this norm |
+| `examples` | {caps.examples} | no gradient of fewer rows than this is given |
+
+Your machine draws the batches, by a secret of its own (`requests.jsonl.secret`): who asks cannot choose rows. A
+gradient can still give away what is in the rows, and many gradients give away more. Every request is logged in
+`requests.jsonl`: when, from whom, which step, how many rows, the norm. A site that you take out of `sites` is
+neither asked nor answered.
+
+Who has every x of your run, and that is every other site, can work out much of your own gradients too. So
+nothing can be promised about a row here, as a site can where one leads.
+
+`preparation.json` holds the medians, means, spreads and categories of {lead}'s rows, with which everybody's rows
+are made into numbers. `client.key` is your key: whoever has it is you. Keep it.
+"""
+
 
 README = """# {site} in the consortium {consortium}
 
@@ -91,6 +133,9 @@ SUMS = """# [sums]                # give gradients under masks only: user 0 sees
 # keys = { }            # other = "its fingerprint", by `coterie federate check` there, told by telephone
 """
 
+KEYS = """# [keys]                # other = "its fingerprint", by `coterie federate check` there, told by telephone
+"""
+
 
 def set_up(
     folder: Path,
@@ -111,7 +156,33 @@ def set_up(
     size = sum(tensor.numel() for tensor in model.state_dict().values())
     kit = _kit(consortium.sites[0], consortium, settings, preparation, size)
     kits = [replace(kit, site=site) for site in consortium.sites]  # what a run asks is found out once
-    provision(consortium, folder, size)
+    with _whole_or_nothing(folder):
+        return _write(folder, consortium, settings, preparation, kits)
+
+
+@contextmanager
+def _whole_or_nothing(folder: Path) -> Iterator[None]:
+    """Take away what was written to a folder where that has failed, so that a second try finds it as before."""
+    there = set(folder.iterdir()) if folder.exists() else None
+    try:
+        yield
+    except BaseException:
+        for path in set(folder.iterdir()) - (there or set()) if folder.exists() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if there is None and folder.exists():
+            folder.rmdir()
+        raise
+
+
+def _write(
+    folder: Path,
+    consortium: Consortium,
+    settings: LeadSettings,
+    preparation: Preparation,
+    kits: Sequence[Kit],
+) -> dict[str, str]:
+    """Write user 0's folder and the kits; see `set_up`."""
+    provision(consortium, folder, kits[0].size)
     if not consortium.everyone:
         preparation.save(folder)
     text = _server_file(consortium.sites) if consortium.everyone else _lead_file(settings)
@@ -211,7 +282,7 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
         names |= {
             "sites": f"sites = {quoted(list(kit.others))}   # whom you ask and answer; nobody else gets anything\n",
             "own_examples": f"{wanted}   # train on at most so many rows\n",
-            "rest": f"[training]              # how you train a model of your own\n{training}\n",
+            "rest": f"[training]              # how you train a model of your own\n{training}\n\n{KEYS}",
         }
     return SITE.format(columns=columns, model=model, **names, **limits)
 

@@ -29,8 +29,8 @@ class CollabSites:
     """The sites of this job, asked through NVFLARE's Collab.
 
     Args:
-        relayed: this is a site that asks others through the server. What it sends is encrypted for them, and where
-            one does not answer, it finds out whether the server does: without it nobody can be reached.
+        relayed: this is a site that asks others through the server. Where one does not answer, it finds out whether
+            the server does: without it nobody can be reached.
     """
 
     def __init__(self, *, relayed: bool = False) -> None:
@@ -42,7 +42,7 @@ class CollabSites:
         asked = [name for name in names if name in here]
         if not asked:
             return CollabReplies(None, self.parent)
-        group = collab.get_clients(asked)(blocking=False, timeout=timeout, secure=self.relayed)
+        group = collab.get_clients(asked)(blocking=False, timeout=timeout)
         patience = timeout if self.relayed else None
         return CollabReplies(getattr(group, method)(**arguments), self.parent, patience)
 

@@ -13,21 +13,26 @@ from coterie.federation.manifest import CERTIFICATES, check_host, check_name
 from coterie.federation.workspace import require_nvflare, write_configuration, write_limits
 
 LEAD = "lead@coterie.org"
+PRIVATE = (".key", ".json", ".pem", ".pfx")
+"""How the names of files end that only their owner may read."""
 
 PROJECT = """api_version: 3
 name: {name}
 description: a consortium of coterie
 participants:
-  - {{name: {server}, type: server, org: user0, fed_learn_port: {port}, admin_port: {admin_port}}}
+  - {{name: {server}, type: server, org: user0, fed_learn_port: {port}, admin_port: {admin_port},
+     host_names: [localhost]}}
 {clients}
   - {{name: {lead}, type: admin, org: user0, role: lead}}
 builders:
   - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
   - path: nvflare.lighter.impl.static_file.StaticFileBuilder
-    args: {{config_folder: config, scheme: tcp}}  # TLS with certificates on both sides
+    args: {{config_folder: config, scheme: grpc}}  # TLS with certificates on both sides
   - path: nvflare.lighter.impl.cert.CertBuilder
-  - path: nvflare.lighter.impl.signature.SignatureBuilder
 """
+
+ADMIN_HOST = "127.0.0.1"
+"""Where the server listens for user 0's own commands, which come from the same machine."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,10 @@ class Consortium:
 
     def project(self) -> str:
         """Return the provisioning project of NVFLARE, as YAML."""
-        clients = (f"  - {{name: {site}, type: client, org: {site.replace('-', '_')}}}" for site in self.sites)
-        return PROJECT.format(clients="\n".join(clients), lead=LEAD, **vars(self))
+        named = {site: json.dumps(site.replace("-", "_")) for site in self.sites}  # `true` and 123 are names too
+        clients = (f"  - {{name: {json.dumps(site)}, type: client, org: {org}}}" for site, org in named.items())
+        quoted = {"name": json.dumps(self.name), "server": json.dumps(self.server), "lead": json.dumps(LEAD)}
+        return PROJECT.format(clients="\n".join(clients), **vars(self) | quoted)
 
 
 def provision(consortium: Consortium, folder: Path, size: int) -> None:
@@ -85,7 +92,11 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
             shutil.move(made / site / "startup" / name, kit / name)
         shutil.rmtree(made / site)
     _pin_server(folder / "server", size, server_class(consortium.everyone))
+    _listen_here(folder)
     authority.chmod(0o700)
+    for path in folder.rglob("*"):  # keys, and what NVFLARE keeps of them
+        if path.is_file() and path.suffix in PRIVATE:
+            path.chmod(0o600)
 
 
 def _nvflare_provision(project: Path, workspace: Path) -> None:
@@ -93,6 +104,19 @@ def _nvflare_provision(project: Path, workspace: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # our own arguments
     if done.returncode:
         raise CoterieError(f"NVFLARE could not provision {project}: {done.stdout}{done.stderr}")
+
+
+def _listen_here(folder: Path) -> None:
+    """Let the server take user 0's commands from its own machine only."""
+    started, asks = folder / "server/startup/fed_server.json", folder / "lead/startup/fed_admin.json"
+    for path, part, here in (
+        (started, "servers", {"admin_host": ADMIN_HOST}),
+        (asks, "admin", {"host": "localhost"}),
+    ):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for each in content[part] if isinstance(content[part], list) else [content[part]]:
+            each.update(here)
+        write_configuration(path, content)
 
 
 def _pin_server(server: Path, size: int, kind: str) -> None:

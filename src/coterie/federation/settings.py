@@ -32,6 +32,7 @@ from coterie.recording.configuration import StepSettings
 
 FILE = "coterie.toml"
 _TEXT = instance(str, "a text")
+_KEYS = mapped(_TEXT, 'a table of fingerprints: site = "its fingerprint"')
 _NAMES = listed(_TEXT, "a list of names")
 _KNOB = Check('lie in [0, 1], or be "auto"', lambda value: value if value == "auto" else SHARE.read(value))
 _TABLE = instance(dict, "a table of settings")
@@ -153,11 +154,16 @@ class SiteSettings:
     kit: Annotated[str, Setting("The fingerprint of the kit that the site has accepted.", _TEXT)] = ""
     sites: Annotated[Sequence[str], Setting("Where everyone trains: whom it asks and answers.", _NAMES)] = ()
     training: Training | None = None  # where everyone trains: how it trains its own model
+    keys: Annotated[Mapping[str, str], Setting("Where everyone trains: the others' fingerprints.", _KEYS)] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
         if (self.training is None) != (not self.sites):
             raise KnobError("`sites` and [training] must both be there, as where everyone trains, or neither")
+        if self.keys and self.training is None:
+            raise KnobError("[keys] is for where everyone trains; the keys of masked sums stand in [sums.keys]")
         if self.training is not None and (self.sums is not None or self.training.secure_sums):
             raise KnobError(NO_SUMS)
         if self.training is not None and self.privacy is not None:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,9 @@ LOG = "nvflare.log"
 
 SECONDS_BETWEEN_LINES = 10.0
 """How often progress is told where it is not on a terminal, whose last line it changes."""
+
+LEAST_ROOM = 2**20
+"""How many bytes must be free on the disk of a site's folder."""
 
 _REGISTERED = "Successfully registered client"
 _CLIENTS = (
@@ -113,10 +117,12 @@ class SiteWatch:
         self.caps, self.given, self.screen = caps, given, screen
         self._log, self._requests = NewLines(place / LOG), NewLines(folder / REQUESTS)
         self._refused: dict[str, int] = {}
+        self._is_full = False
         screen.now("waiting for the server")
 
     def __call__(self) -> None:
         """Look what is new."""
+        self._look_at_disk()
         if any(_REGISTERED in line for line in self._log()):
             self.screen.line("connected to the server")
             self.now("no request yet")
@@ -127,7 +133,10 @@ class SiteWatch:
                 self._refuse(str(reason), str(line.get("step")))
             if site := line.get("sum_with"):
                 self.screen.line(f"masked sums with {site}, whose key is {line.get('fingerprint')}")
-        lines = [line for line in lines if "sum_with" not in line]
+            if site := line.get("calls_with"):
+                told = f"{site}, seen for the first time, has the key {line.get('fingerprint')}"
+                self.screen.line(f"{told}: compare it by telephone, and write it under [keys]")
+        lines = [line for line in lines if "fingerprint" not in line]
         if lines:
             most = "" if self.caps.gradients is None else f" of {self.caps.gradients}"
             refused = f", {sum(self._refused.values())} requests refused" if self._refused else ""
@@ -137,6 +146,19 @@ class SiteWatch:
     def now(self, text: str) -> None:
         """Show how what is given stands."""
         self.screen.now(text)
+
+    def _look_at_disk(self) -> None:
+        """Tell when there is no room for the log: nothing is given then, and no file can say so."""
+        full = shutil.disk_usage(self._requests.path.parent).free < LEAST_ROOM
+        if full != self._is_full:
+            self._is_full = full
+            where = self._requests.path.parent
+            now = (
+                f"the disk of {where} is full: nothing is given until there is room"
+                if full
+                else "there is room again"
+            )
+            self.screen.line(now)
 
     def _refuse(self, reason: str, step: str) -> None:
         self._refused[reason] = self._refused.get(reason, 0) + 1

@@ -65,7 +65,7 @@ def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] | None = None)
     for name in CERTIFICATES:
         shutil.copyfile(folder / name, place / "startup" / name)
         (place / "startup" / name).chmod(0o600)
-    service = {"target": f"{kit.server}:{kit.port}", "scheme": "tcp"}  # TLS, with certificates on both sides
+    service = {"target": f"{kit.server}:{kit.port}", "scheme": "grpc"}  # TLS, with certificates on both sides
     client = {"ssl_private_key": "client.key", "ssl_cert": "client.crt", "ssl_root_cert": "rootCA.pem"}
     client |= {"fqsn": kit.site, "connection_security": "mtls"}
     servers = [{"name": kit.consortium, "service": service, "identity": kit.server}]

@@ -62,6 +62,7 @@ class Learner:
         self.heard: dict[str, Any] | None = None  # what the peers last said, where it is used again
         self.bound = None if spec.norm_bound is None else NormBound(spec.norm_bound, self.x)
         self.best: dict[str, Any] = {}
+        self._asked_for: tuple[dict[str, float], Tensor] | None = None  # the weights in the last question
 
     @property
     def followed(self) -> Any:
@@ -72,14 +73,23 @@ class Learner:
         """Return the rule's state before the first step."""
         return self.rule.init(self.x)
 
-    def next_step(self) -> NextStep:
-        """Ask everybody for gradients at x, and return the step that the rule makes of them."""
-        g = self.gradients()
+    def question(self) -> Question:
+        """Return what the next step asks: the peers' sum at x, and user 0's gradient there."""
+        weights = self._weights()
+        if self._asked_for is None or self._asked_for[0] != weights:
+            given = self.x.new_tensor([[weights.get(name, 0.0) for name in self.engine.names]])
+            self._asked_for = weights, given if weights else given[:0]
+        asked = self._asked_for[1]
+        return Question(self.x.detach().expand(1 + len(asked), -1), self.step, asked, own=[0])
+
+    def next_step(self, answers: Answers | None = None) -> NextStep:
+        """Return the step that the rule makes of the answers, or of everybody's gradients at x when None."""
+        g = self.gradients() if answers is None else self._received(answers)
         return NextStep(g.own, g.own_loss, g.left_out, partial(self.advance, g))
 
     def gradients(self) -> Gradients:
         """Ask everybody for gradients at x; nobody but user 0 before step `listens_from` and between exchanges."""
-        weights = self.rule.weights(self.engine.names) if self.step >= self.listens_from else {}
+        weights = self._weights()
         if self.heard is not None and self._holds():
             g = self._asked({}, rows=False)
             self.count([])
@@ -90,6 +100,19 @@ class Learner:
         silent = gave_nothing(g.left_out)
         self.count([name for name in weights if name not in silent])
         return g if self.bound is None or not weights else self.bound.kept(g, weights, rows=rows)
+
+    def _weights(self) -> dict[str, float]:
+        return self.rule.weights(self.engine.names) if self.step >= self.listens_from else {}
+
+    def _received(self, answers: Answers) -> Gradients:
+        """Return the answers to `question`, all of them finite, as gradients."""
+        weights = self._weights()
+        if answers.sums is None or answers.losses is None:
+            raise AssertionError("sums were asked for")
+        *sums, own = answers.sums
+        g = Gradients(own, sums[0] if sums else None, x=self.x, own_loss=answers.losses[0])
+        self.count(list(weights))
+        return g if self.bound is None or not weights else self.bound.kept(g, weights, rows=False)
 
     def _holds(self) -> bool:
         """Say whether this step uses what the peers said at the last exchange."""

@@ -1,6 +1,5 @@
 """Many runs as one program: a pass over the own batches of all, one over the peers', then the rules of all."""
 
-import copy
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -10,14 +9,14 @@ import torch
 from torch import Tensor
 
 from coterie.engines.in_process.copies import Copies
+from coterie.engines.in_process.stacked_sums import ExamplePool, StackedSums
 from coterie.gradients.norm_bound import NormBound
-from coterie.learners.sharing import Needs, Pass, passes
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
 from coterie.learners.stacked_rules import Call, StackedRules
-from coterie.learners.tables import ExamplePool
 from coterie.rules import State
 from coterie.users.examples import InMemory
+from coterie.users.sampling import BatchStream
 from coterie.users.trees import Tree, mapped
 from coterie.users.user import User
 
@@ -31,18 +30,24 @@ class Program:
 
     def __init__(self, copies: Copies, specs: Sequence[RunSpec], stack: Stack) -> None:
         self.copies, self.stack, self.step = copies, stack, 0
-        device, own, peers = stack.x.device, Needs(), Needs()
+        device, needs = stack.x.device, list[dict[BatchStream, float]]()
         pool = ExamplePool((user for spec in specs for user in (spec.me, *spec.peers)), device)
+        heard = []
         for run, spec in enumerate(specs):
-            own[run] = {pool.stream(spec.me, spec.batch_size, spec.seed): 1.0}
+            needs.insert(run, {pool.stream(spec.me, spec.batch_size, spec.seed): 1.0})
             tau = spec.rule.weights([peer.name for peer in spec.peers])
             asked = [user for user in spec.peers if user.name in tau]
             if asked:
-                peers[run] = {pool.stream(u, spec.batch_size, spec.seed): tau[u.name] for u in asked}
-        self._own, self._peers = (passes(copies, pool, needs, stack.x) for needs in (own, peers))
+                heard.append(run)
+                needs.append({pool.stream(u, spec.batch_size, spec.seed): tau[u.name] for u in asked})
+        columns = {stream: column for column, stream in enumerate(dict.fromkeys(s for need in needs for s in need))}
+        self._stacked = StackedSums(copies, pool, list(columns))
+        self._weights = stack.x.new_zeros(len(needs), len(columns))
+        for row, need in zip(self._weights, needs, strict=True):
+            row[[columns[stream] for stream in need]] = row.new_tensor(list(need.values()))
+        self._origins = torch.tensor([*range(len(specs)), *heard], device=device)
         self._held_out = HeldOut(copies, [spec.me for spec in specs], stack.x)
-        self._heard = torch.cat([each.runs for each in self._peers]) if peers else None
-        heard = [] if self._heard is None else self._heard.tolist()
+        self._heard = torch.tensor(heard, device=device) if heard else None
         rules = {run: specs[run].rule for run in heard}
         self._rules = StackedRules(rules, stack.x[heard])
         self._listening = set(heard)
@@ -55,30 +60,23 @@ class Program:
 
     def advance(self) -> None:
         """Take one step in every run."""
-        batches = [each.table.at(self.step) for each in (*self._own, *self._peers)]
-        self.own_loss = self._directions(batches, self._rules)
+        self.own_loss = self._directions(self._stacked.drawn(self.step), self._rules)
         self.losses += self.own_loss
         self.stack.step()
         self.step += 1
 
-    def _directions(self, batches: Sequence[tuple[Tree, Tree]], rules: Call) -> Tensor:
+    def _directions(self, drawn: Tensor, rules: Call) -> Tensor:
         """Write the direction of every run, and return the own losses."""
-        x, direction, own_loss = self.stack.x, self.stack.direction, torch.empty_like(self.own_loss)
-        own_batches, peers_batches = batches[: len(self._own)], batches[len(self._own) :]
-        for each, batch in zip(self._own, own_batches, strict=True):
-            gradients, losses = each.gradients(self.copies, x, batch)
-            direction.index_copy_(0, each.runs, gradients)
-            own_loss.index_copy_(0, each.runs, losses.double())
+        direction, runs = self.stack.direction, len(self.stack.x)
+        sums, losses = self._stacked.sums(self.stack.x, self._weights, drawn, origins=self._origins)
+        direction.copy_(sums[:runs])
         if self._heard is not None:
-            pairs = zip(self._peers, peers_batches, strict=True)
-            peers = [each.gradients(self.copies, x, batch)[0] for each, batch in pairs]
-            own = direction.index_select(0, self._heard)
-            theirs = peers[0] if len(peers) == 1 else torch.cat(peers)
+            own, theirs = direction.index_select(0, self._heard), sums[runs:]
             direction.index_copy_(0, self._heard, rules(own, theirs))
             too_long = self._bound.long_sums(own, theirs)
             self._sums.index_add_(0, self._heard, torch.zeros_like(own[:, 0]).masked_fill_(too_long, torch.nan))
         self._sums += direction.sum(1)
-        return own_loss
+        return losses[:runs].double()
 
     @property
     def held(self) -> list[Tensor]:
@@ -90,8 +88,8 @@ class Program:
         return sys.maxsize if self.step and self._rules.repeats() else 0
 
     def drawn(self, step: int) -> list[Tensor]:
-        """Return the examples that each pass draws in this step and some after it."""
-        return [each.table.block(step) for each in (*self._own, *self._peers)]
+        """Return the examples that are drawn in this step and some after it."""
+        return [self._stacked.block(step)]
 
     def numbers(self, step: int) -> list[float]:
         """Return the knobs of all runs at a step."""
@@ -99,8 +97,7 @@ class Program:
 
     def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
         """Write the direction of every run by what is drawn; return the own losses."""
-        batches = [each.table.of(row) for each, row in zip((*self._own, *self._peers), drawn, strict=True)]
-        return self._directions(batches, partial(self._rules.repeat, numbers=numbers))
+        return self._directions(drawn[0], partial(self._rules.repeat, numbers=numbers))
 
     def taken(self, n: int, losses: Tensor) -> None:
         """Count n steps of a block."""
@@ -135,30 +132,20 @@ class HeldOut:
     """The validation sets of many runs, whose models pass over them together; of `users`, one for each row of x."""
 
     def __init__(self, copies: Copies, users: Sequence[User], x: Tensor) -> None:
-        self.copies, self._passes = copies, _validation(copies, users, x)
+        self.copies, self._sets = copies, dict[int, tuple[InMemory, list[int]]]()
+        for run, user in enumerate(users):
+            if isinstance(user.validation, InMemory):
+                held = self._sets.setdefault(id(user.validation), (user.validation.to(x.device), []))
+                held[1].append(run)
 
     def outputs(self, x: Tensor) -> dict[int, tuple[Tree, Tree]]:
         """Return the outputs and targets of each row of x whose validation set is in memory, on the host."""
         by_run = {}
-        for each in self._passes:
-            passed = each.outputs(self.copies, x)
-            outputs, targets = (mapped(Tensor.cpu, tree) for tree in passed)
-            sizes = [sum(stream.size for stream in group) for group in each.table.groups]
-            for place, run in enumerate(each.runs.tolist()):
-                group, copy_ = divmod(place, each.shares.shape[1])
-                own, size = (group, copy_, slice(sizes[group])), (group, slice(sizes[group]))
-                by_run[run] = mapped(itemgetter(own), outputs), mapped(itemgetter(size), targets)
+        for held, runs in self._sets.values():
+            targets = mapped(Tensor.cpu, held.targets)
+            inputs = mapped(lambda leaf: leaf[None], held.inputs)
+            for some in torch.split(torch.tensor(runs), self.copies.max_copies(held.inputs, len(held))):
+                outputs = mapped(Tensor.cpu, self.copies.outputs(x[some.to(x.device)][None], inputs))
+                for place, run in enumerate(some.tolist()):
+                    by_run[run] = mapped(itemgetter((0, place)), outputs), targets
         return by_run
-
-
-def _validation(copies: Copies, users: Sequence[User], x: Tensor) -> list[Pass]:
-    """Return the passes over the validation sets that are in memory."""
-    held = {}
-    for run, user in enumerate(users):
-        if isinstance(user.validation, InMemory):
-            held[run] = copy.copy(user)  # a user whose examples are the validation set
-            held[run].examples = user.validation
-    if not held:
-        return []
-    pool = ExamplePool(held.values(), x.device)
-    return passes(copies, pool, {run: {pool.stream(user, len(user), 0): 1.0} for run, user in held.items()}, x)

@@ -143,24 +143,6 @@ class Stack:
                 scheduler.load_state_dict(copy.deepcopy(olds[0][1].state_dict()))  # type: ignore[union-attr]
         return other
 
-    @classmethod
-    def joined(cls, stacks: Sequence["Stack"]) -> "Stack":
-        """Return the rows of stacks made by `of` for runs of one setting as one, optimizers' state included."""
-        other = cls.of(stacks[0]._settings[0][0], torch.cat([stack.x for stack in stacks]))
-        ((optimizer, scheduler),) = other._steps
-        firsts = [stack._steps[0] for stack in stacks]
-        _join_state(optimizer, [first for first, _ in firsts])
-        if scheduler is not None:
-            scheduler.load_state_dict(copy.deepcopy(firsts[0][1].state_dict()))  # type: ignore[union-attr]
-        return other
-
-    def state_of_rows(self) -> dict[str, Any]:
-        """Return what the only optimizer remembers of the rows, as one tensor each; it may be changed."""
-        ((optimizer, _),) = self._steps
-        (rows,) = _parameters(optimizer)
-        remembered: dict[str, Any] = optimizer.state[rows]
-        return remembered
-
     def set_rates(self, optimizer: Optimizer) -> None:
         """Take over the step sizes of another optimizer of the same groups."""
         for each, _ in self._steps:
@@ -210,17 +192,6 @@ def _take_state(new: Optimizer, olds: Sequence[Optimizer], origins: Sequence[Seq
                 by_row = value.shape == before[0].shape
                 fresh[key] = torch.stack([_mean(value[list(o)]) for o in origins]) if by_row else value.clone()
         new.state[p] = fresh
-
-
-def _join_state(new: Optimizer, olds: Sequence[Optimizer]) -> None:
-    """Let an optimizer go on from the rows of several, one after the other."""
-    for group, old_group in zip(new.param_groups, olds[0].param_groups, strict=True):
-        group.update({key: copy.deepcopy(value) for key, value in old_group.items() if key != "params"})
-    for p, before in zip(_parameters(new), zip(*map(_parameters, olds), strict=True), strict=True):
-        states: list[dict[str, Any]] = [old.state[q] for old, q in zip(olds, before, strict=True) if q in old.state]
-        for key, value in states[0].items() if states else ():
-            by_row = isinstance(value, Tensor) and value.shape == before[0].shape
-            new.state[p][key] = torch.cat([state[key] for state in states]) if by_row else copy.deepcopy(value)
 
 
 def _over(spec: RunSpec, x: Tensor, direction: Tensor) -> Optimizer:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from coterie.arguments import Check
+from coterie.engines.engine import Answers
 from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
@@ -75,7 +76,7 @@ class Rounds(Learner):
         """Return the method's state before the first round."""
         return self.method.init(self.users, self.x.clone())
 
-    def next_step(self) -> NextStep:
+    def next_step(self, answers: Answers | None = None) -> NextStep:
         """Play a round, and return user 0's model after it as the step to take."""
         self.users.left_out, self.users.own_losses = {}, []
         state = self.method.round(self.users, copy.copy(self.state), self.optimizer.param_groups[0]["lr"])

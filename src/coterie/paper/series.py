@@ -38,7 +38,7 @@ class Series:
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class Line:
     """A rule with its knobs on a problem: what one line of a figure shows."""
 
     label: str  # its name in `results.json`

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coterie.paper import tuned
-from coterie.paper.series import Series, Setting, recorded
+from coterie.paper.series import Line, Series, recorded
 from coterie.reporting.figures import COLOURS, DASHES, add_legend, gain, gain_factor, label_axes, logarithmic_axes
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.theory import Constants, averaging_cost, averaging_speedup, best_alpha, mean_estimation
@@ -110,50 +110,50 @@ def notebook_correction(alpha: float) -> BiasCorrection:
     return BiasCorrection(alpha, 1e-4, start="zero", warm_up=False)
 
 
-def comparison() -> list[Setting]:
+def comparison() -> list[Line]:
     """Return Alone, WGA and BC at the step size of the paper's first experiment."""
     problem = paper_problem()
     return [
-        Setting("alone", "Alone", problem, Alone(), 1e-4, knobs="η = 1e-4"),
-        Setting("wga", "WGA", problem, WeightedAveraging(1e-3), 1e-4, knobs="η = 1e-4, α = 1e-3"),
-        Setting("bc", "BC", problem, notebook_correction(ALPHA), 1e-4, knobs=f"η = β = 1e-4, α = {ALPHA:.4f}"),
+        Line("alone", "Alone", problem, Alone(), 1e-4, knobs="η = 1e-4"),
+        Line("wga", "WGA", problem, WeightedAveraging(1e-3), 1e-4, knobs="η = 1e-4, α = 1e-3"),
+        Line("bc", "BC", problem, notebook_correction(ALPHA), 1e-4, knobs=f"η = β = 1e-4, α = {ALPHA:.4f}"),
     ]
 
 
-def bias_on_bc() -> list[Setting]:
+def bias_on_bc() -> list[Line]:
     """Return BC for peers whose optimum is 10 to 100,000 away."""
     return _by_shift(notebook_correction(ALPHA), 1e-4, f"η = β = 1e-4, α = {ALPHA:.4f}")
 
 
-def bias_on_wga() -> list[Setting]:
+def bias_on_wga() -> list[Line]:
     """Return WGA for peers whose optimum is 10 to 100,000 away."""
     return _by_shift(WeightedAveraging(1e-3), 5e-4, "η = 5e-4, α = 1e-3")
 
 
-def peers_on_bc() -> list[Setting]:
+def peers_on_bc() -> list[Line]:
     """Return BC with 1 to 50 peers."""
 
-    def setting(n: int) -> Setting:
+    def setting(n: int) -> Line:
         rule, knobs = notebook_correction(n / (n + 1)), f"η = 5e-4, β = 1e-4, α = {n / (n + 1):.4f}"
-        return Setting(f"{n}", f"N = {n}", paper_problem(n), rule, 5e-4, knobs=knobs)
+        return Line(f"{n}", f"N = {n}", paper_problem(n), rule, 5e-4, knobs=knobs)
 
     return [setting(n_peers) for n_peers in (1, 10, 20, 50)]
 
 
-def alone_steps() -> list[Setting]:
+def alone_steps() -> list[Line]:
     """Return Alone at six step sizes."""
     return [
-        Setting(f"{lr:g}", f"η = {lr:g}", paper_problem(), Alone(), lr, knobs=f"η = {lr:g}")
+        Line(f"{lr:g}", f"η = {lr:g}", paper_problem(), Alone(), lr, knobs=f"η = {lr:g}")
         for lr in (5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4)
     ]
 
 
-def tuned_comparison() -> list[Setting]:
+def tuned_comparison() -> list[Line]:
     """Return every method at its best constant steps, decreasing steps and, with averaging, constant steps."""
     problem = paper_problem()
     printed = comparison()[-1]
     return [
-        Setting("bc_printed", "BC as printed", problem, printed.rule, printed.lr, knobs=printed.knobs),
+        Line("bc_printed", "BC as printed", problem, printed.rule, printed.lr, knobs=printed.knobs),
         *tuned.constant_steps(problem, N_PEERS, STEPS),
         *tuned.decreasing_steps(problem, N_PEERS, STEPS, bias_floor=8),
         *tuned.constant_steps(problem, N_PEERS, STEPS, average_from=STEPS // 10),
@@ -167,7 +167,7 @@ def mean_estimation_lines(seed: int) -> list[Series]:
     problem = NoisyQuadratic(Quadratic(1, 0, noise), [Quadratic(1, gap, noise / N_PEERS**0.5)])
     steps = recorded(100_000)
     lines = [
-        Setting(label, legend, problem, WeightedAveraging(alpha), lambda t: 1 / (t + 1), knobs=f"α = {alpha:.3g}")
+        Line(label, legend, problem, WeightedAveraging(alpha), lambda t: 1 / (t + 1), knobs=f"α = {alpha:.3g}")
         for label, legend, alpha in (
             ("alone", "own samples only (α = 0)", 0.0),
             ("equal", "all samples alike (α = N/(N + 1))", N_PEERS / (N_PEERS + 1)),
@@ -203,13 +203,13 @@ def bias_growth_lines(seed: int) -> list[Series]:
     return [line(m) for m in (0.0, 0.2, 0.5, 1.0)]
 
 
-def _by_shift(rule: Rule, lr: float, knobs: str) -> list[Setting]:
+def _by_shift(rule: Rule, lr: float, knobs: str) -> list[Line]:
     """Return a rule for peers whose optimum is 10 to 100,000 away."""
     shifts = (10, 100, 1_000, 10_000, 100_000)
-    return [Setting(f"{s}", f"shift {s:,}", paper_problem(shift=s), rule, lr, knobs=knobs) for s in shifts]
+    return [Line(f"{s}", f"shift {s:,}", paper_problem(shift=s), rule, lr, knobs=knobs) for s in shifts]
 
 
-def _curves(settings: Callable[[], list[Setting]], steps: int, first: int = 10) -> Callable[[int], list[Series]]:
+def _curves(settings: Callable[[], list[Line]], steps: int, first: int = 10) -> Callable[[int], list[Series]]:
     """Return a function from a seed to the series of some settings."""
     return lambda seed: [setting.series(recorded(steps, first), seed) for setting in settings()]
 

@@ -7,14 +7,14 @@ import numpy as np
 from scipy.optimize import minimize
 
 from coterie.errors import KnobError
-from coterie.paper.series import Setting
+from coterie.paper.series import Line
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.theory import Constants, best_alpha
 from coterie.theory.linear_gaussian import FloatArray
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 
-def best(make: Callable[..., Setting], start: Sequence[float], steps: int) -> Setting:
+def best(make: Callable[..., Line], start: Sequence[float], steps: int) -> Line:
     """Return the setting with the least expected loss after `steps` steps (simplex search of Nelder and Mead).
 
     The knobs of `make`, all positive, are searched on a logarithmic scale; it may refuse some with a `KnobError`.
@@ -34,7 +34,7 @@ def best(make: Callable[..., Setting], start: Sequence[float], steps: int) -> Se
 
 def constant_steps(
     problem: NoisyQuadratic, n_peers: int, steps: int, average_from: int | None = None
-) -> list[Setting]:
+) -> list[Line]:
     """Return every method at its best constant knobs for the loss after `steps` steps.
 
     With `average_from`, the mean of the iterates after that step is judged, not the last. BC then takes large steps
@@ -44,20 +44,20 @@ def constant_steps(
     schedule = "constant" if average_from is None else "averaged"
     cold, share = average_from is None, n_peers / (n_peers + 1)
 
-    def line(label: str, legend: str, rule: Rule, lr: float, knobs: str = "") -> Setting:
-        return Setting(f"{label}_{schedule}", legend, problem, rule, lr, average_from, f"η = {lr:.2g}{knobs}")
+    def line(label: str, legend: str, rule: Rule, lr: float, knobs: str = "") -> Line:
+        return Line(f"{label}_{schedule}", legend, problem, rule, lr, average_from, f"η = {lr:.2g}{knobs}")
 
-    def alone(lr: float) -> Setting:
+    def alone(lr: float) -> Line:
         return line("alone", "Alone", Alone(), lr)
 
-    def wga(lr: float, alpha: float) -> Setting:
+    def wga(lr: float, alpha: float) -> Line:
         return line("wga", "WGA", WeightedAveraging(alpha), lr, f", α = {alpha:.2g}")
 
-    def bc(lr: float, beta: float, alpha: float) -> Setting:
+    def bc(lr: float, beta: float, alpha: float) -> Line:
         rule = BiasCorrection(alpha, beta, start="zero" if cold else "first", warm_up=not cold)
         return line("bc", "BC", rule, lr, f", α = {alpha:.2g}, β = {beta:.2g}")
 
-    def oracle(lr: float) -> Setting:
+    def oracle(lr: float) -> Line:
         return line("oracle", "BC, oracle", problem.oracle(share), lr, f", α = {share:.2g}")
 
     return [
@@ -68,7 +68,7 @@ def constant_steps(
     ]
 
 
-def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_floor: float) -> list[Setting]:
+def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_floor: float) -> list[Line]:
     """Return every method with steps and, for BC, a β that decrease as 1/t, on a problem with a_0 = 1, σ_0 = 10.
 
     The best θ and φ of η_t = θ/(t + 1), β_t = φ/(t + 1) do not depend on the horizon; BC's are therefore
@@ -78,15 +78,15 @@ def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_flo
     constants = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=n_peers, bias_floor=bias_floor)
     alpha = float(best_alpha(constants, steps))
 
-    def bc(theta: float, phi: float) -> Setting:
+    def bc(theta: float, phi: float) -> Line:
         knobs = f"η = {theta:g}/(t+1), α = {share:.2g}, β = {phi:g}/(t+1)"
         rule = BiasCorrection(share, _decreasing(phi))
-        return Setting("bc_decreasing", "BC", problem, rule, _decreasing(theta), knobs=knobs)
+        return Line("bc_decreasing", "BC", problem, rule, _decreasing(theta), knobs=knobs)
 
     grid = [bc(*knobs) for knobs in itertools.product((0.7, 1, 1.5, 2, 4), (1, 3, 10, 30, 100))]
 
-    def line(label: str, legend: str, rule: Rule, knobs: str = "") -> Setting:
-        return Setting(f"{label}_decreasing", legend, problem, rule, _decreasing(1), knobs=f"η = 1/(t+1){knobs}")
+    def line(label: str, legend: str, rule: Rule, knobs: str = "") -> Line:
+        return Line(f"{label}_decreasing", legend, problem, rule, _decreasing(1), knobs=f"η = 1/(t+1){knobs}")
 
     return [
         line("alone", "Alone", Alone()),
@@ -96,7 +96,7 @@ def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_flo
     ]
 
 
-def drifting_optimum(steps: int) -> list[Setting]:
+def drifting_optimum(steps: int) -> list[Line]:
     """Return every method at its best knobs on objectives that drift together, for the loss after `steps` steps.
 
     All curvatures are 1, σ = 10, the peers' optimum is 4 away from user 0's, and all optima take a random
@@ -108,19 +108,19 @@ def drifting_optimum(steps: int) -> list[Setting]:
         peers = [Quadratic(1, 4, 10 / n_peers**0.5)]
         return NoisyQuadratic(Quadratic(1, 0, 10), peers, x0_spread=1, drift=0.01)
 
-    def alone(lr: float) -> Setting:
-        return Setting("alone", "Alone", problem(1), Alone(), lr, knobs=f"η = {lr:.2g}")
+    def alone(lr: float) -> Line:
+        return Line("alone", "Alone", problem(1), Alone(), lr, knobs=f"η = {lr:.2g}")
 
-    def wga(lr: float, alpha: float) -> Setting:
+    def wga(lr: float, alpha: float) -> Line:
         rule, knobs = WeightedAveraging(alpha), f"η = {lr:.2g}, α = {alpha:.2g}"
-        return Setting("wga_100", "WGA, N = 100", problem(100), rule, lr, knobs=knobs)
+        return Line("wga_100", "WGA, N = 100", problem(100), rule, lr, knobs=knobs)
 
-    def corrected(n_peers: int, *, oracle: bool) -> Callable[[float], Setting]:
+    def corrected(n_peers: int, *, oracle: bool) -> Callable[[float], Line]:
         label, legend = (f"{'oracle' if oracle else 'bc'}_{n_peers}", f"BC{', oracle' * oracle}, N = {n_peers}")
         share, one = n_peers / (n_peers + 1), problem(n_peers)
         rule = one.oracle(share) if oracle else BiasCorrection(share, 1 / steps)
         beta = "" if oracle else f", β = {1 / steps:.2g}"
-        return lambda lr: Setting(label, legend, one, rule, lr, knobs=f"η = {lr:.2g}, α = {share:.2g}{beta}")
+        return lambda lr: Line(label, legend, one, rule, lr, knobs=f"η = {lr:.2g}, α = {share:.2g}{beta}")
 
     lines = [corrected(n_peers, oracle=oracle) for n_peers in (10, 100) for oracle in (False, True)]
     return [

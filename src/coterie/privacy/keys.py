@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from coterie.errors import CoterieError, MaskError, not_installed, printable
 
-_SIGNED = b"coterie: a key for masked sums, of "
+MASKED_SUMS = b"coterie: a key for masked sums"
+"""What an offer is for where nothing else is said."""
 
 
 class Giving(IntEnum):
@@ -42,8 +43,8 @@ class Offer:
         return {"site": self.site, "giving": self.giving.name, **told}
 
     @classmethod
-    def read(cls, site: str, message: Any) -> Self:
-        """Return the offer of a site in a message; a `MaskError` where it is not one, or not signed."""
+    def read(cls, site: str, message: Any, purpose: bytes = MASKED_SUMS) -> Self:
+        """Return the offer of a site in a message; a `MaskError` where it is not one, or not signed for this."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -52,7 +53,7 @@ class Offer:
         try:
             giving = Giving[str(fields.get("giving"))]
             key, identity, signature = (bytes.fromhex(text) for text in texts if isinstance(text, str))
-            Ed25519PublicKey.from_public_bytes(identity).verify(signature, _signed(site, giving, key))
+            Ed25519PublicKey.from_public_bytes(identity).verify(signature, _signed(purpose, site, giving, key))
         except (LookupError, ValueError, InvalidSignature) as error:
             raise MaskError(f"the key of {printable(site, 50)!r} is not signed by that site") from error
         named = fields.get("site")
@@ -89,13 +90,16 @@ class Identity:
         """What people compare."""
         return fingerprint(self._key.public_key().public_bytes_raw())
 
-    def offer(self, giving: Giving = Giving.PLAIN) -> tuple[Any, Offer]:
-        """Return a new private key, and what the others may see of it and of how the site gives its gradients."""
+    def offer(self, giving: Giving = Giving.PLAIN, purpose: bytes = MASKED_SUMS) -> tuple[Any, Offer]:
+        """Return a new private key, and what the others may see of it and of how the site gives its gradients.
+
+        It is good for one purpose, which is in what is signed.
+        """
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         private = X25519PrivateKey.generate()
         key = private.public_key().public_bytes_raw()
-        signature = self._key.sign(_signed(self.site, giving, key))
+        signature = self._key.sign(_signed(purpose, self.site, giving, key))
         return private, Offer(self.site, key, self._key.public_key().public_bytes_raw(), signature, giving)
 
 
@@ -129,5 +133,5 @@ def fingerprint(identity: bytes) -> str:
     return "-".join(digest[start : start + 4] for start in range(0, 32, 4))
 
 
-def _signed(site: str, giving: Giving, key: bytes) -> bytes:
-    return _SIGNED + site.encode() + b": %d: " % giving + key
+def _signed(purpose: bytes, site: str, giving: Giving, key: bytes) -> bytes:
+    return purpose + b", of " + site.encode() + b": %d: " % giving + key

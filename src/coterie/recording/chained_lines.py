@@ -109,7 +109,7 @@ class ChainedLines:
 
     def _new_data(self) -> bytes:
         """Return what stands after the lines that this object knows."""
-        with files.reading(self.path, self.remedy), self.path.open("rb") as file:
+        with files.reading(self.path, self.remedy), files.plain_file(self.path, self.remedy) as file:
             if file.seek(0, os.SEEK_END) < self._end:
                 raise FileError(f"{self.path} is damaged: it has become shorter; {self.remedy}")
             file.seek(self._end)

@@ -7,7 +7,8 @@ running code.
 
 import io
 import warnings
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,10 +109,39 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint of coterie; {remedy}")
     body = files.checked(path, MAGIC, b"\n", data, remedy=remedy, error=CheckpointError)
     try:
-        content: dict[str, Any] = torch.load(io.BytesIO(body), map_location=device, weights_only=True)
+        content: dict[str, Any] = tensors_in(body, device)
     except Exception as error:  # not written by `save`, so anything may be wrong with it
         raise CheckpointError(f"the checkpoint {path} is not plain data: {error}; {remedy}") from error
     return content
+
+
+def load_last(paths: Sequence[Path], device: torch.device | str = "cpu") -> tuple[dict[str, Any], Path]:
+    """Read the newest of some checkpoints, oldest first, that is whole, and return it with its path.
+
+    A newer one that is damaged is told by a warning and set aside, as `….damaged`.
+    """
+    try:
+        return load(paths[-1], device), paths[-1]
+    except CheckpointError as error:
+        if len(paths) < 2:
+            raise
+        before, path = load_last(paths[:-1], device)
+        aside = paths[-1].with_name(f"{paths[-1].name}.damaged")
+        with files.writing(aside):
+            paths[-1].replace(aside)
+        warnings.warn(f"{error}. It is set aside as {aside.name}; going on from {path.name}", stacklevel=3)
+        return before, path
+
+
+def tensors_in(data: bytes, device: torch.device | str = "cpu") -> Any:
+    """Return what `torch.save` has written, on a device; `ValueError` for what would take more memory than it has.
+
+    torch stores numbers as they are. One that is compressed was not written by torch, and may inflate to anything.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if sum(each.file_size for each in archive.infolist()) > len(data):
+            raise ValueError("it holds more than its size, as torch writes none")
+    return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
 
 
 def _plain(content: Any) -> Any:

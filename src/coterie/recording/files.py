@@ -8,10 +8,11 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from coterie.errors import FileError
 
@@ -20,6 +21,11 @@ DIGITS = 64
 
 JSON_HEAD, JSON_END = b'{"sha256": "', b'",'
 """What stands before and after the digest of a JSON file: the file is an object whose first entry it is."""
+
+MOST = 2**34
+"""How many bytes a file may have that is read as a whole."""
+MOST_TEXT = 2**26
+"""How many a file of settings or results may have."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -89,10 +95,25 @@ def reading(path: Path, remedy: str, error: type[FileError] = FileError) -> Iter
         raise error(f"{path} cannot be read ({problem.strerror or problem}); {remedy}") from problem
 
 
-def read(path: Path, remedy: str, error: type[FileError] = FileError) -> bytes:
-    """Return what a file holds."""
-    with reading(path, remedy, error):
-        return path.read_bytes()
+def read(path: Path, remedy: str, error: type[FileError] = FileError, *, most: int = MOST) -> bytes:
+    """Return what a file holds; what is no plain file, or larger than `most` bytes, is not read."""
+    with reading(path, remedy, error), plain_file(path, remedy, error) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise error(f"{path} has {size} bytes, more than the {most} that one may have; {remedy}")
+        return file.read()
+
+
+@contextmanager
+def plain_file(path: Path, remedy: str, error: type[FileError] = FileError) -> Iterator[BinaryIO]:
+    """Open a file for reading, unless it is a device, a pipe or a folder: those may have no end."""
+    with open(path, "rb", opener=_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise error(f"{path} is no plain file; {remedy}")
+        yield file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def checked(
@@ -130,7 +151,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def read_json(path: Path, remedy: str, needed: Sequence[str] = ()) -> dict[str, Any]:
     """Return the object that `write_json` wrote, without its digest; it must have the entries that are needed."""
-    data = read(path, remedy)
+    data = read(path, remedy, most=MOST_TEXT)
     if not data.startswith(JSON_HEAD):
         raise FileError(f"{path} carries no SHA-256: it is damaged, or of an earlier version of coterie; {remedy}")
     body = checked(path, JSON_HEAD, JSON_END, data, remedy=remedy)

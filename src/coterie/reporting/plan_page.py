@@ -20,7 +20,7 @@ from coterie.theory import Choice, Constants, plan
 from coterie.theory.plan import PAYS
 
 POSITIONS = 5
-"""How many places a slider has; what was asked for is in the middle."""
+"""How many places a slider has; what was asked for is in the middle where it can be."""
 FACTORS = {"peers": 3.0, "noise": 2.0, "bias": 3.0, "steps": 4.0}
 """What one place of a slider multiplies by."""
 COLUMNS = {"alpha": "alpha", "beta": "beta", "lr": "step size", "bound": "excess loss ≤", "speedup": "speedup"}
@@ -38,13 +38,13 @@ def write_plan_page(out: Path, problem: Constants, steps: int, doubted: Constant
     out.mkdir(parents=True, exist_ok=True)
     for kind in ("png", "pdf"):
         figure.savefig(out / f"gain_factor.{kind}")
-    table = lookup(problem, steps)
+    table, middle = lookup(problem, steps), _asked(problem, steps)
     constants = [{"constant": name, "value": f"{value:.4g}"} for name, value in _scalars(problem).items()]
     rows = {name: numbers(choice) for name, choice in choices.items()}
     picture = "The speedup of averaging, for m = 0 and peers as noisy as user 0; the mark is this problem."
     sections = [
         Section("", [*rest, note(rows)]),
-        Section("What if?", charts=[_sliders(table["values"]), _results()]),
+        Section("What if?", charts=[_sliders(table["values"], middle), _results()]),
         Section("The constants", tables=[[*constants, {"constant": "steps", "value": str(steps)}]], folded=True),
         Section("Gain over all problems", [picture], figures=[figure], folded=True),
     ]
@@ -61,13 +61,7 @@ def lookup(problem: Constants, steps: int) -> dict[str, Any]:
     Rows lie in the order of the places of peers, noise, bias and steps, the last fastest; a row has alpha, beta,
     step size, bound and speedup of each method, null where there is none or it is infinite.
     """
-    middle = {
-        "peers": float(problem.n_peers),
-        "noise": float(problem.noise),
-        "bias": float(problem.bias_floor),
-        "steps": float(steps),
-    }
-    values = {name: _places(name, value) for name, value in middle.items()}
+    values = {name: _places(name, value) for name, value in _asked(problem, steps).items()}
     peers, noise, bias, many = np.meshgrid(*(np.array(places) for places in values.values()), indexing="ij")
     ratio = 1.0 if problem.peer_noise is None else float(problem.peer_noise) / (float(problem.noise) or 1.0)
     changed = replace(problem, n_peers=peers, noise=noise, peer_noise=ratio * noise, bias_floor=bias)
@@ -78,8 +72,18 @@ def lookup(problem: Constants, steps: int) -> dict[str, Any]:
     return {"values": values, "methods": [TITLES[name] for name in choices], "columns": list(COLUMNS), "rows": flat}
 
 
+def _asked(problem: Constants, steps: int) -> dict[str, float]:
+    """Return what each slider begins at."""
+    return {
+        "peers": float(problem.n_peers),
+        "noise": float(problem.noise),
+        "bias": float(problem.bias_floor),
+        "steps": float(steps),
+    }
+
+
 def _places(name: str, middle: float) -> list[float]:
-    """Return the values that a slider has, what was asked for in the middle; whole ones where they count."""
+    """Return the values that a slider has, what was asked for among them; whole ones where they count."""
     powers = range(-(POSITIONS // 2), POSITIONS // 2 + 1)
     values = [middle * FACTORS[name] ** k for k in powers]
     if name == "bias" and not middle:
@@ -87,7 +91,10 @@ def _places(name: str, middle: float) -> list[float]:
     if name not in ("peers", "steps"):
         return values
     whole = [max(1.0, round(value)) for value in values]
-    return whole if len(set(whole)) == POSITIONS else [float(middle + k) for k in range(POSITIONS)]
+    if len(set(whole)) == POSITIONS:
+        return whole
+    least = max(1.0, middle - POSITIONS // 2)  # few of a thing: one more or less at each place
+    return [least + k for k in range(POSITIONS)]
 
 
 def _column(choice: Choice, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -99,13 +106,12 @@ def _number(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
-def _sliders(values: Mapping[str, Sequence[float]]) -> str:
-    """Return the sliders, each in the middle, or where what was asked for is."""
+def _sliders(values: Mapping[str, Sequence[float]], asked: Mapping[str, float]) -> str:
+    """Return the sliders, each at what was asked for."""
     words = {"peers": "peers N", "noise": "own noise σ₀", "bias": "peers' bias ζ", "steps": "steps T"}
     made = []
     for name, places in values.items():
-        start = POSITIONS // 2 if places[0] and places[POSITIONS // 2] / places[0] > 1.5 else 0
-        start = 0 if name == "bias" and not places[0] else start
+        start = places.index(asked[name])
         made.append(
             f'<label>{words[name]} <output id="of-{name}">{places[start]:.4g}</output>'
             f'<input type="range" id="{name}" min="0" max="{POSITIONS - 1}" step="1" value="{start}"></label>'

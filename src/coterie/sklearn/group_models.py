@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coterie.data import Preparation
 from coterie.data.preparation import Kind
-from coterie.data.table_of_all import users_from_table
+from coterie.data.table import users_from_table
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.everyone.runs import Runs
 from coterie.everyone.train import train_everyone

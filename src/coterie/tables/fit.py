@@ -42,13 +42,14 @@ class Split:
 
     served: str  # "alone", or "with peers"
     measures: Mapping[str, Difference]
+    seconds: float = 0.0  # that its run took
 
     @classmethod
     def of(cls, run: Run) -> "Split":
         """Return what came of a run; where Alone is served the two are the same."""
         end = run.record.end
         if end.comparison is not None and not end.comparison.splits:
-            return cls("with peers", end.comparison.measures)
+            return cls("with peers", end.comparison.measures, end.seconds)
         if not serves_alone(end) and not asks_nobody(run.record.configuration):
             remedy = "leave out `--no-guard`, or `--repeats`"
             raise KnobError(f"`--repeats` compares with a model trained alone, but there is none beside; {remedy}")
@@ -59,14 +60,14 @@ class Split:
             )
             for name in (*metrics, "loss")
         }
-        return cls("alone", measures)
+        return cls("alone", measures, end.seconds)
 
 
 def judge_over_splits(run: Run, splits: Sequence[Split]) -> Section:
     """Let the mean over splits make the verdict of the first split's run; return the splits as part of a page."""
     record, me = run.record, run.record.configuration.me
     comparison = over_splits(splits, me.test, int(me.examples) + me.validation)
-    end = replace(record.end, comparison=comparison)
+    end = replace(record.end, comparison=comparison, seconds=sum(split.seconds for split in splits))
     record.finish(replace(end, verdict=verdict(record.configuration, end).sentence))
     rows = [
         {"split": str(k), "served": split.served, **{name: difference(one) for name, one in split.measures.items()}}
@@ -76,9 +77,10 @@ def judge_over_splits(run: Run, splits: Sequence[Split]) -> Section:
         {"split": "mean", "served": "", **{name: difference(one) for name, one in comparison.measures.items()}}
     )
     text = [
-        "The model served is that of the first split. In each the rows are split anew, with other initial weights "
-        "and batches, and all is chosen again. The error of a single split is over its test rows; that of the mean "
-        "allows for the overlap of the splits."
+        "The model served is that of the first split, and the numbers of its test rows are those of this split "
+        "alone; the verdict and the time are of all splits. In each the rows are split anew, with other initial "
+        "weights and batches, and all is chosen again. The error of a single split is over its test rows; that of "
+        "the mean allows for the overlap of the splits."
     ]
     return Section("The splits, against training alone", text, [rows], folded=True)
 

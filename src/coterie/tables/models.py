@@ -17,6 +17,7 @@ from coterie.data import Preparation
 from coterie.errors import FileError, ModelError
 from coterie.evaluation.losses import PerExample
 from coterie.recording import files
+from coterie.recording.checkpoint import tensors_in
 from coterie.users.user import Loss
 
 Factory: TypeAlias = Callable[[int, int], nn.Module]
@@ -91,6 +92,8 @@ def _weighted_squares(outputs: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
 
 
 ABOUT, PARAMETERS = "model.json", "model.pt"
+MOST = 2**30
+"""How many bytes the parameters of a built-in model may have."""
 REMEDY = "train it again: `coterie train` with `--resume` writes it anew from the last checkpoint"
 
 
@@ -126,21 +129,30 @@ def load_model(folder: Path, model: str | None = None) -> nn.Module:
             f"the model in {folder} is {about.model!r}, which would run code; if you trust it, name it: "
             "`--model module.path:factory`, or `model=` in Python"
         )
-    data = files.read(folder / PARAMETERS, REMEDY)
+    name = model or about.model
+    data = files.read(folder / PARAMETERS, REMEDY, most=MOST if name in BUILT_IN else files.MOST)
     if files.sha256(data) != about.parameters:
         raise FileError(
             f"{folder / PARAMETERS} is damaged (truncated or altered), or not what {ABOUT} describes; {REMEDY}"
         )
-    name = model or about.model
     try:
+        if name in BUILT_IN and 2 * (numbers := _n_numbers(about, name)) > len(data):
+            raise ValueError(f"{numbers} numbers do not fit into its {len(data)} bytes")  # noqa: TRY301  # see below
         made = build(name, about.n_inputs, about.n_outputs)
-        made.load_state_dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        made.load_state_dict(tensors_in(data))
     except ModelError:
         raise
     except Exception as error:  # a folder may come from anybody, so anything may be wrong with it
         remedy = f"name the model that it was trained with, not {model!r}" if model else REMEDY
         raise ModelError(f"{folder / PARAMETERS} does not fit the model {name!r}: {error}; {remedy}") from error
     return made
+
+
+def _n_numbers(about: About, name: str) -> int:
+    """Return how many numbers a model has, without making it: a folder may tell of any size."""
+    with torch.device("meta"):
+        made = build(name, about.n_inputs, about.n_outputs)
+    return sum(int(value.numel()) for value in made.state_dict().values())
 
 
 def check_finished(folder: Path) -> None:

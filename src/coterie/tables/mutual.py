@@ -16,8 +16,7 @@ from coterie.data.columns import with_numbers
 from coterie.data.preparation import Kind, Preparation, classes_of
 from coterie.data.reading import read_rows, users_in
 from coterie.data.statistics import Statistics
-from coterie.data.table import SHARE
-from coterie.data.table_of_all import split_at_most, user_of
+from coterie.data.table import SHARE, split_at_most, user_of
 from coterie.engines.mutual.meeting import Meeting
 from coterie.engines.torch_distributed.place import Place
 from coterie.errors import CoterieError, DataError, KnobError, PeerLost

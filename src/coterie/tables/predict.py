@@ -40,6 +40,28 @@ def predict(folder: Path | str, rows: "pd.DataFrame", model: str | None = None) 
     return predictions
 
 
+def harmless(table: "pd.DataFrame") -> "pd.DataFrame":
+    """Return a table with an apostrophe before texts that a spreadsheet would run as a formula.
+
+    Example:
+        >>> import pandas as pd
+        >>> table = pd.DataFrame({"=a": ["=1+1", "-3", "@x", "b"], "n": [-1, 2, 3, 4]})
+        >>> harmless(table).to_csv(index=False).split()
+        ["'=a,n", "'=1+1,-1", '-3,2', "'@x,3", 'b,4']
+    """
+
+    def quoted(value: object) -> object:
+        if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
+            return value
+        try:
+            float(value)  # a number is none
+        except ValueError:
+            return f"'{value}"
+        return value
+
+    return table.map(quoted).rename(columns=quoted)
+
+
 def columns_of_names(folder: Path) -> list[str]:
     """Return the columns that name users and rows for a folder's model: they must be read as they are written."""
     users = [whose_folders(folder)[0]] if is_everyone(folder) else []

@@ -3,10 +3,12 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.capabilities import TellsPromises
+from coterie.engines.engine import Answers
 from coterie.errors import GradientError, KnobError, PeerLost, UserCodeError, blaming
 from coterie.evaluation.evaluate import evaluate
 from coterie.learners.learner import Learner, NextStep
@@ -23,6 +25,9 @@ from coterie.training.guard import Guard
 from coterie.training.hooks import Hook, HookLike, Start, as_hook, tell
 from coterie.training.resuming import ResumableRun, check_free
 from coterie.training.run import Run, Step, Stopped
+
+NOTHING_ASKED: Mapping[Learner, Answers | None] = MappingProxyType({})
+"""Every learner asks by itself."""
 
 
 class TrainingLoop(ResumableRun):
@@ -132,14 +137,19 @@ class TrainingLoop(ResumableRun):
         gradients = (p.grad for p in self.learner.model.parameters())
         return next((gradient._version for gradient in gradients if gradient is not None), 0)
 
-    def advance(self, most: int = 1) -> tuple[float, Mapping[str, str]]:
-        """Take a step, or several if captured; return user 0's loss in the last, and who was left out and why."""
+    def advance(
+        self, most: int = 1, answers: Mapping[Learner, Answers | None] = NOTHING_ASKED
+    ) -> tuple[float, Mapping[str, str]]:
+        """Take a step, or several if captured; return user 0's loss in the last, and who was left out and why.
+
+        `answers`: to questions that were asked together with those of other runs.
+        """
         self.whole = False
         with blaming("the model, the loss or the optimizer"):
             losses = self.captured and self.captured.advance(most)
         if losses:
             return self.took(losses)
-        step = self._one_step()
+        step = self._one_step(answers)
         self.losses.append(float(step.own_loss))
         for name, reason in step.left_out.items():
             counts = self.left_out.setdefault(name, {})
@@ -151,14 +161,15 @@ class TrainingLoop(ResumableRun):
         self.losses += losses
         return losses[-1], {}
 
-    def _one_step(self) -> NextStep:
+    def _one_step(self, answers: Mapping[Learner, Answers | None]) -> NextStep:
         """Take one step, and return it."""
         self.whole = True  # until the step is taken
         try:
-            step = _next_step(self.learner)
+            step = _next_step(self.learner, answers.get(self.learner))
         except PeerLost as lost:
             raise self._lost(lost) from lost
-        alone = None if self.guard is None else _next_step(self.guard.shadow)
+        shadow = None if self.guard is None else self.guard.shadow
+        alone = None if shadow is None else _next_step(shadow, answers.get(shadow))
         if self.guard is not None and alone is not None and self.learner.can_restart:
             if not alone.is_finite():
                 raise self._not_finite(alone)
@@ -310,6 +321,6 @@ class TrainingLoop(ResumableRun):
         return GradientError(f"{of_rule or own}; the state before it is {where}. {remedy}", run)
 
 
-def _next_step(learner: Learner) -> NextStep:
+def _next_step(learner: Learner, answers: Answers | None = None) -> NextStep:
     with blaming("the model or the loss"):
-        return learner.next_step()
+        return learner.next_step(answers)

@@ -60,7 +60,8 @@ class ResumableRun:
                 f"{saved[-1]} stands without the record {path}; put it back, or name another folder"
             )
         record = Record.load(path)
-        self.load_state_dict(checkpoint.load(saved[-1], self.learner.x.device), configuration, saved[-1])
+        state, path = checkpoint.load_last(saved, self.learner.x.device)
+        self.load_state_dict(state, configuration, path)
         record.configuration = configuration
         record.cut(self.learner.step)
         self.folder.saved_at = self.learner.step

@@ -1,7 +1,6 @@
 """Train one run (Algorithm 1, with any optimizer of `torch.optim`): set up, choose, take the steps, finish."""
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from coterie.arguments import takes_fields_of
 from coterie.choosing import MakesLearner
 from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.cpu_threads import cpu_threads, threads_for
-from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
 from coterie.recording.claim import Claim, claimed
 from coterie.recording.configuration import Configuration
@@ -80,7 +78,6 @@ def set_up(
     held: ExitStack,
     stack: ExitStack,
     *,
-    learner_of: Callable[..., Learner] = setup.learner_of,
     known: dict[str, OnParts] | None = None,
 ) -> SetUpRun:
     """Set a run up: check, open the engine, claim the folder, choose, measure, make the learner and its guard.
@@ -110,7 +107,7 @@ def set_up(
     costs = setup.costs_of(spec, engine.names, configuration.peers)
     by_itself = guarded and not isinstance(rule, MakesLearner)  # whose learner guards itself
     watch = setup.guard_of(spec, costs, spec.forward_options) if by_itself else None
-    learner = learner_of(spec, rule, engine, costs, guarded=guarded, forward_options=spec.forward_options)
+    learner = setup.learner_of(spec, rule, engine, costs, guarded=guarded, forward_options=spec.forward_options)
     captured, capture = setup.captured(spec.capture, learner, watch)
     hooks = [*trackers, ProgressHook(spec.progress, stack), *spec.hooks]
     loop = TrainingLoop(spec, learner, hooks, save_every=spec.save_every, guard=watch, captured=captured)

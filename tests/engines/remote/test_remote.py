@@ -16,7 +16,7 @@ import torch
 from tests.support.small_peers import LOSS, model, peer_of
 
 import coterie
-from coterie.choosing.adaptive.whom import added_noise
+from coterie.choosing.adaptive.weights import added_noise
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.errors import CoterieError, PeerLost

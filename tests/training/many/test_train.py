@@ -17,11 +17,7 @@ import coterie
 from coterie import Alone, BiasCorrection, User, WeightedAveraging
 from coterie.benchmark.models import cnn
 from coterie.engines.in_process import copies
-from coterie.engines.in_process.copies import Copies
-from coterie.engines.in_process.engine import InProcess
 from coterie.learners.blocks import StackBlock
-from coterie.learners.sharing import Needs, passes
-from coterie.learners.tables import ExamplePool
 from coterie.rules import FormulaRule, Knob
 from coterie.training.captured import Captured
 from coterie.training.many.loop import ManyLoop
@@ -188,18 +184,6 @@ def test_users_in_turn_share_their_batches(make_users: Users) -> None:
         for seed in (0, 1)
     ]
     assert all(together(compared(specs)))
-    engine = InProcess(model, f.cross_entropy, everybody[0], everybody[1:])
-    pool = ExamplePool([copy.copy(user) for user in everybody for _ in range(3)], torch.device("cpu"))
-    needs = Needs()
-    for run, each in enumerate(specs):
-        needs[run] = {pool.stream(peer, 4, each.seed): 0.25 for peer in each.peers}
-    (shared,) = passes(Copies(engine.passes), pool, needs, torch.zeros(1, 1))
-    assert shared.shares.shape == (2, 5, 5 * 4)  # two seeds, five runs each, all five users once
-    assert torch.equal(shared.shares.sum(2), torch.ones(2, 5))
-    (shared,) = passes(
-        Copies(engine.passes), pool, {0: dict([*needs[0].items()][:1]), 1: needs[0]}, torch.zeros(1, 1)
-    )
-    assert shared.shares.shape == (2, 1, 4 * 4)  # who needs one user only is not taken through four
 
 
 def test_memory_bounds_what_goes_together(make_users: Users, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from coterie.choosing.adaptive.looks import Looks
+from coterie.choosing.adaptive.evaluations import Looks
 from coterie.choosing.adaptive.peer_weights import PeerWeights
-from coterie.choosing.adaptive.when import Path, skewed_error, standard_error
-from coterie.choosing.adaptive.whom import Array
+from coterie.choosing.adaptive.stopping import Path, skewed_error, standard_error
+from coterie.choosing.adaptive.weights import Array
 from coterie.recording.configuration import counted
 
 FEWEST = 6

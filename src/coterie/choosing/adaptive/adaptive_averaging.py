@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import optional, real
-from coterie.choosing.adaptive.looks import Looks, split
+from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
+from coterie.choosing.adaptive.evaluations import Looks, split
 from coterie.choosing.adaptive.repeated_steps import RepeatedSteps
 from coterie.choosing.adaptive.schedule import LOOKS
-from coterie.choosing.adaptive.trunk_and_branch import TrunkAndBranch
 from coterie.choosing.chooser import Choice
-from coterie.engines.capabilities import AsksAtPoints, Stackable, require
+from coterie.engines.asking import OwnUser, StackedGradients, asking
+from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.errors import ModelError
@@ -21,9 +22,6 @@ from coterie.gradients.parameters import Parameters
 from coterie.learners.blocks import Block, StackBlock
 from coterie.learners.capturable import why_not_capturable
 from coterie.learners.learner import Learner
-from coterie.learners.points import Points
-from coterie.learners.points_exchanged import PointsExchanged
-from coterie.learners.points_together import PointsTogether
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
 from coterie.rules import Alone
@@ -166,27 +164,19 @@ class AdaptiveAveraging:
 
     def learner(
         self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
-    ) -> TrunkAndBranch:
+    ) -> AdaptiveLearner:
         """Return the learner of a run that is prepared."""
         folds, parts = self.parts(spec)
         try:
-            points = self._points(spec, engine, parts, forward_options)
+            me = OwnUser(spec.model, spec.loss, spec.me, spec.batch_size, spec.seed, forward_options)
+            points = asking(engine, me, parts)
         except ModelError as error:  # with all examples it was tried before
             raise ModelError(
                 f"{error}. Adaptive averaging trains on parts of the {len(spec.me)} own examples too, the least of "
                 f"{int(parts.sum(1).min())}; give more own examples, or a rule such as `Alone()`"
             ) from error
         looks = Looks(spec, points, folds, nested=self.plan.nested)
-        return TrunkAndBranch(spec, engine, costs, looks, guarded=guarded)
-
-    @staticmethod
-    def _points(spec: RunSpec, engine: Engine, parts: Tensor, forward_options: ForwardOptions) -> Points:
-        """Return what asks for gradients at several points, in as few passes or exchanges as the engine can."""
-        if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
-            return PointsTogether(spec, engine, parts)
-        if isinstance(engine, AsksAtPoints) and engine.capabilities.many_points:
-            return PointsExchanged(spec, engine, parts, forward_options)
-        return Points(spec, engine, parts, forward_options)
+        return AdaptiveLearner(spec, engine, costs, looks, guarded=guarded)
 
     def parts(self, spec: RunSpec) -> tuple[Tensor, Tensor]:
         """Return the fold of each own example, (n,), and which examples copies see, (P, n): all, all but each."""
@@ -200,11 +190,11 @@ class AdaptiveAveraging:
 
     def block(self, learner: Learner) -> Block | str:
         """Return the steps of such a learner as a block, or why they cannot be taken so."""
-        if not isinstance(learner, TrunkAndBranch):
+        if not isinstance(learner, AdaptiveLearner):
             raise TypeError(f"a learner of `AdaptiveAveraging` is needed, got {type(learner).__name__}")
         if learner.exchange_every > 1:
             return "not all steps are alike with `exchange_every`"
-        if not isinstance(learner.points, PointsTogether):
+        if not isinstance(learner.points, StackedGradients):
             return "gradients at several points are computed one after the other"
         return why_not_capturable(learner.optimizer) or StackBlock(RepeatedSteps(learner, learner.points))
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from coterie.choosing.adaptive.directions import WithoutOutliers
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.trunk import Near
-from coterie.choosing.adaptive.whom import Array, FittedWeights, added_noise, shares, sizes
+from coterie.choosing.adaptive.weights import Array, FittedWeights, added_noise, shares, sizes
 from coterie.engines.engine import Engine
 
 
@@ -32,15 +32,15 @@ class PeerWeights:
         self.by_size = shares(self.sizes)
         self.trunk = "fitted"  # or "pooled": from which the branch began; "none" where there was nobody to follow
 
-    def fit(self, near: Near) -> None:
+    def fit(self, near: WithoutOutliers) -> None:
         """Fit the weights of the next steps."""
         added = added_noise(self.engine, self.d)
-        for fitted, theirs, ours in zip(self.fitted, near.judged.theirs, near.judged.ours, strict=True):
+        for fitted, theirs, ours in zip(self.fitted, near.evidence.theirs, near.evidence.ours, strict=True):
             fitted.add(theirs, ours, added)
         told = sizes(self.engine)  # sites tell theirs when they answer
         self.sizes = np.where(np.isnan(told), self.sizes, told)
         noise = added / (self.steps * max(near.usual * near.usual, 1e-30))
-        self.by_size = shares(self.sizes, noise, without=near.far)
+        self.by_size = shares(self.sizes, noise, without=near.outlier)
 
     def fork(self, trunk: str) -> bool:
         """Begin the branch from a trunk, without peers that never answered; say whether any peer is left."""

@@ -2,21 +2,24 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from coterie.choosing.adaptive.trunk_and_branch import TrunkAndBranch
-from coterie.engines.in_process.side_stream import side_stream
-from coterie.learners.points_together import PointsTogether
+from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
+from coterie.choosing.adaptive.directions import peer_sums
+from coterie.engines.asking import StackedGradients
 from coterie.learners.stack import Stack
 
 
 class RepeatedSteps:
     """The steps between two Gram matrices, looks or forks, which are the same work; see `learners.blocks`."""
 
-    def __init__(self, learner: TrunkAndBranch, points: PointsTogether) -> None:
+    def __init__(self, learner: AdaptiveLearner, points: StackedGradients) -> None:
         self.learner, self.points = learner, points
-        self.repeats, self.drawn = learner.until_other_work, points.drawn
+        self.repeats = learner.until_other_work
+
+    def drawn(self, step: int) -> list[Tensor]:
+        """Return the examples of the next steps, a row for each step."""
+        return [self.points.block(step)]
 
     @property
     def step(self) -> int:
@@ -46,18 +49,13 @@ class RepeatedSteps:
         return [self.learner.schedule.alpha(step) if self._in_branch else 1.0]
 
     def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
-        """Write the directions of all copies; return user 0's loss. Its own passes go on beside the peers'."""
-        learner, theirs = self.learner, self.learner.peers.x
-        with side_stream(theirs.device) as join:
-            copies = theirs[: learner.n_folds + 1] if self._in_branch else theirs[:0]
-            own = self.points.own_of(torch.cat([learner.alone.x, copies]), drawn[0])
-        asked = self.points.sums_of(theirs, drawn[1], self.held[0])
-        join()
-        if self._in_branch:
-            learner.mix(own, asked, numbers[0])
-        else:
-            learner.follow(own, asked)
-        return own.loss
+        """Write the directions of all copies; return user 0's loss."""
+        learner = self.learner
+        answers = self.points.on(learner.question(), drawn[0])
+        peers = peer_sums(answers, len(learner.peers.x))
+        own, losses = learner.own_answers(answers)
+        learner.direct(own, peers, numbers[0])
+        return losses[0]
 
     def taken(self, n: int, losses: Tensor) -> None:
         """Let the learner know that n steps were taken; nothing else is made of their losses."""

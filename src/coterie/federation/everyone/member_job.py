@@ -2,18 +2,16 @@
 
 from typing import Any
 
-from nvflare.collab import collab
-
-from coterie.federation.everyone.member import MemberRun
+from coterie.federation.everyone.member import REFUSAL, MemberRun
 from coterie.federation.lead_job import CollabSites
 from coterie.federation.site_job import Answering, by_server, folder_here, init, logger, publish
 from coterie.registry import import_from_environment
 
 
-class Member(Answering):
+class MemberSite(Answering):
     """Train when the server says so, and answer the sites that this one names, one request at a time."""
 
-    refusal = "it answers the sites that it names only"
+    refusal = REFUSAL
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +28,23 @@ class Member(Answering):
             logger.exception("this site takes no part, since its data or model cannot be read")
 
     def answers(self) -> bool:
-        """Say whether a site that this one names asks; NVFLARE knows the caller by its certificate."""
-        return self.run is not None and collab.caller in self.run.settings.sites
+        """Answer nobody by calls that are not sealed: NVFLARE's server can say of any that a site made it."""
+        return False
+
+    @publish
+    def call(self, call: Any) -> dict[str, Any]:
+        """Answer a sealed call of a site that this one names."""
+        return {"refused": self.refusal} if self.run is None else self.run.answer(call)
+
+    @publish
+    def key(self, job: Any) -> dict[str, Any]:
+        """Return this site's key for the calls of a job."""
+        return self.run.key(job) if by_server() and self.run is not None else {}
+
+    @publish
+    def meet(self, offers: Any) -> dict[str, Any]:
+        """Take over the other sites' keys."""
+        return self.run.meet(offers) if by_server() and self.run is not None else {}
 
     @publish
     def check(self) -> dict[str, Any]:

@@ -5,8 +5,10 @@ README_OF_A_MEMBER = """# {site} in the consortium {consortium}
 Every site trains a model for itself, with the others' help: {members_in_words}. At every step your machine
 sends your model's parameters to the others, and each gives back the gradient of the loss on a batch of **its**
 training rows. Yours does the same for them. Rows stay where they are; your model, its weights, your validation and
-test rows and what comes out stay here, in `run`. The server at {server} passes messages on: they are encrypted from
-site to site. This folder is data: nothing in it is run. Your machine runs the `coterie` that you installed.
+test rows and what comes out stay here, in `run`. The server at {server} passes messages on, which it can neither
+read nor make up: your machine has a key of its own, which it makes itself. `coterie federate check .` shows its
+fingerprint; tell it to the others by telephone, and write theirs under `[keys]` of `{file}`.
+This folder is data: nothing in it is run. Your machine runs the `coterie` that you installed.
 
 1. `pip install "./{wheel}[flare]"` in a Python environment of your own. The file is coterie itself: {lead}
    sends it with this folder. `sha256sum` must show `{digest}`. What it depends on comes from your package index.

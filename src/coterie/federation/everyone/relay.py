@@ -1,6 +1,7 @@
 """The server's part where everyone trains: let all begin, watch until all have ended, and know nothing else."""
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +28,14 @@ WHOLE_RUN = 365 * 86400.0
 def relay(folder: Path, sites: Sites, *, patience: float = PATIENCE, pause: float = SECONDS_BETWEEN_LOOKS) -> None:
     """Let all sites train and answer each other until all have ended, or those that have not are silent.
 
-    Who has ended goes on answering until then. Where the caps of a site are too small for what all plan, nobody
+    The sites' keys are passed on first, by which they call each other and nobody else can. Who has ended goes on
+    answering until then. Where the caps of a site are too small for what all plan, nobody
     begins. What is written to `run` in the server's folder is how far everybody is.
     """
     names, out = members_of(folder), folder / RUN
     with at_work(out):
+        offers = sites.ask(names, "key", patience, job=secrets.token_hex(16)).wait()
+        sites.ask(names, "meet", patience, offers=dict(offers)).wait()
         if problems := _problems(sites.ask(names, "check", patience).wait()):
             files.write(out / REFUSED, f"{'; '.join(problems)}. {REMEDY}".encode())
             return

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coterie.choosing.adaptive.account import sentence
-from coterie.choosing.adaptive.when import (
+from coterie.choosing.adaptive.stopping import (
     Path,
     Resampled,
     best_path,

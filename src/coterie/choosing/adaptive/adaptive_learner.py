@@ -19,7 +19,7 @@ served, `account` what is told of it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -30,18 +30,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.adaptive.account import account_of
-from coterie.choosing.adaptive.branch import SecondHalf, mixed
-from coterie.choosing.adaptive.looks import Looks
+from coterie.choosing.adaptive.directions import FixedWeights, PeerSums, WithoutOutliers, followed, mixed, peer_sums
+from coterie.choosing.adaptive.evaluations import Looks
 from coterie.choosing.adaptive.peer_weights import PeerWeights
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.trunk import Near, followed
-from coterie.choosing.adaptive.when import Path
-from coterie.choosing.adaptive.whom import Array
-from coterie.engines.engine import Engine
+from coterie.choosing.adaptive.stopping import Path
+from coterie.choosing.adaptive.weights import Array
+from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
 from coterie.gradients.parameters import copied, load_trained_state, trained_state
 from coterie.learners.learner import Learner, NextStep
-from coterie.learners.points import Own, Sums
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
 from coterie.recording.costs import Costs, Traffic
@@ -49,7 +47,7 @@ from coterie.recording.result import GuardDecision
 from coterie.rules import Alone
 
 
-class TrunkAndBranch(Learner):
+class AdaptiveLearner(Learner):
     """Follow the peers first and the own examples more and more, and serve what the own examples found best.
 
     The model is, at every look, what would be served then.
@@ -73,7 +71,8 @@ class TrunkAndBranch(Learner):
         self.grams = self.gradients_asked = 0
         self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
         self.longest = self.x.new_zeros(len(self.peers.x))  # how long what peers send to the trunks may be
-        self._second_half: SecondHalf | None = None
+        self._second_half: FixedWeights | None = None
+        self._nobody = self.trunk_weights[:0]
         self._asks = True  # in the last step; else it used what the peers said before
         self._gave = np.ones(len(engine.names), bool)  # which peers gave in the last step; by point if not alike
         self._pooled = self.peer_weights.by_size  # by which pooled was asked for in the last step that judged
@@ -88,114 +87,102 @@ class TrunkAndBranch(Learner):
         """The branch's first step."""
         return self.schedule.half
 
-    def next_step(self) -> NextStep:
-        """Ask everybody at all points, and return the step of all copies."""
+    def question(self) -> Question:
+        """Return what the next step asks: the peers at their models, user 0 where copies need its gradient."""
         if self.looks.chosen is None:
             self._look()
-        if self.schedule.judges(self.step):
-            return self._judging_step()
-        return self._trunk_step() if self.step < self.half else self._branch_step()
+        points, first_phase, judges = self._points("peers"), self.step < self.half, self.schedule.judges(self.step)
+        weights = self.trunk_weights if first_phase else self.second_half().weights
+        own, parts = [self._points("alone")], [*range(self.n_folds + 1)]
+        carried = self.buffers["peers"].shape[1] > 0
+        if not first_phase:  # pooled needs no own gradient, but running statistics
+            own.append(points if carried else points[: self.n_folds + 1])
+            parts += [*range(self.n_folds + 1), *([0] if carried else [])]
+        elif carried:  # a trunk's running statistics are those of the examples that judge it
+            own.append(points)
+            parts += [*self._judging(), 0]
+        self._asks = judges or self.heard is None or not self._holds()
+        if judges:
+            self._pooled = self.peer_weights.by_size
+        if not self._asks:
+            points, weights = points[:0], self._nobody
+        each = self._judging() if judges else ()
+        return Question(torch.cat([points, *own]), self.step, weights, own=parts, each=each)
 
-    def _trunk_step(self) -> NextStep:
-        asking = self._sums(self._points("peers"), self.trunk_weights)
-        own = self.points.own(self._points("alone"), self.step, range(self.n_folds + 1))
-        asked = asking()
-        return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_trunk, own, asked))
-
-    def _judging_step(self) -> NextStep:
-        """Return a step of the trunk that judges every peer by itself."""
-        self._asks, self._pooled = True, self.peer_weights.by_size
-        judging = self.points.judge(self._points("peers"), self.step, self.trunk_weights, self._judging())
-        own = self.points.own(self._points("alone"), self.step, range(self.n_folds + 1))
+    def next_step(self, answers: Answers | None = None) -> NextStep:
+        """Return the step of all copies that the answers make; asked for here when None."""
+        answers = self.points.ask(self.question()) if answers is None else answers
+        asked = len(self.peers.x) if self._asks else 0
+        own, loss = (each[0] for each in self.own_answers(answers))
+        if not self._asks and self.heard is not None:  # between exchanges: the last sums
+            peers = PeerSums(self.heard["sums"], self.heard["answered"])
+            return NextStep(own, loss, {}, partial(self._take, answers, peers))
+        if answers.judged is None:
+            take = partial(self._take, answers, peer_sums(answers, asked))
+            return NextStep(own, loss, answers.left_out, take)
         bounded, names = self.spec.norm_bound is not None, self.engine.names
-        near = Near.of(judging(), self.longest[:-1], bounded=bounded, names=names)
-        return NextStep(own.gradients[0], own.loss, near.judged.left_out, partial(self._take_judging, own, near))
+        near = WithoutOutliers.of(answers, self.longest[:-1], bounded=bounded, names=names)
+        return NextStep(own, loss, near.left_out, partial(self._take_judging, answers, near))
 
-    def _sums(self, points: Tensor, weights: Tensor) -> Callable[[], Sums]:
-        """Ask for the peers' sums; between exchanges return the last."""
-        self._asks = self.heard is None or not self._holds()
-        if self.heard is None or self._asks:
-            return self.points.ask(points, self.step, weights)
-        return partial(Sums, self.heard["sums"], self.heard["answered"])
-
-    def _take_judging(self, own: Own, near: Near) -> None:
+    def _take_judging(self, answers: Answers, near: WithoutOutliers) -> None:
         """Step by the weights that were asked for, and fit those of the next steps."""
         self.longest.copy_(torch.cat([near.longest, near.longest.max()[None]]).nan_to_num(0.0))
-        sums = near.judged.sums(self.trunk_weights)
+        sums = PeerSums(*near.sums(answers, self.trunk_weights))
         self.peer_weights.fit(near)
         self._weigh()
         self.grams += 1
         self.costs.compute([self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_trunks)
         if self.sketch:
             self.costs.exchange(self.engine.names, down=0, up=self.n_trunks * self.sketch)
-        self._take_trunk(own, sums)
+        self._take(replace(answers, left_out=near.left_out), sums)
 
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
         self.trunk_weights.copy_(self._tensor(self.peer_weights.of_trunks()))
 
-    def _take_trunk(self, own: Own, asked: Sums) -> None:
-        """Let the trunks follow the peers, and Alone's copies their own gradients."""
-        self._keep(asked)
-        self.follow(own, asked)
-        if self.buffers["peers"].shape[1]:  # a trunk's running statistics are those of the examples that judge it
-            self.buffers["peers"] = self.points.own(self._points("peers"), self.step, [*self._judging(), 0]).buffers
-        self._finish(own)
+    def own_answers(self, answers: Answers) -> tuple[Tensor, Tensor]:
+        """Return user 0's gradients and losses."""
+        if answers.sums is None or answers.losses is None:
+            raise AssertionError("sums were asked for, and user 0")
+        return answers.sums[len(self.peers.x) if self._asks else 0 :], answers.losses
 
-    def follow(self, own: Own, asked: Sums) -> None:
-        """Write the directions of a step of the trunk; none where a sum is far longer than the peers' gradients."""
-        followed(asked, self.longest, out=self.peers.direction)
-        self.alone.direction.copy_(own.gradients)
+    def _take(self, answers: Answers, peers: PeerSums) -> None:
+        """Take the step of all copies."""
+        self._keep(answers, peers)
+        self.direct(self.own_answers(answers)[0], peers, self.schedule.alpha(self.step))
+        if self.buffers["peers"].shape[1] and answers.buffers is not None:
+            self.buffers["peers"] = answers.buffers[self.n_folds + 1 :]
+            self.buffers["alone"] = answers.buffers[: self.n_folds + 1]
+        self.alone.step()
+        self.peers.step()
+        self.advanced(1)
 
-    def second_half(self) -> SecondHalf:
+    def direct(self, own: Tensor, peers: PeerSums, alpha: float | Tensor) -> None:
+        """Write the directions of all copies: the trunks' follow the peers, the branch's mix them with `own`."""
+        copies = self.n_folds + 1
+        self.alone.direction.copy_(own[:copies])
+        if self.step < self.half:
+            followed(peers, self.longest, out=self.peers.direction)
+        else:
+            ours, longest = own[copies : 2 * copies], self.second_half().longest
+            self.unheard += ~mixed(ours, peers, longest, alpha, out=self.peers.direction)[:1]
+
+    def second_half(self) -> FixedWeights:
         """Return the peers' weights in the second half, and how long their sums may be; fixed at the fork."""
         if self._second_half is None:
             arrays = self.peer_weights.of_branch()
             longest = np.array(arrays) @ self.peer_weights.bounds()
-            self._second_half = SecondHalf(self._tensor(arrays), arrays, self._tensor(longest))
+            self._second_half = FixedWeights(self._tensor(arrays), arrays, self._tensor(longest))
         return self._second_half
 
-    def _branch_step(self) -> NextStep:
-        step, copies = self.step, self.n_folds + 1
-        points = self._points("peers")
-        own_points, parts = points[:copies], [*range(copies), *range(copies)]
-        if self.buffers["peers"].shape[1]:  # pooled needs no own gradient, but running statistics
-            own_points, parts = points, [*parts, 0]
-        asking = self._sums(points, self.second_half().weights)
-        own = self.points.own(torch.cat([self._points("alone"), own_points]), step, parts)
-        asked = asking()
-        return NextStep(own.gradients[0], own.loss, asked.left_out, partial(self._take_branch, own, asked))
-
-    def _take_branch(self, own: Own, asked: Sums) -> None:
-        """Let the branch's copies follow the own gradients more and more, and pooled the peers."""
-        self._keep(asked)
-        self.mix(own, asked, self.schedule.alpha(self.step))
-        if self.buffers["peers"].shape[1]:
-            self.buffers["peers"] = own.buffers[self.n_folds + 1 :]
-        self._finish(own)
-
-    def mix(self, own: Own, asked: Sums, alpha: float | Tensor) -> None:
-        """Write the directions of a step of the branch."""
-        copies, longest = self.n_folds + 1, self.second_half().longest
-        ours = own.gradients[copies : 2 * copies]
-        self.unheard += ~mixed(ours, asked, longest, alpha, out=self.peers.direction)[:1]
-        self.alone.direction.copy_(own.gradients[:copies])
-
-    def _keep(self, asked: Sums) -> None:
+    def _keep(self, answers: Answers, peers: PeerSums) -> None:
         """Keep what the peers said for the steps up to the next exchange, where there are any."""
-        silent = gave_nothing(asked.left_out)
+        silent = gave_nothing(answers.left_out)
         self._gave = np.array([name not in silent for name in self.engine.names])
-        if asked.refused is not None:
-            self._gave = ~asked.refused.numpy()
+        if answers.refused is not None:
+            self._gave = ~answers.refused.numpy()
         if self.exchange_every > 1 and self._asks:
-            self.heard = {"sums": asked.sums.clone(), "answered": asked.answered.clone()}
-
-    def _finish(self, own: Own) -> None:
-        """Take the step of all copies."""
-        self.buffers["alone"] = own.buffers[: self.n_folds + 1]
-        self.alone.step()
-        self.peers.step()
-        self.advanced(1)
+            self.heard = {"sums": peers.sums.clone(), "answered": peers.answered.clone()}
 
     def advanced(self, n: int) -> None:
         """Count steps of one kind that were taken; fork the trunk at its end, and look where it is time."""

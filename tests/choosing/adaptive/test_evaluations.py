@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from coterie import User
 from coterie.choosing.adaptive import AdaptiveAveraging
-from coterie.choosing.adaptive.looks import Looks, split
-from coterie.choosing.adaptive.when import hellinger
+from coterie.choosing.adaptive.evaluations import Looks, split
+from coterie.choosing.adaptive.stopping import hellinger
 from coterie.evaluation.losses import per_example
 from coterie.learners.spec import RunSpec
 

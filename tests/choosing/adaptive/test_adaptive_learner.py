@@ -18,13 +18,13 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie import AdaptiveAveraging, InProcess, User
-from coterie.choosing.adaptive.looks import split
-from coterie.choosing.adaptive.when import Resampled
+from coterie.choosing.adaptive.directions import PeerSums
+from coterie.choosing.adaptive.evaluations import split
+from coterie.choosing.adaptive.stopping import Resampled
 from coterie.engines.attacks import Attacked
 from coterie.engines.engine import Capabilities
 from coterie.errors import ModelError, UserCodeError
 from coterie.gradients.parameters import Parameters
-from coterie.learners.points import Own, Sums
 from coterie.users.sampling import random_key
 
 
@@ -284,7 +284,7 @@ def test_a_trunk_follows_no_sum_that_is_longer_than_peers_may_send() -> None:
     learner.longest.fill_(2.0)
     sums, own = torch.zeros_like(learner.peers.x), torch.ones_like(learner.alone.x)
     sums[:, 0] = torch.tensor([0.9, 1.1])
-    learner.follow(Own(own, own[0, 0], own[:, :0]), Sums(sums, sums.new_tensor([0.5, 0.5])))  # half has answered
+    learner.direct(own, PeerSums(sums, sums.new_tensor([0.5, 0.5])), 1.0)  # half has answered
     torch.testing.assert_close(learner.peers.direction[:, 0], sums.new_tensor([1.8, 0.0]))
     assert not learner.peers.direction[:, 1:].any()
     assert torch.equal(learner.alone.direction, own)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.choosing import gradient_squares
-from coterie.choosing.adaptive.whom import Array
+from coterie.choosing.adaptive.weights import Array
 
 RESAMPLES = 300
 """Bootstrap resamples of the examples."""

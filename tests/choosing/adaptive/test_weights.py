@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
+from coterie.choosing.adaptive.directions import WithoutOutliers
 from coterie.choosing.adaptive.peer_weights import PeerWeights
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.trunk import Near
-from coterie.choosing.adaptive.whom import FittedWeights
-from coterie.learners.points import Judged, Sums
+from coterie.choosing.adaptive.weights import FittedWeights
+from coterie.engines.engine import Answers, PeerEvidence
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 
@@ -86,10 +86,10 @@ def test_pooled_has_weights_where_all_who_answered_were_too_long_at_the_end() ->
     engine = NoisyQuadratic(Quadratic(1, 0, noise=0), [Quadratic(1, 0, noise=0)] * 3).engine()
     weights = PeerWeights(engine, Schedule.of(24), 1, n_folds=2, nested=True)
     theirs = torch.tensor([[[1.0], [1.0], [torch.nan]]] * 2)
-    judged = Judged(theirs, torch.ones(2, 1), Sums(torch.ones(1, 1), torch.ones(1)), {})
+    evidence = PeerEvidence(theirs, torch.ones(2, 1))
     longest = torch.full((2,), 10.0)
     for far in ([False] * 3, [True, True, False]):
-        weights.fit(Near(judged, longest, np.array(far), usual=1.0))
+        weights.fit(WithoutOutliers(evidence, {}, longest, np.array(far), usual=1.0))
     assert weights.fork("pooled")
     assert weights.by_size.tolist() == [0.5, 0.5, 0.0]
 
@@ -97,7 +97,7 @@ def test_pooled_has_weights_where_all_who_answered_were_too_long_at_the_end() ->
 def test_without_a_bound_no_gradient_is_too_long() -> None:
     """Nor where most of the peers' gradients, and user 0's, are zero."""
     theirs = torch.tensor([[[0.0], [0.0], [3.0]]])
-    judged = Judged(theirs, torch.zeros(1, 1), Sums(torch.ones(1, 1), torch.ones(1)), {})
-    near = Near.of(judged, torch.zeros(1), bounded=False, names=["a", "b", "c"])
-    assert not near.far.any()
-    assert not near.judged.left_out
+    answers = Answers(None, torch.ones(1), {}, judged=PeerEvidence(theirs, torch.zeros(1, 1)))
+    near = WithoutOutliers.of(answers, torch.zeros(1), bounded=False, names=["a", "b", "c"])
+    assert not near.outlier.any()
+    assert not near.left_out

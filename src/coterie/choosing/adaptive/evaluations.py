@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.adaptive.when import Chosen, Path, Resampled, hellinger, standard_error, worst_loss
-from coterie.choosing.adaptive.whom import Array
+from coterie.choosing.adaptive.stopping import Chosen, Path, Resampled, hellinger, standard_error, worst_loss
+from coterie.choosing.adaptive.weights import Array
+from coterie.engines.asking import GradientsAtPoints
 from coterie.evaluation.losses import is_log_likelihood, is_squared
 from coterie.gradients.parameters import copied
-from coterie.learners.points import Points
 from coterie.learners.spec import RunSpec
 from coterie.recording.result import GuardDecision
 from coterie.users.examples import InMemory
@@ -23,7 +23,7 @@ from coterie.users.user import User
 class Looks:
     """The paths with their looks. After each look the model is what would be served then."""
 
-    def __init__(self, spec: RunSpec, points: Points, folds: Tensor, *, nested: bool) -> None:
+    def __init__(self, spec: RunSpec, points: GradientsAtPoints, folds: Tensor, *, nested: bool) -> None:
         self.spec, self.points, self.folds, self.nested = spec, points, folds, nested
         self.paths = {"alone": Path()}
         self.held_out = 0 if spec.me.validation is None else len(spec.me.validation)

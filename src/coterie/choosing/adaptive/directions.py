@@ -1,0 +1,105 @@
+"""The directions of a step: phase 1 follows the peers only, phase 2 mixes them with the own gradients."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.choosing.adaptive.weights import Array
+from coterie.engines.engine import Answers, PeerEvidence, combined
+
+FAR = 10.0
+"""A gradient counts as missing where it is more than so many times as long as is usual (`PeerEvidence.lengths`), of
+all steps so far the largest. One step would not do: good peers' gradients may vanish while another's does not."""
+
+
+@dataclass(frozen=True, eq=False)
+class WithoutOutliers:
+    """What the peers are weighed by, without gradients that are far longer than usual."""
+
+    evidence: PeerEvidence
+    left_out: Mapping[str, str]
+    longest: Tensor  # of shape (R,): how long a gradient may be at each point from now on
+    outlier: NDArray[np.bool_]  # of shape (N,): the peers that sent a longer one
+    usual: float  # how long a gradient usually is
+
+    @classmethod
+    def of(cls, answers: Answers, longest: Tensor, *, bounded: bool, names: Sequence[str]) -> "WithoutOutliers":
+        """Leave out what is far longer than usual; nothing unless `bounded`.
+
+        `longest` (R,) is how long gradients could be before.
+        """
+        if answers.judged is None:
+            raise AssertionError("every peer was asked by itself")
+        lengths, usual = answers.judged.lengths()
+        longest = torch.fmax(longest, FAR * usual) if bounded else torch.full_like(longest, math.inf)
+        far = lengths > longest.unsqueeze(1)
+        outlier = far.any(0).cpu().numpy()
+        why = f"more than {FAR:g} times as long as the median of all"
+        out = {name: why for name, one in zip(names, outlier.tolist(), strict=True) if one}
+        kept = answers.judged.without(far)
+        return cls(kept, {**out, **answers.left_out}, longest, outlier, float(usual.mean()))
+
+    def sums(self, answers: Answers, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the peers' sums at all points, and the weight in each: without outliers where rows are at hand."""
+        asked, judged = len(weights), len(self.evidence.ours)
+        sums, answered = peer_sums(answers, asked)
+        if self.evidence.theirs.shape[2] < sums.shape[1]:  # sketches: the sums came by themselves
+            return sums, answered
+        first, weight = combined(self.evidence.theirs, weights[:judged])
+        return torch.cat([first, sums[judged:]]), torch.cat([weight, answered[judged:]])
+
+
+class PeerSums(NamedTuple):
+    """The peers' sums at some points."""
+
+    sums: Tensor  # of shape (…, R, d)
+    answered: Tensor  # of shape (…, R): the weight that is in each
+
+
+def peer_sums(answers: Answers, asked: int) -> PeerSums:
+    """Return what peers answered at the first points."""
+    if answers.sums is None:
+        raise AssertionError("sums were asked for")
+    return PeerSums(answers.sums[:asked], answers.answered)
+
+
+class FixedWeights(NamedTuple):
+    """The peers' weights in phase 2, which do not change."""
+
+    weights: Tensor  # of shape (R, N)
+    arrays: list[Array]  # the same
+    longest: Tensor  # of shape (R,): how long a sum of the peers may be
+
+
+def followed(peers: PeerSums, longest: Tensor, out: Tensor) -> None:
+    """Write the directions of models (…, R, d): the peers' sums, or nothing where they are far too long."""
+    answered = peers.answered.clamp(min=1e-12)
+    near = peers.sums.norm(dim=-1) <= longest * answered
+    torch.div(peers.sums, _divisors(answered, near), out=out)
+
+
+def mixed(ours: Tensor, peers: PeerSums, longest: Tensor, alpha: float | Tensor, out: Tensor) -> Tensor:
+    """Write the directions of the copies that have own gradients `ours` (…, R − 1, d), and of the pooled model.
+
+    Return which of the peers' sums, (…, R), are accepted: no more came than they sent while they were judged.
+    """
+    copies, sums = ours.shape[-2], peers.sums
+    accepted: Tensor = sums.norm(dim=-1) <= longest
+    share = alpha * (peers.answered * accepted)[..., :copies].unsqueeze(-1)
+    branch, pooled = out[..., :copies, :], out[..., copies:, :]
+    torch.mul(1 - share, ours, out=branch)
+    branch += (alpha * accepted[..., :copies]).unsqueeze(-1) * sums[..., :copies, :]
+    answered = peers.answered[..., copies:].clamp(min=1e-12)
+    torch.div(sums[..., copies:, :], _divisors(answered, accepted[..., copies:]), out=pooled)
+    return accepted
+
+
+def _divisors(weights: Tensor, followed: Tensor) -> Tensor:
+    """Return by what to divide rows of sums, so that those not followed become zero."""
+    return torch.where(followed, weights, math.inf).unsqueeze(-1)

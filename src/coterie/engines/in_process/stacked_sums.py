@@ -1,0 +1,286 @@
+"""The one operator of users in this process: gradients of weighted sums of users' losses at many points.
+
+A column is a user, or a part of one's examples, with its batch of every step; a row is a point with a weight for
+each column. What `sums` gives at a point is Σ w_u ∇f_u: a user's own gradient where one column has weight, the
+peers' weighted sum where they have. Points that need nearly the same batches share them, columns of weight zero are
+not passed over, and points go through the model in as few passes as memory allows (`Copies`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from coterie.engines.in_process.copies import Copies
+from coterie.engines.in_process.reused_memory import ReusedMemory
+from coterie.users.examples import InMemory
+from coterie.users.sampling import BatchStream, IndexTable, random_key
+from coterie.users.trees import Tree, joined, mapped
+from coterie.users.user import User
+
+T = TypeVar("T")
+
+MAX_EXTRA_EXAMPLES = 1.25
+"""Points share a group where that passes at most this many times the examples that one needs; the rest weigh 0."""
+A_PASS = 512
+"""To pass over so many more examples takes about as long as to begin another pass."""
+MAX_LAYOUTS = 8
+"""For how many matrices of weights it is kept which points go together."""
+
+
+class ExamplePool:
+    """The examples of many users, alike and in memory, in one place; what several users share is kept once."""
+
+    def __init__(self, users: Iterable[User], device: torch.device) -> None:
+        self._first: dict[int, int] = {}
+        known: dict[str, int] = {}
+        held: list[InMemory] = []
+        total = 0
+        for user in users:
+            if id(user.examples) in self._first or not isinstance(user.examples, InMemory):
+                continue
+            mark = user.fingerprint()
+            if mark not in known:
+                known[mark] = total
+                held.append(user.examples)
+                total += len(user)
+            self._first[id(user.examples)] = known[mark]
+        inputs, targets = (joined(each) for each in zip(*((e.inputs, e.targets) for e in held), strict=True))
+        self.examples = InMemory(inputs, targets).to(device)
+        self.places = torch.arange(total)  # where each of the examples that streams count stands in the pool
+
+    def stream(self, user: User, batch_size: int, seed: int, part: Tensor | None = None) -> BatchStream:
+        """Return a user's batches under a seed, those of `User.batch`; or those of a user with a part only.
+
+        `part`, of shape (n,), says which of the examples it has.
+        """
+        key, first, n = random_key(seed, user.name), self._first[id(user.examples)], len(user)
+        if part is not None and not bool(part.all()):
+            kept = part.cpu().nonzero().flatten() + first
+            first, n = len(self.places), len(kept)
+            self.places = torch.cat([self.places, kept])
+        return BatchStream(key, n, min(batch_size, n), first)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """Points that go through the model together, in G groups of M that share their batches."""
+
+    outputs: Tensor  # of shape (G M,): which rows of weights they are
+    rows: Tensor  # of shape (G, R): which of the step's examples each group passes over
+    there: Tensor  # of shape (G, R): which of these are no filling
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """How points with these weights are passed."""
+
+    weights: Tensor
+    version: int  # of the weights, which may be changed in place
+    passes: list[_Pass]
+    shares: list[Tensor]  # of shape (G, M, R) for each pass: what each example weighs
+
+
+class StackedSums:
+    """Gradients of weighted sums over columns of batches, at many points of one model.
+
+    Args:
+        copies: the model in many copies.
+        pool: everybody's examples.
+        streams: the columns.
+
+    Example:
+        >>> from coterie import InProcess
+        >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
+        >>> engine = InProcess(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:])
+        >>> pool = ExamplePool(users, torch.device("cpu"))
+        >>> stacked = StackedSums(engine.copies(), pool, [pool.stream(user, 4, seed=0) for user in users])
+        >>> weights = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5]])
+        >>> sums, losses = stacked.sums(torch.zeros(2, 3), weights, stacked.drawn(step=0))
+        >>> torch.allclose(sums[0], engine.with_batch_size(4).gradients(torch.zeros(3), 0, {}).own)
+        True
+    """
+
+    def __init__(self, copies: Copies, pool: ExamplePool, streams: Sequence[BatchStream]) -> None:
+        self.copies, self.pool, self.streams = copies, pool, list(streams)
+        self.like = copies.parameters.vector()
+        device = self.like.device
+        sizes = torch.tensor([stream.size for stream in streams])
+        self._table = IndexTable(self.streams, max_entries=2**20)
+        self._begins = (sizes.cumsum(0) - sizes).tolist()
+        self._whose = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)
+        self._sizes = sizes.to(self.like)
+        self._places = pool.places.to(device)
+        self._layouts: list[_Layout] = []
+        self._each: dict[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
+        self._memory = ReusedMemory()
+
+    def drawn(self, step: int) -> Tensor:
+        """Return the examples of a step."""
+        return self._table.row(step, self.like.device)
+
+    def block(self, step: int) -> Tensor:
+        """Return the examples of this step and of some after it, a row for each."""
+        return self._table.block(step)
+
+    def sums(
+        self,
+        points: Tensor,
+        weights: Tensor,
+        drawn: Tensor,
+        *,
+        origins: Tensor | None = None,
+        asked: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σ w_u ∇f_u, (Q, d), and Σ w_u f_u, (Q,), for each row of weights (Q, U) on the examples drawn.
+
+        Args:
+            points: of shape (P, d).
+            weights: what each column weighs.
+            drawn: the examples of a step.
+            origins: the point of each row of weights, (Q,); the one in its place when None.
+            asked: which columns are passed over, (Q, U), for weights that change while a captured step goes on;
+                those of weights that are not zero when None.
+        """
+        layout = self._layout(weights if asked is None else asked)
+        out = self._empty((len(weights), self.like.numel()))
+        losses = self.like.new_empty(len(weights))
+        shares = layout.shares if asked is None else [self._shares(each, weights) for each in layout.passes]
+        for each, plain in zip(layout.passes, shares, strict=True):
+            copies = plain.shape[1]
+            inputs, targets = self._batches(each, drawn)
+            counts = self.copies.counts(targets)
+            share = plain if counts is None else self._counted(plain, each, counts)
+            at = each.outputs if origins is None else origins.index_select(0, each.outputs)
+            x = points.index_select(0, at).view(-1, copies, points.shape[1])
+            gradients, sums = self.copies.gradients(x, share, inputs, targets)
+            if counts is not None:  # not a number where the loss ignores the whole batch
+                sums = torch.where(share.any(2), sums, torch.nan)
+            out.index_copy_(0, each.outputs, gradients.flatten(0, 1))
+            losses.index_copy_(0, each.outputs, sums.flatten())
+        return out, losses
+
+    def rows(self, points: Tensor, columns: Sequence[int], drawn: Tensor) -> Tensor:
+        """Return the gradient of each of these columns at each point, of shape (P, columns, d)."""
+        key = len(points), tuple(columns)
+        if key not in self._each:
+            weights = torch.eye(len(self.streams))[list(columns)].repeat(len(points), 1).to(self.like)
+            origins = torch.arange(len(points), device=weights.device).repeat_interleave(len(columns))
+            self._each[key] = weights, origins
+        weights, origins = self._each[key]
+        rows, _ = self.sums(points, weights, drawn, origins=origins)
+        return rows.view(len(points), len(columns), -1)
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor to be filled; for a large model in memory that was used so before."""
+        return self._memory.empty(shape, self.like) if self.copies.one_by_one else self.like.new_empty(shape)
+
+    def _batches(self, each: _Pass, drawn: Tensor) -> tuple[Tree, Tree]:
+        """Return inputs and targets of a pass, of shape (G, R, …)."""
+        groups, rows = each.rows.shape
+        taken = self.pool.examples.take(self._places[drawn[each.rows.flatten()]])
+        inputs, targets = (mapped(lambda leaf: leaf.view(groups, rows, *leaf.shape[1:]), t) for t in taken)
+        return inputs, targets
+
+    def _shares(self, each: _Pass, weights: Tensor) -> Tensor:
+        """Return what each example weighs at each point, (G, M, R): its column's weight over the batch's size."""
+        whose = self._whose[each.rows]
+        mine = weights.index_select(0, each.outputs).view(len(whose), -1, weights.shape[1])
+        over = each.there / self._sizes[whose]
+        return mine.gather(2, whose[:, None].expand(-1, mine.shape[1], -1)) * over[:, None]
+
+    def _counted(self, shares: Tensor, each: _Pass, counts: Tensor) -> Tensor:
+        """Return shares where examples count (G, R) differently in the mean over their column's batch."""
+        whose, counts = self._whose[each.rows], counts.to(shares) * each.there
+        totals = counts.new_zeros(len(counts), len(self.streams)).scatter_add_(1, whose, counts).gather(1, whose)
+        return shares * torch.where(totals == 0, 0.0, self._sizes[whose] / totals)[:, None]
+
+    def _layout(self, weights: Tensor) -> _Layout:
+        """Return how points with such weights are passed, found out once for weights that stay the same."""
+        for layout in self._layouts:
+            if layout.weights is weights and layout.version == weights._version:
+                return layout
+        passes = self._passes((weights != 0).cpu())
+        fresh = _Layout(weights, weights._version, passes, [self._shares(each, weights) for each in passes])
+        self._layouts = [fresh, *(each for each in self._layouts if each.weights is not weights)][:MAX_LAYOUTS]
+        return fresh
+
+    def _passes(self, asked: Tensor) -> list[_Pass]:
+        """Return passes that give every point what it needs, by the columns that are asked there (Q, U).
+
+        Points that need nearly the same share a group; groups of about one size go together.
+        """
+        needs = [tuple(row.nonzero().flatten().tolist()) for row in asked]
+        cut: list[tuple[Sequence[int], list[int]]] = []
+        for points, columns in self._groups(needs):
+            most = self._most(self._rows(columns))
+            cut += [(some, columns) for some in _evenly(points, most)]
+        cut.sort(key=lambda group: (len(group[0]), self._rows(group[1])))
+        passes: list[_Pass] = []
+        for copies, same in groupby(cut, key=lambda group: len(group[0])):
+            for alike in self._of_about_one_size(list(same)):
+                most = max(1, self._most(self._rows(alike[-1][1])) // copies)
+                passes += [self._pass(some) for some in _evenly(alike, most)]
+        return passes
+
+    def _most(self, rows: int) -> int:
+        return self.copies.max_copies(self.pool.examples.inputs, max(1, rows))
+
+    def _rows(self, columns: Iterable[int]) -> int:
+        return sum(self.streams[column].size for column in columns)
+
+    def _groups(self, needs: Sequence[tuple[int, ...]]) -> list[tuple[list[int], list[int]]]:
+        """Return points that need nearly the same columns, and all that they need."""
+        groups: list[tuple[list[int], dict[int, None], int]] = []
+        known: dict[tuple[int, ...], int] = {}
+        for point, wanted in enumerate(needs):
+            rows = self._rows(wanted)
+            if wanted not in known:
+                for place, (_, there, least) in enumerate(groups):
+                    union = self._rows(there.keys() | set(wanted))
+                    if union <= MAX_EXTRA_EXAMPLES * min(rows, least):
+                        groups[place] = (groups[place][0], there | dict.fromkeys(wanted), min(rows, least))
+                        known[wanted] = place
+                        break
+                else:
+                    known[wanted] = len(groups)
+                    groups.append(([], dict.fromkeys(wanted), rows))
+            groups[known[wanted]][0].append(point)
+        return [(points, list(there)) for points, there, _ in groups]
+
+    def _of_about_one_size(
+        self, groups: Sequence[tuple[Sequence[int], list[int]]]
+    ) -> list[list[tuple[Sequence[int], list[int]]]]:
+        """Return groups, the shortest first, in parts whose filling is less work than another pass."""
+        parts: list[list[tuple[Sequence[int], list[int]]]] = []
+        filled = 0
+        for group in groups:
+            longer = self._rows(group[1]) - self._rows(parts[-1][-1][1]) if parts else 0
+            filled += longer * (len(parts[-1]) if parts else 0) * len(group[0])
+            if not parts or filled >= A_PASS:
+                parts.append([])
+                filled = 0
+            parts[-1].append(group)
+        return parts
+
+    def _pass(self, groups: Sequence[tuple[Sequence[int], list[int]]]) -> _Pass:
+        """Return groups of as many points each as one pass; short ones are filled with an example that weighs 0."""
+        each = [
+            [row for u in columns for row in range(self._begins[u], self._begins[u] + self.streams[u].size)]
+            for _, columns in groups
+        ]
+        widest, device = max(1, *map(len, each)), self.like.device
+        rows = torch.tensor([row + [row[0] if row else 0] * (widest - len(row)) for row in each])
+        there = torch.arange(widest) < torch.tensor([len(row) for row in each])[:, None]
+        outputs = torch.tensor([point for points, _ in groups for point in points])
+        return _Pass(outputs.to(device), rows.to(device), there.to(device))
+
+
+def _evenly(values: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Return values in parts of about one size, which is at most that."""
+    parts = -(-len(values) // most)
+    ends = [len(values) * part // parts for part in range(parts + 1)]
+    return [values[first:last] for first, last in pairwise(ends)]
