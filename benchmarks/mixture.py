@@ -43,11 +43,14 @@ def plain_tools(own: Data, peers: list[Data], test: Data, classes: int) -> dict[
     inputs, everything, asked = scaler.transform(own[0]), scaler.transform(x), scaler.transform(test[0])
     me = np.tile(hot[0], (len(asked), 1))
     ways = {
-        "own, CV": (inputs, own[1], asked),
-        "pooled": (everything, y, asked),
-        "pooled + user": (np.column_stack([everything, hot[owners]]), y, np.column_stack([asked, me])),
+        "sklearn, own, CV": (inputs, own[1], asked),
+        "sklearn, pooled": (everything, y, asked),
+        "sklearn, pooled + user": (np.column_stack([everything, hot[owners]]), y, np.column_stack([asked, me])),
     }
-    return {name: scored(*way, test[1], crossed=name == "own, CV", classes=classes) for name, way in ways.items()}
+    return {
+        name: scored(*way, test[1], crossed=name == "sklearn, own, CV", classes=classes)
+        for name, way in ways.items()
+    }
 
 
 def scored(x: Array, y: Array, asked: Array, truth: Array, *, crossed: bool, classes: int) -> tuple[float, float]:

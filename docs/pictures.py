@@ -45,6 +45,7 @@ def true_bias(x: torch.Tensor) -> torch.Tensor:
 RULES: dict[str, Callable[[Any, Any], Any]] = {
     "alone": lambda me, peers: coterie.Alone(),
     "adaptive": lambda me, peers: coterie.AdaptiveAveraging(),
+    "mixture": lambda me, peers: coterie.Mixture(),
     "wga": lambda me, peers: coterie.WeightedAveraging(alpha=0.5),
     "pooled": coterie.WeightedAveraging.pooled,
     "bc": lambda me, peers: coterie.BiasCorrection(alpha=6 / 7, beta=0.05),

@@ -3,6 +3,7 @@
 from coterie import aggregators, data, errors, theory
 from coterie.aggregators import register_aggregator
 from coterie.choosing.adaptive import AdaptiveAveraging
+from coterie.choosing.mixture import Mixture
 from coterie.engines import Engine, InProcess, attacks
 from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.evaluation import evaluate, model_loss, per_example, register_metric
@@ -41,6 +42,7 @@ __all__ = [
     "Hook",
     "InProcess",
     "Knob",
+    "Mixture",
     "OracleCorrection",
     "Record",
     "Rule",

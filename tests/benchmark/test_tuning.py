@@ -19,7 +19,7 @@ from coterie.benchmark.models import MODELS
 from coterie.benchmark.population import Population
 from coterie.benchmark.settings import BUDGET, RATES, Contender, Fixed, Setting
 from coterie.benchmark.tasks import SetTask
-from coterie.benchmark.tools import TOOLS
+from coterie.benchmark.tools import MIXTURE, TOOLS
 from coterie.benchmark.tuning import Tuning
 from coterie.evaluation.evaluate import evaluate
 from coterie.learners.spec import RunSpec
@@ -89,8 +89,8 @@ def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(monkey
     assert len(seen) == len(tried), "a setting that two methods share is trained once"
     assert outcomes["alone"].settings == outcomes["wga"].settings == outcomes["fine-tuned"].settings == BUDGET
     for name in names():
-        if name in TOOLS:
-            assert len(TOOLS[name].strengths) <= BUDGET
+        if name in (tools := {MIXTURE.name: MIXTURE, **TOOLS}):
+            assert len(tools[name].strengths) <= BUDGET
             continue
         starts = {setting.start for setting in settings(name)} - {None}
         assert sum(len(setting.lrs) for setting in (*settings(name), *starts) if setting) <= BUDGET

@@ -179,3 +179,8 @@ def test_it_resumes_to_the_same_bits(tmp_path: Any) -> None:
 def test_a_bound_below_one_is_refused(wrong: float) -> None:
     with pytest.raises(KnobError, match="norm_bound"):
         trained(*users(), norm_bound=wrong)
+
+
+def test_a_number_that_the_default_rule_would_not_use_is_refused() -> None:
+    with pytest.raises(KnobError, match="`norm_bound` as a number is for rules such as `WeightedAveraging`"):
+        trained(*users(), rule=None, norm_bound=5.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 from coterie.aggregators import AGGREGATORS
 from coterie.benchmark.settings import PLAIN_RATES, Contender, Knobs, Setting, schedules
-from coterie.benchmark.tools import TOOLS, Tool
+from coterie.benchmark.tools import MIXTURE, TOOLS, Tool
 from coterie.errors import KnobError
 from coterie.methods import METHODS
 from coterie.registry import Entry, FromRun
@@ -40,7 +40,7 @@ loss. `alone-plain` and `pooled-plain` take plain steps as methods do: what a me
 not Adam's. `…-auto`: knobs by theory and measured constants."""
 
 DEFAULT = ("alone", "pooled", "fine-tuned", *(f"wga-{alpha:g}" for alpha in ALPHAS), "wga")
-DEFAULT += ("adaptive", "adaptive-guarded", "bc", "alone-plain", "pooled-plain", *TOOLS)
+DEFAULT += ("adaptive", "adaptive-guarded", "bc", "alone-plain", "pooled-plain", MIXTURE.name, *TOOLS)
 """What `coterie bench` compares if nothing else is asked for: minutes of work, where all take hours."""
 
 
@@ -68,8 +68,8 @@ def contender(name: str) -> Contender | Tool:
     """
     if name not in names():
         raise KnobError(f"unknown method {name!r}; the methods are {', '.join(names())}")
-    if name in TOOLS:
-        return TOOLS[name]
+    if name in (fitted := {MIXTURE.name: MIXTURE, **TOOLS}):
+        return fitted[name]
     if name in VARIANTS:
         return Contender(name, VARIANTS[name])
     if name in RULES:

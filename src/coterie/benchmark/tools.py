@@ -18,6 +18,8 @@ from scipy.special import log_softmax
 from coterie.benchmark.population import Numbers, Population
 from coterie.benchmark.tasks import SetTask
 from coterie.benchmark.tuning import Outcome, held_out, outcome_of
+from coterie.mixture.families import SOFTMAX, SQUARED
+from coterie.mixture.fit import fit_here
 from coterie.users.examples import Examples
 
 FOLDS = 5
@@ -132,6 +134,20 @@ def trees(peers: Sequence[Rows], n_classes: int) -> Fit:
 
     return fit
 
+
+def closed_form(peers: Sequence[Rows], n_classes: int) -> Fit:
+    """Fit coterie's own linear models in closed form, as `coterie.Mixture` does: it has no strength to choose."""
+    family = SOFTMAX if n_classes else SQUARED
+
+    def fit(own: Rows, strength: float) -> Predict:
+        fitted = fit_here(own.x, own.y, [(rows.x, rows.y) for rows in peers], family, n_classes or 1)
+        return _predicting(fitted.served.parameters, n_classes)
+
+    return fit
+
+
+MIXTURE = Tool("mixture", closed_form, strengths=(1.0,))
+"""Not a plain tool, but it sees what these see, and needs no tuning either."""
 
 TOOLS = {
     tool.name: tool

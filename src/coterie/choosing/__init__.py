@@ -3,8 +3,10 @@
 from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.choosing.auto import chooser_for
 from coterie.choosing.chooser import Choice, Chooser, MakesLearner, TellsGradients
+from coterie.choosing.mixture import Mixture
 from coterie.rules import RULES
 
-__all__ = ["AdaptiveAveraging", "Choice", "Chooser", "MakesLearner", "TellsGradients", "chooser_for"]
+__all__ = ["AdaptiveAveraging", "Choice", "Chooser", "MakesLearner", "Mixture", "TellsGradients", "chooser_for"]
 
 RULES.register("adaptive", AdaptiveAveraging)
+RULES.register("mixture", Mixture, benchmark_settings=[])

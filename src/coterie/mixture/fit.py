@@ -10,7 +10,7 @@ from coterie.mixture.candidates import FOLDS, Candidates, constant, flat_prior, 
 from coterie.mixture.families import Array, Family
 from coterie.mixture.mixing import halves, mixed
 from coterie.mixture.peer import Posterior, posterior
-from coterie.mixture.posterior import Priors, Rows
+from coterie.mixture.posterior import Priors, Rows, outputs_of
 from coterie.mixture.prior import Answer, Found, Question, find_priors
 from coterie.mixture.scaling import Scaling
 
@@ -44,7 +44,9 @@ T = TypeVar("T")
 Fitting = Generator[Question, Answer, Fitted]
 
 
-def fit(rows: Rows, family: Family, scaling: Scaling, sizes: Array, *, seed: int = 0) -> Fitting:
+def fit(
+    rows: Rows, family: Family, scaling: Scaling, sizes: Array, *, seed: int = 0, held_out: Rows | None = None
+) -> Fitting:
     """Fit user 0's model: yield what the peers are asked, be sent what they answer, return what was found.
 
     Args:
@@ -53,6 +55,7 @@ def fit(rows: Rows, family: Family, scaling: Scaling, sizes: Array, *, seed: int
         scaling: between the caller's units and these.
         sizes: how many examples each peer has; nobody is asked where there is none.
         seed: of the folds.
+        held_out: further rows of user 0 that nothing is fitted to: evidence for every candidate.
     """
     fine = np.isfinite(rows.inputs).all(1) & np.isfinite(rows.targets).all(1)
     rows = Rows(rows.inputs[fine], rows.targets[fine])
@@ -73,7 +76,7 @@ def fit(rows: Rows, family: Family, scaling: Scaling, sizes: Array, *, seed: int
             "hierarchical, chosen peers": chosen,
         }
     candidates = [constant(rows, family, folds, intercept=scaling.intercept), *paths(rows, family, priors, folds)]
-    served, by_alone, entries = mix(rows, family, scaling, folds, candidates)
+    served, by_alone, entries = mix(rows, family, scaling, folds, candidates, held_out=held_out)
     guess = entries["constant"]
     is_constant = _clearly_more(served.losses - guess.losses)
     tau = np.zeros(0) if found is None else found.tau[0]
@@ -107,7 +110,13 @@ def _clearly_more(differences: Array) -> bool:
 
 
 def mix(
-    rows: Rows, family: Family, scaling: Scaling, folds: Array, candidates: Sequence[Candidates]
+    rows: Rows,
+    family: Family,
+    scaling: Scaling,
+    folds: Array,
+    candidates: Sequence[Candidates],
+    *,
+    held_out: Rows | None = None,
 ) -> tuple[Entry, Entry, dict[str, Entry]]:
     """Return the mixture of all candidates, that of Alone's, and that of each kind."""
     kinds = np.repeat([one.kind for one in candidates], [one.many for one in candidates])
@@ -115,10 +124,14 @@ def mix(
     parameters = np.concatenate([one.parameters for one in candidates], 1)
     alone = np.isin(kinds, ALONE)
     prior = halves(int(alone.sum()), int((~alone).sum()))
-    whole = mixed(family, outputs, rows.targets, folds, prior)
+    further = np.zeros(len(kinds))
+    if held_out is not None and len(held_out.inputs):
+        further = family.losses(outputs_of(held_out.inputs, parameters), held_out.targets[:, None]).sum(0)
+    more = 0 if held_out is None else len(held_out.inputs)
+    whole = mixed(family, outputs, rows.targets, folds, prior, further=(further, more))
 
     def entry(which: Array) -> Entry:
-        one = mixed(family, outputs[:, which], rows.targets, folds, prior[which])
+        one = mixed(family, outputs[:, which], rows.targets, folds, prior[which], further=(further[which], more))
         losses = scaling.losses(family.losses(one.outputs, rows.targets), family)
         mean = np.einsum("j,djk->dk", one.weights, parameters[:, which])
         return Entry(float(whole.weights[which].sum()), losses, scaling.back(mean))

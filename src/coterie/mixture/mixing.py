@@ -17,7 +17,15 @@ class Mixed(NamedTuple):
     outputs: Array  # (n, K): for every row by candidates, and weights, that did not see its fold
 
 
-def mixed(family: Family, outputs: Array, targets: Array, folds: Array, prior: Array) -> Mixed:
+def mixed(
+    family: Family,
+    outputs: Array,
+    targets: Array,
+    folds: Array,
+    prior: Array,
+    *,
+    further: tuple[Array, int] | None = None,
+) -> Mixed:
     """Return the weights of candidates, and the mixture's outputs by weights found without each row's fold.
 
     Args:
@@ -26,6 +34,7 @@ def mixed(family: Family, outputs: Array, targets: Array, folds: Array, prior: A
         targets: (n, K).
         folds: of each row, (n,).
         prior: π, (J,).
+        further: sums of losses on rows that no candidate saw, (J,), and how many rows.
 
     Example:
         >>> from coterie.mixture.families import SQUARED
@@ -39,7 +48,8 @@ def mixed(family: Family, outputs: Array, targets: Array, folds: Array, prior: A
     k, n_folds = targets.shape[1], int(folds.max()) + 1
 
     def weights_by(rows: Array) -> Array:
-        return weights_of(losses[rows].sum(0), float(rows.sum()), k, prior, family)
+        total, count = further or (0.0, 0)
+        return weights_of(losses[rows].sum(0) + total, float(rows.sum()) + count, k, prior, family)
 
     weights = weights_by(np.ones(len(folds), dtype=bool))
     without = np.array([weights_by(folds != q) for q in range(n_folds)])

@@ -9,6 +9,8 @@ from coterie.mixture.posterior import Rows
 
 FEWEST = 5
 """With fewer own rows their spread is not believed: numbers stay as they are."""
+RAREST = 4.0
+"""How many units a user's own value is away at most: a category that is rare in the own rows is not blown up."""
 FARTHEST = 100.0
 """How many of user 0's standard deviations a peer's value may be away; what is farther counts as this."""
 
@@ -76,6 +78,7 @@ def _spread(values: Array, *, centred: bool) -> tuple[Array, Array]:
     if len(values) < FEWEST:
         return np.zeros(width), np.ones(width)
     shift = values.mean(0) if centred else np.zeros(width)
-    scale = np.sqrt(np.square(values - shift).mean(0))
+    away = np.abs(values - shift).max(0, initial=0.0)
+    scale = np.maximum(np.sqrt(np.square(values - shift).mean(0)), away / RAREST)
     size = np.abs(values).max(0, initial=0.0)
     return shift, np.where(scale > 1e-9 * size, scale, 1.0)

@@ -48,7 +48,7 @@ def _curves(record: Record) -> list[Section]:
     }
     restarts = max(record.curve("guard_restarts")[1], default=0)
     text = [f"The guard let the run start again from the model trained alone {restarts} times."] if restarts else []
-    if record.end.account:
+    if "looks" in record.end.account:
         text.append(
             "The training loss is that of the copy trained alone. The validation loss is that of what would be "
             "served at a step: in the first half of the steps this copy."
@@ -75,6 +75,13 @@ def _weights(record: Record) -> list[Section]:
 
 def _candidates(record: Record) -> list[Section]:
     account = record.end.account
+    if board := account.get("leaderboard"):
+        lines = [
+            {"": name, "loss": f"{one['loss']:.4g}", "weight": f"{one['weight']:.0%}"}
+            for name, one in board.items()
+        ]
+        text = ["The mean loss of the own examples, each by models that were fitted, and mixed, without it."]
+        return [Section("Leaderboard", text, [lines])]
     if not account:
         return []
     rows = [

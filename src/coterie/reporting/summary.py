@@ -52,6 +52,8 @@ def beside_alone(record: Record) -> list[dict[str, str]]:
 
 def followed(end: End) -> str:
     """Say what adaptive averaging followed and when it stopped; "" for another rule."""
+    if "leaderboard" in end.account:
+        return str(end.account["sentence"])
     if not end.account:
         return ""
     first, last = (end.account["stop"][name] for name in ("first", "last"))

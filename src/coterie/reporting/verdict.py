@@ -181,13 +181,17 @@ def _by_chance(p: float) -> str:
 
 
 def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> Comparison | None:
-    """Return the comparison that adaptive averaging made on the way, in loss."""
+    """Return the comparison in loss that was made on the way: by validation examples, or by own ones in turn."""
     if "difference" not in account:
         return None
-    n = configuration.me.validation
-    ours, difference = account["validation_loss"], account["difference"]
+    if "leaderboard" in account:
+        n, ours = int(str(configuration.me.examples)), account["out_of_fold"]
+        on = f"{n} own examples, each by models that were fitted and mixed without it"
+    else:
+        n, ours = configuration.me.validation, account["validation_loss"]
+        on = f"{n} validation examples, corrected for having chosen"
+    difference = account["difference"]
     loss = Difference(ours=ours, alone=ours - difference, error=account["error"], less_is_better=True)
-    on = f"{n} validation examples, corrected for having chosen"
     return Comparison(on=on, examples=n, measures={"loss": loss})
 
 

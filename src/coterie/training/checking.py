@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import Check, optional
-from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner
+from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner, Mixture
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, KnobError, ModelError, blaming
 from coterie.evaluation.evaluate import evaluation_mode
@@ -46,8 +46,16 @@ def with_rule(spec: RunSpec) -> RunSpec:
     """Return the run with the rule that None stands for; a method's run with plain SGD for its step size."""
     RULE("rule", spec.rule)
     _check_exchanges(spec)
+    spec = replace(spec, rule=AdaptiveAveraging()) if spec.rule is None else spec
+    adaptive = isinstance(spec.rule, AdaptiveAveraging) and spec.rule.instead(spec) is None
+    if adaptive and spec.norm_bound not in (None, FACTOR):
+        raise KnobError(
+            "`norm_bound` as a number is for rules such as `WeightedAveraging`: `AdaptiveAveraging` leaves out "
+            "gradients more than 10 times as long as is usual; leave it out, or give None to leave out nothing"
+        )
     if not isinstance(spec.rule, Method):
-        return replace(spec, rule=AdaptiveAveraging()) if spec.rule is None else spec
+        fitted = isinstance(spec.rule, Mixture) and spec.rule.instead(spec) is None
+        return replace(spec, steps=1) if fitted else spec  # all is done in one
     if spec.clip_norm is not None:
         raise KnobError("a method takes plain gradient steps of its own: leave `clip_norm` out")
     if spec.norm_bound not in (None, FACTOR):

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from coterie import User
 from coterie.choosing.adaptive import AdaptiveAveraging
-from coterie.choosing.adaptive.evaluations import Looks, split
+from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
 from coterie.choosing.adaptive.stopping import hellinger
 from coterie.evaluation.losses import per_example
 from coterie.learners.spec import RunSpec
@@ -51,7 +51,7 @@ def test_burmans_correction_is_for_least_squares(loss: Any, squared: bool) -> No
     """One example of two folds: .9 by the copy blind to it, .3 by the other, .5 by the one that sees all."""
     looks = SimpleNamespace(spec=SimpleNamespace(loss=loss))
     each = torch.tensor([[0.5], [0.9], [0.3]])
-    told = Looks.corrected(looks, torch.tensor([0.9]), each)  # type: ignore[arg-type]  # all that it needs of them
+    told = HeldOutEvaluations.corrected(looks, torch.tensor([0.9]), each)  # type: ignore[arg-type]  # all that it needs of them
     assert told.tolist() == pytest.approx([0.9 + 0.5 - 0.6 if squared else 0.9])
 
 
@@ -72,6 +72,6 @@ def test_looks_are_chosen_by_a_bounded_distance_where_the_loss_is_that_of_a_prob
     users = [User(name, torch.randn(8, 2), targets) for name in ("me", "a", "b")]
     spec = RunSpec(nn.Linear(2, outputs), loss, users[0], users[1:], steps=4).prepared()
     folds, _ = AdaptiveAveraging().parts(spec)
-    chosen_by = Looks(spec, None, folds, nested=True)._resampled.distance  # type: ignore[arg-type]  # no points yet
+    chosen_by = HeldOutEvaluations(spec, None, folds, nested=True)._resampled.distance  # type: ignore[arg-type]  # no points yet
     losses = torch.tensor([0.0, 1.0, 50.0]).numpy()
     assert chosen_by(losses).tolist() == (hellinger(losses) if bounded else losses).tolist()

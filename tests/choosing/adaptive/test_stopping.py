@@ -8,7 +8,7 @@ import torch
 
 from coterie.choosing.adaptive.account import sentence
 from coterie.choosing.adaptive.stopping import (
-    Path,
+    Candidate,
     Resampled,
     best_path,
     best_paths,
@@ -59,7 +59,7 @@ def test_one_sure_mistake_does_not_stop_a_path_that_learns() -> None:
     """At the last look 39 of 40 examples are right, and one is wrong for sure: −log p is higher than before."""
     before, after = torch.full((40,), 2.0), torch.tensor([0.05] * 39 + [160.0])
     assert after.mean() > before.mean()
-    paths = {"alone": Path()}
+    paths = {"alone": Candidate()}
     for step, losses in enumerate((before, after)):
         paths["alone"].add(step, torch.tensor([float(step)]), losses, losses, losses)
     folds = np.arange(40) % 2
@@ -76,7 +76,7 @@ def test_one_sure_mistake_does_not_stop_a_path_that_learns() -> None:
 @pytest.mark.parametrize("last", [math.inf, math.nan])
 def test_a_look_with_a_loss_that_is_not_finite_is_never_the_best(last: float) -> None:
     """It is right on 39 of 40 examples, and 1 − √p alone would count the last one as no more than 1."""
-    paths = {"alone": Path()}
+    paths = {"alone": Candidate()}
     for step, losses in enumerate((torch.full((40,), 1.0), torch.tensor([0.01] * 39 + [last]))):
         paths["alone"].add(step, torch.tensor([float(step)]), losses, losses, losses)
     resampled = Resampled(np.arange(40) % 2, seed=0, distance=hellinger)
@@ -131,7 +131,7 @@ def told_and_fresh(seed: int, spread: float) -> tuple[float, float, float]:
     def losses(point: np.ndarray) -> np.ndarray:
         return np.asarray((inputs @ point - targets) ** 2)
 
-    paths = {"alone": Path(), "branch": Path(), "pooled": Path()}
+    paths = {"alone": Candidate(), "branch": Candidate(), "pooled": Candidate()}
     for look, strength in enumerate((3.0, 1.0, 0.3, 0.1, 0.03, 0.0)):
         for name, towards in (("alone", np.zeros(D)), ("branch", peers)):
             full = ridge(inputs, targets, towards, strength)

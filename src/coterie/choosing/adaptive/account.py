@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from coterie.choosing.adaptive.evaluations import Looks
+from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
 from coterie.choosing.adaptive.peer_weights import PeerWeights
-from coterie.choosing.adaptive.stopping import Path, skewed_error, standard_error
+from coterie.choosing.adaptive.stopping import Candidate, skewed_error, standard_error
 from coterie.choosing.adaptive.weights import Array
 from coterie.recording.configuration import counted
 
@@ -16,7 +16,7 @@ FEWEST = 6
 
 
 def account_of(
-    looks: Looks,
+    looks: HeldOutEvaluations,
     weights: PeerWeights,
     judged: Sequence[int],
     unheard: int,
@@ -61,7 +61,7 @@ def account_of(
     return account | {"sentence": sentence(account, looks.held_out, overruled=overruled)}
 
 
-def stop_of(path: Path, frequencies: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+def stop_of(path: Candidate, frequencies: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
     """Return when the stop came: the mean step of what is served, and between which steps nine tenths of it lie."""
     steps, shares = np.array(path.steps), np.cumsum(frequencies)
     first, last = (int(steps[np.searchsorted(shares, level - 1e-9)]) for level in (0.05, 0.95))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie.arguments import optional, real
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
-from coterie.choosing.adaptive.evaluations import Looks, split
+from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
 from coterie.choosing.adaptive.repeated_steps import RepeatedSteps
 from coterie.choosing.adaptive.schedule import LOOKS
 from coterie.choosing.chooser import Choice
@@ -175,7 +175,7 @@ class AdaptiveAveraging:
                 f"{error}. Adaptive averaging trains on parts of the {len(spec.me)} own examples too, the least of "
                 f"{int(parts.sum(1).min())}; give more own examples, or a rule such as `Alone()`"
             ) from error
-        looks = Looks(spec, points, folds, nested=self.plan.nested)
+        looks = HeldOutEvaluations(spec, points, folds, nested=self.plan.nested)
         return AdaptiveLearner(spec, engine, costs, looks, guarded=guarded)
 
     def parts(self, spec: RunSpec) -> tuple[Tensor, Tensor]:

@@ -31,10 +31,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.adaptive.account import account_of
 from coterie.choosing.adaptive.directions import FixedWeights, PeerSums, WithoutOutliers, followed, mixed, peer_sums
-from coterie.choosing.adaptive.evaluations import Looks
+from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
 from coterie.choosing.adaptive.peer_weights import PeerWeights
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.stopping import Path
+from coterie.choosing.adaptive.stopping import Candidate
 from coterie.choosing.adaptive.weights import Array
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
@@ -53,7 +53,9 @@ class AdaptiveLearner(Learner):
     The model is, at every look, what would be served then.
     """
 
-    def __init__(self, spec: RunSpec, engine: Engine, costs: Costs, looks: Looks, *, guarded: bool) -> None:
+    def __init__(
+        self, spec: RunSpec, engine: Engine, costs: Costs, looks: HeldOutEvaluations, *, guarded: bool
+    ) -> None:
         super().__init__(spec, Alone(), engine, costs)
         self.spec, self.looks, self.guarded = spec, looks, guarded
         self.points, self.nested = looks.points, looks.nested
@@ -211,7 +213,7 @@ class AdaptiveLearner(Learner):
             origins = [list(range(trunks)), *([q] for q in range(trunks))] if self.nested else [[0]] * copies
         origins = [*origins, [trunks]]
         if self.peer_weights.fork(better):  # else nobody was followed, and Alone is served
-            self.looks.paths |= {"branch": Path(), "pooled": Path()}
+            self.looks.paths |= {"branch": Candidate(), "pooled": Candidate()}
         self.peers, self.heard = self.peers.forked(origins), None
         self.buffers["peers"] = torch.stack([self.buffers["peers"][rows].mean(0) for rows in origins])
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.adaptive.stopping import Chosen, Path, Resampled, hellinger, standard_error, worst_loss
+from coterie.choosing.adaptive.stopping import Candidate, Chosen, Resampled, hellinger, standard_error, worst_loss
 from coterie.choosing.adaptive.weights import Array
 from coterie.engines.asking import GradientsAtPoints
 from coterie.evaluation.losses import is_log_likelihood, is_squared
@@ -20,12 +20,12 @@ from coterie.users.trees import leaves
 from coterie.users.user import User
 
 
-class Looks:
+class HeldOutEvaluations:
     """The paths with their looks. After each look the model is what would be served then."""
 
     def __init__(self, spec: RunSpec, points: GradientsAtPoints, folds: Tensor, *, nested: bool) -> None:
         self.spec, self.points, self.folds, self.nested = spec, points, folds, nested
-        self.paths = {"alone": Path()}
+        self.paths = {"alone": Candidate()}
         self.held_out = 0 if spec.me.validation is None else len(spec.me.validation)
         everyone = np.concatenate([folds.numpy(), np.arange(self.held_out) % (int(folds.max()) + 1)])
         distance, self.chosen_by = (hellinger, "1 − √p") if is_log_likelihood(spec.loss) else (np.asarray, "loss")
@@ -123,7 +123,7 @@ class Looks:
         self.paths = {}
         for name, saved in paths.items():
             kinds = ([each.cpu() for each in saved[key]] for key in ("losses", "corrected", "full"))
-            self.paths[name] = Path(list(saved["steps"]), list(saved["points"]), *kinds)
+            self.paths[name] = Candidate(list(saved["steps"]), list(saved["points"]), *kinds)
         if self.paths["alone"].steps:
             self.chosen = self._resampled.choose(self.paths, nested=self.nested)
 

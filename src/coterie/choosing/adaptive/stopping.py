@@ -23,12 +23,12 @@ start, where those are above 1: squares of large numbers are large."""
 
 
 @dataclass
-class Path:
+class Candidate:
     """One path: the points of the copy that sees all examples, and losses of examples that the judged copy has not.
 
     Losses, of shape (n + v,), are of each own example by the copy that is blind to it, then of each validation
     example; looks and paths are chosen by them. A blind copy has had fewer examples than the one that sees all: see
-    `Looks.corrected` for what is told. The losses of the copy that sees all are kept, too.
+    `HeldOutEvaluations.corrected` for what is told. The losses of the copy that sees all are kept, too.
     """
 
     steps: list[int] = field(default_factory=list)  # of the looks
@@ -90,7 +90,7 @@ class Resampled:
         best = (table[:, kept] @ self.counts[:, kept].T.astype(float)).argmin(0)
         return np.asarray(np.bincount(best, minlength=len(table)) / len(best))
 
-    def choose(self, paths: Mapping[str, Path], *, nested: bool) -> Chosen:
+    def choose(self, paths: Mapping[str, Candidate], *, nested: bool) -> Chosen:
         """Choose a path, and the frequencies of its looks.
 
         Paths are compared by each example's distance with frequencies made without its fold. `nested`: the
@@ -106,13 +106,13 @@ class Resampled:
         return Chosen(best_path(scores, nested), frequencies, without, best_paths(scores, nested))
 
     def told(
-        self, chosen: Chosen, paths: Mapping[str, Path], losses_at: Callable[[Tensor], Array]
+        self, chosen: Chosen, paths: Mapping[str, Candidate], losses_at: Callable[[Tensor], Array]
     ) -> tuple[Array, Array]:
         """Return each example's loss, (n + v,), under what is served and under Alone, corrected for the choice.
 
-        Looks are chosen without the example's fold, the path without the example: one chosen without the whole fold
-        is often a worse one. What is served is a mean of points; its loss is lower than the mean of theirs. By how
-        much is seen from the copy that sees all examples, by `losses_at` its mean point.
+        Evaluations are chosen without the example's fold, the path without the example: one chosen without the
+        whole fold is often a worse one. What is served is a mean of points; its loss is lower than the mean of
+        theirs. By how much is seen from the copy that sees all examples, by `losses_at` its mean point.
         """
         worst = worst_loss(paths)
 
@@ -147,7 +147,7 @@ def hellinger(losses: Array) -> Array:
     return np.asarray(-np.expm1(-0.5 * np.maximum(losses, -100.0)))  # finite where a loss is no −log p, and below 0
 
 
-def worst_loss(paths: Mapping[str, Path]) -> float:
+def worst_loss(paths: Mapping[str, Candidate]) -> float:
     """Return what losses count as at most: `WORST` losses that are usual at the start, from which all paths go."""
     start = paths["alone"].losses[0].double()
     usual = float(start[start.isfinite()].median()) if bool(start.isfinite().any()) else 1.0

@@ -1,0 +1,127 @@
+"""`Mixture` in a run: the numbers of the closed form, an honest record, another rule where it cannot serve."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import coterie
+from coterie.choosing.mixture import family_of, linear_of
+from coterie.mixture.families import SOFTMAX, SQUARED, Family
+from coterie.mixture.fit import fit_here
+from coterie.users.sampling import random_key
+
+QUIET: dict[str, Any] = {"measure": False, "progress": False}
+
+
+def users(n: int = 24, classes: int = 0, **held_out: object) -> tuple[coterie.User, list[coterie.User]]:
+    random = torch.Generator().manual_seed(0)
+    truth = torch.randn(4, max(1, classes), generator=random)
+
+    def examples(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(rows, 4, generator=random)
+        outputs = inputs @ truth + torch.randn(rows, max(1, classes), generator=random)
+        return inputs, outputs.argmax(1) if classes else outputs
+
+    me = coterie.User("me", *examples(n), **held_out)  # type: ignore[arg-type]
+    return me, [coterie.User(f"peer {k}", *examples(60)) for k in range(4)]
+
+
+def weights(model: nn.Module | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return coefficients and intercepts of a linear model."""
+    assert isinstance(model, nn.Linear)
+    return model.weight.detach().numpy().T, model.bias.detach().numpy()
+
+
+@pytest.mark.parametrize(("classes", "family"), [(0, SQUARED), (3, SOFTMAX)])
+def test_a_run_serves_the_closed_form(classes: int, family: Family) -> None:
+    me, peers = users(classes=classes)
+    loss = nn.functional.cross_entropy if classes else nn.functional.mse_loss
+    run = coterie.train(nn.Linear(4, max(1, classes)), loss, me, peers, coterie.Mixture(), **QUIET)
+
+    def numbers(user: coterie.User) -> tuple[np.ndarray, np.ndarray]:
+        x, y = user.examples.take(torch.arange(len(user)))
+        return x.double().numpy(), y.numpy()
+
+    seed = random_key(0, "me/folds") % 2**32
+    fitted = fit_here(*numbers(me), [numbers(peer) for peer in peers], family, max(1, classes), seed=seed)
+    for model, entry in ((run.model, fitted.served), (run.alone, fitted.alone)):
+        slopes, base = weights(model)
+        np.testing.assert_allclose(slopes, entry.parameters[:-1], rtol=1e-5)
+        np.testing.assert_allclose(base, entry.parameters[-1], rtol=1e-5, atol=1e-6)
+
+
+def test_it_does_not_depend_on_how_gradients_would_be_followed() -> None:
+    """Initial weights, step size, batch size and number of steps do not matter."""
+    me, peers = users()
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    settings: list[dict[str, Any]] = [{"lr": 0.1, "steps": 3, "batch_size": 2}, {}]
+    runs = [
+        coterie.train(model, nn.functional.mse_loss, me, peers, coterie.Mixture(), **QUIET, **some)
+        for model, some in zip(models, settings, strict=True)
+    ]
+    np.testing.assert_array_equal(weights(runs[0].model)[0], weights(runs[1].model)[0])
+
+
+def test_the_record_has_the_leaderboard_and_a_verdict_without_a_test_set() -> None:
+    me, peers = users()
+    run = coterie.train(nn.Linear(4, 1), nn.functional.mse_loss, me, peers, coterie.Mixture(), **QUIET)
+    account = run.record.end.account
+    assert {"served", "constant", "alone", "pooled", "hierarchical"} <= set(account["leaderboard"])
+    assert account["exchanges"] <= 60
+    assert "24 own examples, each by models that were fitted and mixed without it" in run.record.end.verdict
+    assert "a mixture is served" in run.summary()
+
+
+def test_validation_examples_are_evidence_and_not_fitted_to() -> None:
+    """Validation examples of another truth move the weights; their number moves nothing else."""
+    me, peers = users()
+    inputs = torch.randn(60, 4)
+    contrary = (inputs, -(me.examples.take(torch.arange(1))[1][0] + inputs.sum(1, keepdim=True) * 3))
+    judged = users(validation=contrary)[0]
+    loss = nn.functional.mse_loss
+    one, two = (
+        coterie.train(nn.Linear(4, 1), loss, each, peers, coterie.Mixture(), **QUIET) for each in (me, judged)
+    )
+    assert not np.array_equal(weights(one.model)[0], weights(two.model)[0])
+    boards = [run.record.end.account["leaderboard"] for run in (one, two)]
+    assert boards[0]["constant"]["loss"] == pytest.approx(boards[1]["constant"]["loss"])
+
+
+def test_another_model_or_loss_is_trained_by_gradients() -> None:
+    me, peers = users()
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    run = coterie.train(network, nn.functional.mse_loss, me, peers, coterie.Mixture(), steps=4, **QUIET)
+    assert (
+        run.record.configuration.choice["sentence"] == "trained by gradient steps: the model is not one `nn.Linear`"
+    )
+    assert run.step == 4
+    run = coterie.train(nn.Linear(4, 1), nn.functional.l1_loss, me, peers, coterie.Mixture(), steps=4, **QUIET)
+    assert "the loss is not" in run.record.configuration.choice["sentence"]
+
+
+def test_what_is_linear() -> None:
+    assert linear_of(nn.Sequential(nn.Flatten(), nn.Linear(2, 1))) is not None
+    frozen = nn.Linear(2, 1)
+    frozen.bias.requires_grad = False
+    assert linear_of(frozen) is None
+    assert linear_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))) is None
+    assert linear_of(nn.Sequential(nn.Linear(2, 1), nn.Dropout())) is None
+
+
+def test_which_losses_are_known() -> None:
+    assert family_of(nn.MSELoss()) is SQUARED
+    assert family_of(nn.CrossEntropyLoss(weight=torch.ones(2))) is None
+    assert family_of(nn.CrossEntropyLoss(ignore_index=0)) is None
+    assert family_of(nn.BCEWithLogitsLoss(pos_weight=torch.ones(1))) is None
+    assert family_of(nn.functional.nll_loss) is None
+    assert family_of(nn.MSELoss(reduction="sum")) is None
+    assert family_of(coterie.per_example(lambda output, target: (output - target).square())) is None
+
+
+def test_one_own_example_and_nobody_else() -> None:
+    me, peers = users(n=1)
+    run = coterie.train(nn.Linear(4, 1), nn.functional.mse_loss, me, peers, coterie.Mixture(), **QUIET)
+    assert np.isfinite(weights(run.model)[0]).all()
