@@ -34,7 +34,7 @@ def uniforms(n: int) -> Tensor:
 def normals(n: int, device: torch.device | None = None) -> Iterator[Tensor]:
     """Yield n independent standard normal numbers in double precision, a chunk after the other.
 
-    On a GPU they are made there, all at once. A chunk is overwritten by the next.
+    They are made on the host by the system's randomness; for a GPU all at once. A chunk is overwritten by the next.
 
     Example:
         >>> [len(chunk) for chunk in normals(CHUNK + 3)]
@@ -43,11 +43,7 @@ def normals(n: int, device: torch.device | None = None) -> Iterator[Tensor]:
     key = os.urandom(32)
     if device is None or device.type != "cuda":
         return normals_of(key, n)
-    try:
-        from coterie.privacy import normals_on_gpu
-    except ImportError:  # torch's Triton is not there: slower, and the same numbers
-        return (torch.cat([chunk.clone() for chunk in normals_of(key, n)]).to(device) for _ in range(1))
-    return iter([normals_on_gpu.normals_of(key, n, device)])
+    return iter([torch.cat([chunk.clone() for chunk in normals_of(key, n)]).to(device)])
 
 
 def normals_of(key: bytes, n: int) -> Iterator[Tensor]:

@@ -160,8 +160,10 @@ def exchange_sentence(choices: Mapping[str, Exchanges], cost: float) -> str:
     """Say how often to exchange, by the least bound."""
     kind, best = min(((k, one) for k, one in choices.items() if one.every), key=lambda each: each[1].bound)
     setting = "exchange_every" if kind == "stale peers" else "local_steps"
-    how = f"{kind} with `{setting}={best.every}`" if best.every > 1 else "an exchange at every step"
-    said = f"Where an exchange costs as much as {cost:g} gradients, the least bound with peers is that of {how}."
+    best_is = f"{kind} with `{setting}={best.every}`" if best.every > 1 else "an exchange at every step"
+    said = (
+        f"Where an exchange costs as much as {cost:g} gradients, the least bound with peers is that of {best_is}."
+    )
     if choices["alone"].bound >= best.bound:
         return said
     return said + " Alone's is lower: it takes steps, each on fresh own examples, in the time of exchanges."
