@@ -166,9 +166,9 @@ def fit(
     """
     if is_everyone(out):
         raise FileError(f"{out} holds models of several users (`--me all`); name another folder")
-    how: dict[str, Any] = {"model": model, "metrics": metrics, "seed": seed, **settings}
+    everything: dict[str, Any] = {"model": model, "metrics": metrics, "seed": seed, **settings}
     with claimed(out):
-        run = _train(task, rule, out, **how)
+        run = _train(task, rule, out, **everything)
         if run.stopped is Stopped.CTRL_C:
             return None
         try:
@@ -176,7 +176,7 @@ def fit(
             save_model(out, run.model, model, task.n_inputs, task.n_outputs)
             save_calibration(out, run.model, task)
             splits = [Split.of(run)] if again else []
-            for other in _others(again, out, **how):
+            for other in _others(again, out, **everything):
                 if other.stopped is Stopped.CTRL_C:
                     return None
                 splits.append(Split.of(other))
@@ -189,12 +189,12 @@ def fit(
 
 
 def _others(
-    again: Sequence[Callable[[], tuple[TableTask, Followed]]], out: Path, *, seed: int, **how: Any
+    again: Sequence[Callable[[], tuple[TableTask, Followed]]], out: Path, *, seed: int, **settings: Any
 ) -> Iterator[Run]:
     """Yield the runs of the other splits, each in a folder of its own."""
-    how |= {"trackers": (), "measure": False}
+    settings |= {"trackers": (), "measure": False}
     for k, make in enumerate(again, 1):
-        yield _train(*make(), out / FOLDER / f"{k + 1:02d}", seed=seed + k, **how)
+        yield _train(*make(), out / FOLDER / f"{k + 1:02d}", seed=seed + k, **settings)
 
 
 def _train(
