@@ -107,6 +107,22 @@ def fuzz(name: str, count: int, seed: int) -> dict[str, Any]:
     return {"n": count, "bad": sum(bad.values()), "told": str(dict(outcomes))[:300]}
 
 
+def oracles(count: int, seed: int) -> dict[str, Any]:
+    """Return how many attacks on masked sums told one site from another beside the sum."""
+    return {"n": count, "bad": support("intruders").masked_oracles(count, seed)}
+
+
+def calls(count: int, seed: int) -> dict[str, Any]:
+    """Return how many calls between sites were believed that a server altered, repeated, moved or made up."""
+    return {"n": 10 * count, "bad": support("intruders").sealed_calls(count, seed)}
+
+
+def bombs() -> dict[str, Any]:
+    """Return how many files were read though a device, a pipe or a bomb stood in their place."""
+    n, wrong = support("intruders").bombs()
+    return {"n": n, "bad": len(wrong), "told": "; ".join(wrong[:5])}
+
+
 def inputs() -> dict[str, Any]:
     """Return how many bad inputs to the library were not refused in words, or left something behind."""
     wrong, bad_inputs = [], support("bad_inputs").BAD_INPUTS
@@ -154,6 +170,9 @@ DOES: dict[str, Callable[..., dict[str, Any]]] = {
     "kill points": kill_points,
     "ledgers": ledgers,
     "fuzz": fuzz,
+    "oracles": oracles,
+    "calls": calls,
+    "bombs": bombs,
     "inputs": inputs,
     "commands": commands,
     "surroundings": surroundings,
@@ -166,6 +185,9 @@ BAD = {
     "kill points": "runs lost or other bits",
     "ledgers": "budget lost or overspent",
     "fuzz": "untyped errors",
+    "oracles": "a site told from another",
+    "calls": "believed",
+    "bombs": "read, or a raw error",
     "inputs": "not refused in words",
     "commands": "tracebacks",
     "surroundings": "other bits, or something global altered",
@@ -200,6 +222,9 @@ def cases(part: str, quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
         "kills": [("random moments", (5 if quick else 50, seed)) for seed in range(1 if quick else 10)],
         "kill points": [("named points", (seed,)) for seed in range(1 if quick else 3)],
         "ledgers": [("private peers, two on a ledger", (10 if quick else 200, 0))],
+        "oracles": [("masked sums", (5 if quick else 250, seed)) for seed in range(1 if quick else 4)],
+        "calls": [("through a server", (20 if quick else 1000, 0))],
+        "bombs": [("in the place of files", ())],
         "inputs": [("library", ())],
         "commands": [("command line", ())],
         "memory": [("8 processes", (300 if quick else 20_000,))],

@@ -46,7 +46,7 @@ def measured(hidden: int, rule: coterie.Rule, options: argparse.Namespace) -> di
 
     def one(spec: coterie.RunSpec) -> coterie.Run:
         asked = {field.name: getattr(spec, field.name) for field in fields(spec)}
-        return coterie.train(**asked, guard="off", measure=False, progress=False)
+        return coterie.train(**{**asked, "guard": "off", "measure": False, "progress": False})
 
     short = [replace(spec, steps=2) for spec in runs[:2]]
     one(short[0])  # what torch imports and sets up once

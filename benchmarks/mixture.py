@@ -6,6 +6,10 @@
 learn from. Scores are accuracy, or −RMSE in standard deviations of all targets; then the log loss or squared error.
 *planted*: users differ in one of 8 coefficients, 40 own rows and 8 peers of 200; the mean squared error of the
 coefficients over that of `RidgeCV` on the own rows, and the same for a stranger.
+*excess*: three classes by five columns, ten peers of 60 rows: the log loss of what is served less that of Alone's
+mixture on 4,000 fresh rows, ± its standard error over repetitions, beside log 2/(n + 1); and in how many of them
+the difference that is told is within two of its errors of the fresh one. Peers are alike; strangers, each with
+other coefficients; wrong, every class renamed; or four of ten send huge and contrary rows.
 *heart*: the four hospitals, ten splits, four fifths of each to learn from: log loss on the rest.
 """
 
@@ -172,6 +176,40 @@ def on_heart(options: argparse.Namespace) -> None:
         print(f"heart, {hospital}, {len(people.rows(hospital))} rows: {table(rows)}", flush=True)
 
 
+def on_excess(options: argparse.Namespace) -> None:
+    """Print what is lost to Alone's mixture, and whether what is told of it is true."""
+    for kind in ("alike", "strangers", "wrong", "attackers"):
+        for n in (6, 12, 25, 50, 100, 200):
+            fresh, covered = list[float](), list[bool]()
+            for seed in range(options.repetitions):
+                random = np.random.default_rng(seed)
+                truth = random.normal(size=(5, 3))
+
+                def rows(count: int, of: Array, random: np.random.Generator = random) -> Data:
+                    x = random.normal(size=(count, 5))
+                    return x, (x @ of + random.gumbel(size=(count, 3))).argmax(1)
+
+                own, asked, peers = rows(n, truth), rows(4000, truth), list[Data]()
+                for k in range(10):
+                    x, y = rows(60, random.normal(size=(5, 3)) if kind == "strangers" else truth)
+                    x = 1e3 * x if kind == "attackers" and k < 4 else x
+                    peers.append((x, (y + 1) % 3 if kind == "wrong" or (kind == "attackers" and k < 4) else y))
+                fitted = fit_here(*own, peers, SOFTMAX, 3)
+                ours, alone = (
+                    SOFTMAX.losses(np.column_stack([asked[0], np.ones(4000)]) @ one.parameters, np.eye(3)[asked[1]])
+                    for one in (fitted.served, fitted.alone)
+                )
+                fresh.append(float((ours - alone).mean()))
+                told = fitted.served.losses - fitted.alone.losses
+                covered.append(bool(abs(told.mean() - fresh[-1]) <= 2 * told.std(ddof=1) / n**0.5))
+            error = np.std(fresh, ddof=1) / len(fresh) ** 0.5
+            print(
+                f"| {kind} | {n} | {np.mean(fresh):+.3f} ± {error:.3f} | {np.log(2) / (n + 1):.3f} | "
+                f"{np.mean(covered):.2f} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,9 +218,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--sets", default="heart,school,vowels,digits,wisdm")
     parser.add_argument("--parts", default="planted,heart,sets")
+    parser.add_argument("--repetitions", type=int, default=20)
     options = parser.parse_args()
     for part in options.parts.split(","):
-        {"sets": on_sets, "planted": on_planted, "heart": on_heart}[part](options)
+        {"sets": on_sets, "planted": on_planted, "heart": on_heart, "excess": on_excess}[part](options)
 
 
 if __name__ == "__main__":

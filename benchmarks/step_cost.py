@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie import ForwardOptions
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
-from coterie.learners.learner import Learner
+from coterie.learners.learner import RuleLearner
 from coterie.recording.costs import Costs
 from coterie.rules.similarity import CosineSimilarity
 from coterie.training.captured import Captured
@@ -193,7 +193,7 @@ def ours(
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     costs = Costs({user.name: setting.batch for user in setting.everyone})
     spec = coterie.RunSpec(model, cross_entropy, me, peers, rule, optimizer=sgd, batch_size=setting.batch)
-    learner = Learner(spec, rule, engine, costs)
+    learner = RuleLearner(spec, rule, engine, costs)
     whole = (
         Captured(StepTables(learner)) if capture or (capture is None and setting.device.type == "cuda") else None
     )

@@ -72,6 +72,10 @@ def maths(visitor: Any, node: nodes.math | nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+OF_THE_ROOT = "SECURITY|CHANGELOG|CONTRIBUTING|GOVERNANCE|CODE_OF_CONDUCT"
+"""Files of the root folder that are pages of the site too, by their names in small letters."""
+
+
 def whole_pages(app: Sphinx, docname: str, source: list[str]) -> None:
     """List in the index every page of this folder that it does not name; link pages of the root; tidy examples."""
     if docname == "index":
@@ -79,9 +83,9 @@ def whole_pages(app: Sphinx, docname: str, source: list[str]) -> None:
         unnamed = [page for page in pages if page != "index" and not re.search(rf"^{page}$", source[0], re.M)]
         source[0] = source[0].replace("% every other page", "\n".join(unnamed))
     source[0] = source[0].replace("\n\n```\n", "\n```\n")  # doctest wants a blank line after what is printed
-    source[0] = re.sub(
-        r"\]\(\.\./(SECURITY|CHANGELOG|CONTRIBUTING|GOVERNANCE)\.md", lambda m: f"]({m[1].lower()}.md", source[0]
-    )
+    if whole := re.fullmatch(r"```\{include\} \.\./(\w+\.md)\n```\n", source[0]):
+        source[0] = (FOLDER.parent / whole[1]).read_text(encoding="utf-8").replace("](docs/", "](")
+    source[0] = re.sub(rf"\]\((?:\.\./)?({OF_THE_ROOT})\.md", lambda m: f"]({m[1].lower()}.md", source[0])
 
 
 INLINE = ("attribute", "data", "property")

@@ -155,6 +155,34 @@ def test_peers_that_cannot_be_measured_are_left_out() -> None:
         measure(quiet.engine(), torch.zeros(1))
 
 
+@pytest.mark.parametrize(("n", "size"), [(30, 16), (60, 8), (200, 32)])
+def test_two_standard_errors_of_what_measure_gives_cover_in_process(n: int, size: int) -> None:
+    """Noise, gradient, no bias and a bias, at 0 in linear regression, where all of them are known."""
+    d, repetitions, rng = 20, 100, np.random.default_rng(n)
+    model = nn.Linear(d, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.zero_()
+    covered = dict.fromkeys(("noise", "gradient", "no bias", "bias"), 0)
+    for k in range(repetitions):
+        users = []
+        for name, optimum in (("me", 1.0), ("alike", 1.0), ("shifted", 1.5)):
+            x = rng.normal(size=(n, d))
+            y = x.sum(1) * optimum / math.sqrt(d) + rng.normal(size=n)
+            users.append(coterie.User(name, torch.from_numpy(x), torch.from_numpy(y[:, None])))
+        engine = coterie.InProcess(model, mse_loss, users[0], users[1:], batch_size=size, seed=k)
+        got = measure(engine, torch.zeros(d, dtype=torch.float64))
+        variance = (4 * (2 * d + 2) - 4) / size  # E‖g‖² − ‖E g‖² of a batch, for targets of variance 2
+        truths = {
+            "noise": (got.noise, math.sqrt(variance)),
+            "gradient": (got.gradient, 2.0),
+            "no bias": (got.peers["alike"].bias_floor, 0.0),
+            "bias": (got.peers["shifted"].bias_floor, 1.0),
+        }
+        for name, (estimate, truth) in truths.items():
+            covered[name] += within(estimate, truth, errors=2.0)
+    assert min(covered.values()) >= 0.88 * repetitions, covered  # 0.93 to 1.0 over 400 repetitions
+
+
 class Watched:
     """Counts what an engine is asked for."""
 

@@ -14,7 +14,7 @@ import torch
 import coterie
 from coterie.data import Preparation, from_table
 from coterie.data.checking import distinct_targets
-from coterie.data.reading import read_rows, read_table, some, users_in
+from coterie.data.reading import few_of, read_rows, read_table, users_in
 from coterie.data.statistics import Statistics
 from coterie.errors import DataError
 
@@ -203,7 +203,7 @@ def test_users_and_their_rows_are_read_from_a_file(tmp_path: Path) -> None:
     pd.DataFrame({"ward": ["b", "a", "b"], "age": [3, 4, 5]}).to_csv(path)
     assert users_in(path, "ward") == ["b", "a"]
     assert len(read_rows(path, "ward", "b")) == 2
-    assert some(["a", "b", "c"], most=2) == "'a', 'b' and 1 more"
+    assert few_of(["a", "b", "c"], most=2) == "'a', 'b' and 1 more"
     assert distinct_targets(pd.Series([1, 0, 1]), "auto") == [0, 1]
     assert distinct_targets(pd.Series([0.5, 1.5]), "auto") is None
 

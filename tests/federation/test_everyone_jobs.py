@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support import intruders
 
 import coterie
 from coterie.engines.in_process.passes import Passes
@@ -153,6 +154,10 @@ def test_a_server_that_repeats_alters_or_moves_a_call_gets_nothing(members: dict
     assert a.responder.peer.ledger.given == 1
     in_a_job(members, "job 1")  # another one of the same name
     assert set(a.answer(call)) == {"refused"}
+
+
+def test_no_call_that_was_altered_moved_or_made_up_is_believed() -> None:
+    assert intruders.sealed_calls(20, seed=0) == 0
 
 
 def test_a_server_that_alters_or_changes_round_replies_is_not_believed(members: dict[str, MemberRun]) -> None:

@@ -14,16 +14,16 @@ from torch.optim.lr_scheduler import StepLR
 import coterie
 from coterie import Alone, BiasCorrection, RunSpec
 from coterie.errors import KnobError, ModelError
-from coterie.learners.learner import Learner
+from coterie.learners.learner import RuleLearner
 from coterie.recording.costs import Costs
 
 Users = Callable[..., list[coterie.User]]
 
 
-def learner_of(users: list[coterie.User], rule: coterie.Rule, **changed: Any) -> Learner:
+def learner_of(users: list[coterie.User], rule: coterie.Rule, **changed: Any) -> RuleLearner:
     settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.5, "batch_size": 4} | changed
     spec = RunSpec(network(), cross_entropy, users[0], users[1:], rule, **settings).prepared()
-    return Learner(spec, rule, spec.in_process(), Costs({user.name: 4 for user in users}))
+    return RuleLearner(spec, rule, spec.in_process(), Costs({user.name: 4 for user in users}))
 
 
 def test_a_step_is_the_rule_the_optimizer_and_the_scheduler(make_users: Users) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import intruders
 
 from coterie.errors import FileError
 from coterie.recording import files
@@ -185,3 +186,7 @@ def test_what_is_no_plain_file_or_too_large_is_not_read(kind: str, tmp_path: Pat
     if kind != "huge":
         with pytest.raises(FileError, match=r"no plain file|Is a directory"):
             ChainedLines(path, "train again").read()
+
+
+def test_devices_pipes_and_bombs_in_the_place_of_any_file_are_typed_errors() -> None:
+    assert intruders.bombs()[1] == []

@@ -199,3 +199,43 @@ def test_predictions_carry_the_ids_along(tmp_path: Path) -> None:
     numbers = frame.select_dtypes("number").columns.drop("y", errors="ignore")
     with pytest.warns(UserWarning, match=f"'{numbers[0]}' has 90 of 90 numbers more than 10 standard deviations"):
         predict(tmp_path, frame.assign(**{numbers[0]: 1e9}))
+
+
+def test_intervals_and_sets_come_from_the_scores_beside_the_model(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    rows = visits(400).assign(y=lambda r: r["y"] + 3 * rng.normal(size=400))
+    task = from_table(rows, user_column="who", target="y", me="a")
+    fitted = fit(task, coterie.Alone(), "linear", tmp_path / "run", steps=150, lr=0.05)
+    assert fitted is not None
+    told = predict(tmp_path / "run", rows, coverage=0.9)
+    assert list(told.columns) == ["prediction", "lower", "upper"]
+    half = (told["upper"] - told["prediction"]).iloc[0]
+    assert np.allclose(told["prediction"] - told["lower"], half)
+    assert task.me.test is not None
+    inputs, targets = task.me.test.take(torch.arange(len(task.me.test)))
+    with torch.no_grad():
+        residuals = task.preparation.scale * (fitted.model(inputs) - targets).flatten().abs()
+    saved = files.read_json(tmp_path / "run" / "calibration.json", "")["own"]
+    assert np.allclose(saved[-len(residuals) :], residuals.numpy(), rtol=1e-5)
+    covered = ((told["lower"] <= rows["y"]) & (rows["y"] <= told["upper"])).mean()
+    assert 0.85 < covered < 0.97
+
+    classes = rows.assign(y=np.where(rows["y"] > 40, "ill", "well"))
+    task = from_table(classes, user_column="who", target="y", me="a")
+    assert fit(task, coterie.Alone(), "linear", tmp_path / "classes", steps=150, lr=0.05) is not None
+    told = predict(tmp_path / "classes", classes, coverage=0.9)
+    assert set(told["set"]) <= {"", "ill", "well", "ill | well"}
+    assert (
+        np.mean([truth in found.split(" | ") for truth, found in zip(classes["y"], told["set"], strict=True)]) > 0.8
+    )
+
+
+def test_a_folder_without_scores_says_what_to_do(tmp_path: Path) -> None:
+    task = from_table(visits(), user_column="who", target="y", me="a")
+    fit(task, coterie.Alone(), "linear", tmp_path / "run", steps=5, lr=0.05)
+    (tmp_path / "run" / "calibration.json").unlink()
+    with pytest.raises(coterie.errors.DataError, match="train it anew"):
+        predict(tmp_path / "run", visits(), coverage=0.9)
+    fit(task, coterie.Alone(), "linear", tmp_path / "again", steps=5, lr=0.05)
+    with pytest.raises(KnobError, match="`coverage` must lie between 0 and 1"):
+        predict(tmp_path / "again", visits(), coverage=1.5)

@@ -148,6 +148,18 @@ def test_a_step_size_of_0_is_explained() -> None:
         assert [sentence.partition(":")[0] for sentence in verdict(problem, choices, steps)[2:]] == said
 
 
+def test_a_bound_above_the_loss_of_the_start_says_nothing_about_who_gains() -> None:
+    constants = {"hessian_gap": 1.0, "smoothness": 5.0, "pl": 1.0, "initial_gap": 2.0, "n_peers": 10}
+    vacuous = theory.Constants(noise=30.0, bias_floor=4.0, **constants)
+    choices = theory.plan(vacuous, 10)
+    assert min(choices["alone"].bound, choices["wga"].bound) >= 2.0  # what the start has
+    assert verdict(vacuous, choices, 10)[0].startswith("The theory's bound says nothing here")
+    telling = theory.Constants(noise=0.01, bias_floor=4.0, **constants)
+    choices = theory.plan(telling, 1000)
+    assert choices["alone"].bound < 0.1
+    assert verdict(telling, choices, 1000)[0].startswith("Averaging does not pay")
+
+
 def test_out_writes_the_picture_and_a_page(tmp_path: Path) -> None:
     result = run("--out", str(tmp_path / "plan"))
     assert result.exit_code == 0, result.output

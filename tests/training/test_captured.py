@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR,
 
 import coterie
 from coterie.errors import GradientError
-from coterie.learners.learner import Learner
+from coterie.learners.learner import RuleLearner
 from coterie.learners.spec import RunSpec
 from coterie.methods import FedAvg
 from coterie.recording.costs import Costs
@@ -215,7 +215,7 @@ def test_the_host_looks_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = coterie.InProcess(model, cross_entropy, me, peers, batch_size=16)
     spec = RunSpec(model, cross_entropy, me, peers, optimizer=SGD(model.parameters(), lr=0.1))
     costs = Costs({user.name: 16 for user in (me, *peers)})
-    learner = Learner(spec, WeightedAveraging(0.5), engine, costs)
+    learner = RuleLearner(spec, WeightedAveraging(0.5), engine, costs)
     learner.next_step().take()
     captured, looks = Captured(StepTables(learner)), list[str]()
 

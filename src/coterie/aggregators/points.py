@@ -113,8 +113,8 @@ class Aggregator(ABC):
     def __call__(self, rows: Tensor) -> Tensor:
         """Combine rows of shape (n, d) into one vector of shape (d,)."""
         if rows.ndim != 2 or not rows.is_floating_point():
-            given = f"{rows.dtype} {tuple(rows.shape)}"
-            raise KnobError(f"`rows` must be a matrix of numbers, one row a user, got {given}")
+            shape = f"{rows.dtype} {tuple(rows.shape)}"
+            raise KnobError(f"`rows` must be a matrix of numbers, one row a user, got {shape}")
         return self.of(self.points(rows))
 
     @abstractmethod

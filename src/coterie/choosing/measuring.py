@@ -60,15 +60,16 @@ def measure(
         δ_k² = the same of g_k(x + u) − g_k(x) and g_0(x + u) − g_0(x),  over ‖u‖²;   L² of g_0(x + u) − g_0(x)
         m_k  = the fall of ζ_k² over that of ‖∇f_0‖² from x to x + u, which then is taken off ζ_k²
 
-    Negative squares count as 0. u goes along the gradient of a third of user 0's batches, which are left out of
-    what is measured along it. Batches of the same n examples are not independent as samples of all there could be;
-    what the examples' own noise adds to a square, their variance over n, is taken off. Errors are those of a
-    bootstrap over batches.
+    Examples that are in this process are dealt into disjoint batches; of others the batches of steps 0, 1, … are
+    asked for. Negative squares count as 0. u goes along the gradient of a third of user 0's batches, which are left
+    out of what is measured along it. Batches of the same n examples are not independent as samples of all there
+    could be; what the examples' own noise adds to a square, their variance over n, is taken off. Errors are those
+    of a bootstrap over batches.
 
     Args:
         engine: where the gradients come from; every peer's is asked for.
         x: the point.
-        own: how user 0's batches are drawn; fresh when None.
+        own: how user 0's batches are drawn. Where neither this nor `peers` is given, the engine says it.
         peers: how each peer's are, by name; fresh where it is not in it.
         batches: how many, at least 3; steps 0, 1, … of the run.
 
@@ -85,8 +86,12 @@ def measure(
     """
     if batches < 3:
         raise DataError(f"`batches` must be at least 3, got {batches}: with fewer nothing is known of the errors")
-    groups, each = _grouped(batches)
-    asking = Asking(engine, groups=groups, batches=each)
+    if own is None and peers is None:
+        can = engine.capabilities
+        me = next((name for name in can.examples if name not in engine.names), "")
+        here = require(engine, "own_points", "measuring") if can.own_points else None
+        return _measured(engine, x, me, here=here, in_run=can.batch_size or 1, batches=batches, seed=0, known={})
+    asking = Asking(engine, None, {}, "", *_grouped(batches))
     plans = {name: (peers or {}).get(name, Sampling()) for name in engine.names}
     return _estimates(asking.sample(x), own or Sampling(), plans)
 
@@ -102,12 +107,30 @@ def before_training(
     `known`, which is filled: what users in this process answer there, for other runs that start at the same point.
     """
     can, me = engine.capabilities, problem.me.name
-    in_run = can.batch_size or problem.batch_size
     here: AnswersAtOwnPoints | None = None
     if can.own_points:
         here = require(engine, "own_points", "measuring")
     elif me in can.examples:  # an engine that knows how many they are gives gradients on them
         here = replace(problem, peers=()).in_process()
+    x, in_run = Parameters(problem.model).vector(), can.batch_size or problem.batch_size
+    with _kept(problem.model):
+        known = {} if known is None else known
+        return _measured(engine, x, me, here=here, in_run=in_run, batches=batches, seed=problem.seed, known=known)
+
+
+def _measured(
+    engine: Engine,
+    x: Tensor,
+    me: str,
+    *,
+    here: AnswersAtOwnPoints | None,
+    in_run: int,
+    batches: int,
+    seed: int,
+    known: dict[str, OnParts],
+) -> Estimates:
+    """Measure at x: on disjoint batches of who is `here`, on batches of `in_run` examples of the others."""
+    can = engine.capabilities
     names = () if here is None or can.batch_dependent else (me, *here.names)
     parts, plans = {}, {}
     for name in (me, *engine.names):
@@ -117,13 +140,10 @@ def before_training(
             continue
         plans[name] = Sampling(min(in_run, n), n, min(in_run, n), min(in_run, n) / n)
         if name in names:
-            parts[name] = _dealt(n, batches * in_run, random_key(problem.seed, f"{name}/parts"))
+            parts[name] = _dealt(n, batches * in_run, random_key(seed, f"{name}/parts"))
             plans[name] = replace(plans[name], size=parts[name].shape[1], of=math.inf)
-    known = {} if known is None else known
     asking = Asking(engine, here, parts, me, *_grouped(batches), known)
-    x = Parameters(problem.model).vector()
-    with _kept(problem.model):
-        sampled, told = asking.sample(x), engine.capabilities.noise  # which peers tell when they answer
+    sampled, told = asking.sample(x), engine.capabilities.noise  # which peers tell when they answer
     for name in (name for name, noise in told.items() if noise and name in plans):
         # Samples and noise of a private peer are new in each gradient, and differ as fresh examples do.
         plans[name] = Sampling(share=plans[name].share, added=told[name] * math.sqrt(len(x)))

@@ -24,7 +24,6 @@ from coterie.mixture.posterior import Rows
 from coterie.mixture.scaling import Scaling
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
-from coterie.rules import Alone
 from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import random_key
 from coterie.users.user import Loss
@@ -164,7 +163,7 @@ class ClosedForm(Learner):
     can_restart = False
 
     def __init__(self, spec: RunSpec, engine: Engine, costs: Costs) -> None:
-        super().__init__(spec, Alone(), engine, costs)
+        super().__init__(spec, engine, costs)
         layer, family = linear_of(spec.model), family_of(spec.loss)
         if layer is None or family is None:
             raise AssertionError("a run that is not linear was to have another rule")

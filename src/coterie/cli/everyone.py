@@ -8,7 +8,7 @@ from coterie.cli import terminal
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table, to_apply
 from coterie.data import users_from_table
-from coterie.data.reading import some, users_in
+from coterie.data.reading import few_of, users_in
 from coterie.engines.torch_distributed.place import Place
 from coterie.errors import DataError, KnobError
 from coterie.everyone.runs import Runs
@@ -76,7 +76,7 @@ def _check_finite(runs: Runs) -> None:
     ]
     if bad:
         raise DataError(
-            f"the gradients or the test loss of {some(bad)} are not finite: do not use those models; start again "
+            f"the gradients or the test loss of {few_of(bad)} are not finite: do not use those models; start again "
             "with a lower `--lr`, or look for extreme values in their rows"
         )
 

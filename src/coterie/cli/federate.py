@@ -132,7 +132,7 @@ def init(
     who: ConsortiumOptions,
     table: OwnTableOptions,
     rule: SettingsRuleOptions,
-    how: StepOptions,
+    run: StepOptions,
     messages: MessageOptions,
 ) -> None:
     """Write certificates and settings: user 0's folder, and in sites/ one folder to hand to each site.
@@ -147,10 +147,10 @@ def init(
 
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
-    settings_of_steps = {name: value for name, value in vars(how).items() if name != "model"}
-    training = Training(**rule.settings(), **settings_of_steps, **vars(messages))
+    steps = {name: value for name, value in vars(run).items() if name != "model"}
+    training = Training(**rule.settings(), **steps, **vars(messages))
     own = Data(table=str(table.data.absolute()), target=table.target, own_examples=table.own_examples)
-    settings = LeadSettings(who.me, tuple(who.site), own, Model(how.model), training)
+    settings = LeadSettings(who.me, tuple(who.site), own, Model(run.model), training)
     training = replace(training, lr=step_size(rule_of(settings), training.lr))  # what cannot be built is told now
     settings = replace(settings, training=training)
     members = (who.me, *who.site) if who.everyone else tuple(who.site)
@@ -221,7 +221,7 @@ def site(folder: SiteFolder = Path()) -> None:
     from coterie.federation.settings import site_settings
     from coterie.federation.watching import LOG, MemberWatch, Screen, SiteWatch
 
-    kit, peer = _checked(folder)
+    kit, peer = _print_site(folder)
     place = workspace.site_workspace(folder, kit)
     typer.echo(f"Ctrl-C ends it; NVFLARE's log: {place / LOG}")
     training = site_settings(folder).training
@@ -240,10 +240,10 @@ def _end(status: int, log: Path) -> None:
 @federate.command(cls=Command)
 def check(folder: SiteFolder = Path()) -> None:
     """Say what a site would give. Nothing is sent."""
-    _checked(folder)
+    _print_site(folder)
 
 
-def _checked(folder: Path) -> tuple[Any, Any]:
+def _print_site(folder: Path) -> tuple[Any, Any]:
     """Say what a site would give, and return the kit and the peer that would give it."""
     from coterie.federation.kits import accepted
     from coterie.federation.lead import rule_of
@@ -273,10 +273,10 @@ def _checked(folder: Path) -> tuple[Any, Any]:
             typer.echo(f"not under [keys]: {', '.join(unknown)}; the first key that the server passes on is taken")
     if settings.privacy is not None and (promise := peer.promise(kit.batch_size)) is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
-        given = peer.of_planned(kit.batch_size, kit.gradients)
+        allowed = peer.of_planned(kit.batch_size, kit.gradients)
         planned = f"{kit.gradients} gradients of {kit.batch_size} rows that {kit.lead} plans"
         typer.echo(
-            f"of the {planned}, ε and the caps allow {given}, with noise of {promise['noise']:.3g} on each number"
+            f"of the {planned}, ε and the caps allow {allowed}, with noise of {promise['noise']:.3g} on each number"
         )
     if responder.only_sums:
         typer.echo(f"given only under masks: {responder.sums}")

@@ -128,7 +128,7 @@ class PromiseOptions:
 
 
 @grouped
-def plan(measured: SourceOptions, given: ConstantOptions, promised: PromiseOptions, asked: PlanOptions) -> None:
+def plan(measured: SourceOptions, known: ConstantOptions, promised: PromiseOptions, asked: PlanOptions) -> None:
     """Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound.
 
     The constants are given by options, or measured: by a run (`coterie plan RUN`), or now, on a table (--data). An
@@ -140,7 +140,7 @@ def plan(measured: SourceOptions, given: ConstantOptions, promised: PromiseOptio
 
     Example: coterie plan run --steps 5000 --epsilon 4 --parameters 650 --out plan
     """
-    problem, doubted, steps = _problem(measured, given, asked.steps)
+    problem, doubted, steps = _problem(measured, known, asked.steps)
     choices = theory.plan(problem, steps, asked.alpha)
     promise = None if promised.epsilon is None else _promise(promised, promised.epsilon, measured, steps)
     cost = None if promise is None else theory.promise_cost(problem, steps, promise, asked.alpha)
@@ -158,7 +158,7 @@ def plan(measured: SourceOptions, given: ConstantOptions, promised: PromiseOptio
 
 
 def _problem(
-    measured: SourceOptions, given: ConstantOptions, steps: int | None
+    measured: SourceOptions, known: ConstantOptions, steps: int | None
 ) -> tuple[theory.Constants, theory.Constants | None, int]:
     """Return the constants, a given one before a measured one, and the number of steps.
 
@@ -172,12 +172,12 @@ def _problem(
     steps = 1000 if steps is None else steps
     if measured.data is not None:
         estimates = _on_table(measured.data, measured, steps)
-    options = {name: value for name, value in asdict(given).items() if value is not None}
+    options = {name: value for name, value in asdict(known).items() if value is not None}
     constants = (_alike(estimates, steps) if estimates else {}) | options
     if missing := [name for name in NEEDED if name not in constants]:
         raise KnobError(f"`{option_of(missing[0])}` is missing; give it, or a run whose constants were measured")
     doubted = None
-    if estimates and given.bias_floor is None:
+    if estimates and known.bias_floor is None:
         doubted = theory.Constants(**_alike(estimates, steps, bias_errors=2) | options)
     return theory.Constants(**constants), doubted, steps
 

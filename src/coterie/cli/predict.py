@@ -24,6 +24,10 @@ def predict(
     out: Annotated[Path | None, Option(help="Where to write the CSV; standard output when not given.")] = None,
     sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ",",
     decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = ".",
+    coverage: Annotated[
+        float | None,
+        Option(help="Also give intervals, or sets of classes, that hold the truth in this share of the rows: 0.9."),
+    ] = None,
     model: Annotated[
         str | None, Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own.")
     ] = None,
@@ -34,16 +38,16 @@ def predict(
     """Predict the target for every row of a table, in order, with the personal model of a run.
 
     Writes a CSV with the columns `prediction` and, in classification, `probability_CLASS` for each class. The
-    column that `coterie train --id` named comes first. An apostrophe stands before texts that a spreadsheet would
-    run as a formula, unless `--raw` is given.
+    column that `coterie train --id` named comes first. With --coverage also `lower` and `upper`, or `set`. An
+    apostrophe stands before texts that a spreadsheet would run as a formula, unless `--raw` is given.
 
-    Example: coterie predict run new_visits.csv --out predictions.csv
+    Example: coterie predict run new_visits.csv --coverage 0.9 --out predictions.csv
     """
     if out is not None and not out.absolute().parent.is_dir():
         raise KnobError(f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another")
     source, names = STANDARD_INPUT if str(file) == "-" else file, columns_of_names(folder)
     rows = read_table(source, sep=sep, decimal=decimal, as_written=names)
-    table = predictions(folder, rows, model)
+    table = predictions(folder, rows, model, coverage)
     (table if raw else harmless(table)).to_csv(sys.stdout if out is None else out, index=False)
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

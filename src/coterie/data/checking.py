@@ -14,7 +14,7 @@ import numpy as np
 from coterie.arguments import instance, listed, one_of, optional
 from coterie.data.columns import MAX_CLASSES, check_features, check_numbers, check_target, weights_in, with_numbers
 from coterie.data.preparation import Kind, Preparation
-from coterie.data.reading import read_table, some
+from coterie.data.reading import few_of, read_table
 from coterie.errors import DataError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def roles_in(
     taken = {column: role for role, column in other.items() if column is not None}
     for column in (*taken, *(wanted or ()), *dropped, *categories):
         if column not in frame.columns:
-            raise DataError(f"the table has no column {column!r}; it has {some(frame.columns)}")
+            raise DataError(f"the table has no column {column!r}; it has {few_of(frame.columns)}")
     if len(taken) < sum(column is not None for column in other.values()):
         twice = next(c for c in taken if sum(c == other_column for other_column in other.values()) > 1)
         roles = " and ".join(f"`{role}`" for role, column in other.items() if column == twice)
@@ -127,21 +127,21 @@ def checked_table(
     rows = _by_user(frame, roles, me, [str(name) for name in leave_out], is_file=data is not frame)
     numeric = _has_numbers(rows if me is None else {me: rows[me]}, roles.target)
     usable, left_out = {}, {}
-    for name, theirs in rows.items():
+    for name, own_rows in rows.items():
         try:
-            _check_complete(theirs, roles.target, "drop the rows without a target")
+            _check_complete(own_rows, roles.target, "drop the rows without a target")
             if roles.weights is not None:
-                weights_in(theirs, roles.weights)
+                weights_in(own_rows, roles.weights)
             if numeric and name != me:
-                check_numbers(theirs[roles.target])
+                check_numbers(own_rows[roles.target])
             if not prepared and me in (None, name):
-                check_features(theirs, roles.features, roles.categorical)
+                check_features(own_rows, roles.features, roles.categorical)
         except DataError as error:
             if name == me:
                 raise
             left_out[name] = str(error)
         else:
-            usable[name] = theirs
+            usable[name] = own_rows
     if not usable:
         raise DataError(f"nobody's rows can be used; {reasons(left_out)}")
     targets = pd.concat([each[roles.target] for each in usable.values()])
@@ -189,7 +189,7 @@ def check_users(there: Iterable[str], user_column: str, me: str | None, leave_ou
     there = set(there)
     for option, name in (("me", me), *(("leave_out", name) for name in leave_out)):
         if name is not None and name not in there:
-            users = some(sorted(there))
+            users = few_of(sorted(there))
             raise DataError(f"`{option}` names no user: column {user_column!r} has {users}, got {name!r}")
     if me in leave_out:
         raise DataError(f"`leave_out` names {me!r}, who is user 0; name others")

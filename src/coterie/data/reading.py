@@ -66,7 +66,7 @@ def read_rows(
     return rows
 
 
-def some(names: Iterable[object], most: int = 12) -> str:
+def few_of(names: Iterable[object], most: int = 12) -> str:
     """Return names between commas, the first of them where they are many."""
     shown = [repr(str(name)) for name in names]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
@@ -74,7 +74,7 @@ def some(names: Iterable[object], most: int = 12) -> str:
 
 def _whose(piece: pd.DataFrame, user_column: str) -> pd.Series[str]:
     if user_column not in piece.columns:
-        raise DataError(f"the table has no column {user_column!r}; it has {some(piece.columns)}")
+        raise DataError(f"the table has no column {user_column!r}; it has {few_of(piece.columns)}")
     return piece[user_column].astype(str)
 
 

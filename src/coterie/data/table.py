@@ -126,11 +126,12 @@ def from_table(
     form: dict[str, Any] = {"kind": kind, "leave_out": leave_out, "elsewhere": elsewhere}
     form |= {"sep": sep, "decimal": decimal, "prepared": preparation is not None}
     table = checked_table(data, me=str(me), **form, **columns)
-    how: dict[str, Any] = {"own_examples": own_examples, "seed": seed, "weights": weights}
-    parts = split_rows(table.rows[str(me)], target, table.kind, shares, **how)
+    own = table.rows[str(me)]
+    split: dict[str, Any] = {"own_examples": own_examples, "seed": seed, "weights": weights}
+    parts = split_rows(own, target, table.kind, shares, **split)
     if preparation is None:
-        known, told = parts[0][list(table.roles.features)], parts[0][target]
-        preparation = Preparation.fit(known, told, table.targets, table.kind, table.roles.categorical)
+        features_of, targets = parts[0][list(table.roles.features)], parts[0][target]
+        preparation = Preparation.fit(features_of, targets, table.targets, table.kind, table.roles.categorical)
         preparation = replace(preparation, ids=ids, weights=weights)
         warn_of_suspicious(table.every, parts[0], target, preparation)
     mine = user_of(str(me), parts, target, preparation)
@@ -297,8 +298,8 @@ def users_from_table(
     prepare = replace(_prepared_alike(table, trainings), ids=ids, weights=weights)
     if suspect:
         warn_of_suspicious(table.every, pd.concat(trainings), target, prepare)
-    users = tuple(user_of(name, some, target, prepare) for name, some in parts.items())
-    tested_rows = {name: some[2] for name, some in parts.items()}
+    users = tuple(user_of(name, rows, target, prepare) for name, rows in parts.items())
+    tested_rows = {name: tested for name, (*_, tested) in parts.items()}
     return TableUsers(users, prepare, left_out, target, tested_rows)
 
 
@@ -307,10 +308,10 @@ def _split(
 ) -> tuple[dict[str, list[pd.DataFrame]], dict[str, str]]:
     """Return everybody's training, validation and test rows, and who is left out, with why."""
     parts, left_out = {}, dict(table.left_out)
-    how = table.roles.target, table.kind, shares, own_examples
+    settings = table.roles.target, table.kind, shares, own_examples
     for name, own in table.rows.items():
         try:
-            parts[name] = split_at_most(own, *how, seed=seed, name=name, weights=table.roles.weights)
+            parts[name] = split_at_most(own, *settings, seed=seed, name=name, weights=table.roles.weights)
         except DataError as error:
             left_out[name] = str(error)
     return parts, left_out
@@ -319,11 +320,11 @@ def _split(
 def _prepared_alike(table: CheckedTable, trainings: Sequence[pd.DataFrame]) -> Preparation:
     """Return the preparation that follows from what users tell of their training rows."""
     roles, kind = table.roles, table.kind
-    told = [
+    statistics = [
         Statistics.of(rows[list(roles.features)], rows[roles.target], kind, roles.categorical) for rows in trainings
     ]
     classes = classes_of(table.targets) if kind == "classification" else ()
-    return functools.reduce(operator.add, told).preparation(classes)
+    return functools.reduce(operator.add, statistics).preparation(classes)
 
 
 def split_at_most(
@@ -338,11 +339,11 @@ def split_at_most(
     weights: str | None,
 ) -> list[pd.DataFrame]:
     """Return a user's training, validation and test rows; of the first at most so many."""
-    how: dict[str, Any] = {"seed": seed, "whose": repr(name), "weights": weights}
-    parts = split_rows(own, target, kind, shares, own_examples=None, **how)
+    split: dict[str, Any] = {"seed": seed, "whose": repr(name), "weights": weights}
+    parts = split_rows(own, target, kind, shares, own_examples=None, **split)
     if own_examples is None or own_examples >= len(parts[0]):
         return parts
-    return split_rows(own, target, kind, shares, own_examples=own_examples, **how)
+    return split_rows(own, target, kind, shares, own_examples=own_examples, **split)
 
 
 def user_of(name: str, parts: Sequence[pd.DataFrame], target: str, preparation: Preparation) -> User:

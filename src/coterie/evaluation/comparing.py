@@ -53,7 +53,7 @@ def compare(
     if metrics is None:
         output, targets, _ = outputs_on(model, examples)[0]
         metrics = metrics_of(loss, output, targets)
-    ours, theirs = (evaluate(each, loss, examples, metrics) for each in (model, alone))
+    ours, of_alone = (evaluate(each, loss, examples, metrics) for each in (model, alone))
     measured = {name: metric for name, metric in metrics.items() if name in ours}
     errors = _metric_errors(model, alone, examples, measured)
     change = example_losses(model, loss, examples) - example_losses(alone, loss, examples)
@@ -61,7 +61,7 @@ def compare(
     measures = {
         name: Difference(
             ours=ours[name],
-            alone=theirs[name],
+            alone=of_alone[name],
             error=error,
             less_is_better=less_is_better(name, metrics.get(name)),
         )
@@ -87,8 +87,8 @@ def _metric_errors(
 
     def difference(metric: Metric, kept: Tensor) -> float:
         parts = [mapped(lambda leaf: leaf[kept], whole) for whole in wholes]
-        ours, theirs = (float(metric(*part)) for part in parts)
-        return ours - theirs
+        ours, of_alone = (float(metric(*part)) for part in parts)
+        return ours - of_alone
 
     return {name: _jackknife(partial(difference, metric), len(examples)) for name, metric in metrics.items()}
 

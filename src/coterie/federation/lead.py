@@ -155,10 +155,10 @@ def rule_of(settings: LeadSettings) -> Followed:
     """
     training = settings.training
     knobs = {"alpha": training.alpha, "beta": training.beta} | dict(training.knobs)
-    given = {name: value for name, value in knobs.items() if value is not None}
+    chosen = {name: value for name, value in knobs.items() if value is not None}
     peers = settings.sites if isinstance(training.secure_sums, bool) else tuple(training.secure_sums)
     facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
-    rule: Followed = build(training.rule, given, facts)
+    rule: Followed = build(training.rule, chosen, facts)
     if isinstance(rule, Method):
         _check_method(rule, settings)
         return rule

@@ -10,7 +10,7 @@ from torch import nn
 
 from coterie.data import Preparation, from_table, read_table
 from coterie.data.columns import as_category, check_names
-from coterie.data.reading import some
+from coterie.data.reading import few_of
 from coterie.data.table import TableTask
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
@@ -102,9 +102,9 @@ def _rows(folder: Path, data: Data) -> Any:
     if absent := [theirs for theirs in data.columns.values() if theirs not in rows.columns]:
         raise DataError(
             f"{data.table} has no column {absent[0]!r}, which stands under [data.columns] of {FILE}; it has "
-            f"{some(rows.columns)}"
+            f"{few_of(rows.columns)}"
         )
-    rows = rows.rename(columns={theirs: ours for ours, theirs in data.columns.items()})
+    rows = rows.rename(columns={here: ours for ours, here in data.columns.items()})
     check_names(rows.columns, f"{data.table}, with the names under [data.columns] of {FILE},")
     if data.target not in rows.columns:
         raise DataError(

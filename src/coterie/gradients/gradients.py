@@ -73,10 +73,10 @@ class Gradients:
         rows: bool,
     ) -> Self:
         """Return the same own gradient with these peers' gradients: as rows, or as their weighted sum."""
-        given = [weights[name] for name in names]
+        shares = [weights[name] for name in names]
         if rows:
-            return replace(self, rows=matrix, names=names, peers=None, answered=present(given), left_out=left_out)
-        peers, answered = weighted_sum(self.own, matrix, given)
+            return replace(self, rows=matrix, names=names, peers=None, answered=present(shares), left_out=left_out)
+        peers, answered = weighted_sum(self.own, matrix, shares)
         return replace(self, rows=None, names=(), peers=peers, answered=answered, left_out=left_out)
 
     def _aggregate(self, aggregator: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:

@@ -31,7 +31,7 @@ def water_filling(noise: ArrayLike, bias: ArrayLike = 0.0, kappa: ArrayLike = 1.
     “Choice of the weights”.
     """
     sigma, zeta, price = np.broadcast_arrays(
-        _checked("noise", noise), _checked("bias", bias), _checked("kappa", kappa)[..., None]
+        _checked_sizes("noise", noise), _checked_sizes("bias", bias), _checked_sizes("kappa", kappa)[..., None]
     )
     if not sigma.size:
         raise KnobError("`noise` must hold one value for each peer; give at least one peer")
@@ -95,7 +95,7 @@ def _level(depth: NDArray[np.float64], width: NDArray[np.float64]) -> NDArray[np
     return np.asarray(levels.min(-1, keepdims=True))
 
 
-def _checked(name: str, values: ArrayLike) -> NDArray[np.float64]:
+def _checked_sizes(name: str, values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     wrong = ~(np.isfinite(array) & (array >= 0))
     if wrong.any():

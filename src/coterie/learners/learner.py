@@ -2,6 +2,7 @@
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,8 +39,8 @@ class NextStep:
         return is_finite(self.own)
 
 
-class Learner:
-    """A model, the rule it follows, its optimizer, and the best it has been.
+class Learner(ABC):
+    """A model, its optimizer, and the best it has been; what it follows says how it steps.
 
     Everything that a later step depends on is in `state_dict`; all randomness is a function of
     (seed, user, step), so there is no generator to save. The run must be prepared; the parameters of its model
@@ -49,8 +50,8 @@ class Learner:
     can_restart: ClassVar[bool] = True
     """Whether the guard may let it go on from the model trained alone."""
 
-    def __init__(self, spec: RunSpec, rule: Rule, engine: Engine, costs: Costs) -> None:
-        self.model, self.rule, self.engine, self.costs = spec.model, rule, engine, costs
+    def __init__(self, spec: RunSpec, engine: Engine, costs: Costs) -> None:
+        self.spec, self.model, self.engine, self.costs = spec, spec.model, engine, costs
         self.optimizer, self.clip_norm = spec.made_optimizer, spec.clip_norm
         self.scheduler = spec.made_scheduler(self.optimizer)
         self.parameters = Parameters(spec.model)
@@ -62,11 +63,125 @@ class Learner:
         self.heard: dict[str, Any] | None = None  # what the peers last said, where it is used again
         self.bound = None if spec.norm_bound is None else NormBound(spec.norm_bound, self.x)
         self.best: dict[str, Any] = {}
-        self._asked_for: tuple[dict[str, float], Tensor] | None = None  # the weights in the last question
 
     @property
     def followed(self) -> Any:
-        """What the learner follows: its rule, or a method."""
+        """What the learner follows."""
+        return self.spec.rule
+
+    def initial_state(self) -> State:
+        """Return the state before the first step."""
+        return {"step": 0, "weight": 0.0}
+
+    @abstractmethod
+    def next_step(self, answers: Answers | None = None) -> NextStep:
+        """Return the step that the answers make; what it needs is asked for here when None."""
+
+    def question(self) -> Question:
+        """Return what the next step asks, where it can be asked together with the questions of other runs."""
+        raise NotImplementedError
+
+    def _holds(self) -> bool:
+        """Say whether this step uses what the peers said at the last exchange."""
+        return self.heard is not None and self.step % self.exchange_every > 0 and self.step >= self.listens_from
+
+    def count(self, asked: list[str], steps: int = 1) -> None:
+        """Count what steps cost: gradients of everybody asked who gave one, and parameters sent there and back."""
+        self.costs.compute([self.costs.me, *asked], times=steps * self.local_steps)
+        self.costs.exchange(asked, down=self.x.numel(), up=self.x.numel(), times=steps)
+
+    def finish_step(self) -> None:
+        """Let the scheduler go on, and count the step."""
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+            with blaming("the scheduler"):
+                self.scheduler.step()
+        self.step += 1
+
+    def consider(self, validation_loss: float) -> None:
+        """Keep the model if it is the best by validation loss so far, and tell a scheduler that wants to know."""
+        if validation_loss < self.best.get("loss", float("inf")):
+            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in trained_state(self.model).items()}
+            self.best = {"step": self.step, "loss": validation_loss, "model": state}
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(validation_loss)
+
+    @property
+    def weight(self) -> float:
+        """The weight that the peers had in the last step; NaN where there is no such thing."""
+        return float(self.state.get("weight", math.nan))
+
+    def tau(self) -> Mapping[str, float]:
+        """Return the weight of each peer among the peers in the last step, where there is such a thing."""
+        return {}
+
+    def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
+        """Return the model to serve, what it was the best of, and how it compares with Alone, if known."""
+        model = copied(self.model)
+        if self.best:
+            load_trained_state(model, self.best["model"])
+        return model, self.best, None
+
+    def trained_alone(self) -> nn.Module | None:
+        """Return the model trained alone beside this one, where there is one."""
+        return None
+
+    def account(self, travelled: Mapping[str, Traffic]) -> Mapping[str, Any]:
+        """Return what was found out on the way, and by which traffic, as plain data; empty where nothing was."""
+        return {}
+
+    def models(self) -> dict[str, nn.Module]:
+        """Return the personal models of all users, where there are any beside user 0's."""
+        return {}
+
+    def restart_from(self, other: "Learner", listens_from: int) -> None:
+        """Take over another learner's model and optimizer, and listen to nobody until a step.
+
+        Peers are heard again from the first exchange on that is due then: a restart asks nobody more often.
+        """
+        fresh = self.initial_state() | {"step": self.step}
+        due = math.ceil(listens_from / self.exchange_every) * self.exchange_every
+        mine = {"rule": fresh, "best": self.best, "listens_from": due, "heard": None}
+        self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)  # else the optimizers would share tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later steps depend on."""
+        return {
+            "step": self.step,
+            "listens_from": self.listens_from,
+            "model": trained_state(self.model),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler and self.scheduler.state_dict(),
+            "rule": self.state,
+            "heard": self.heard,
+            "longest": self.bound and self.bound.longest,
+            "opposition": self.bound and self.bound.opposition.state_dict(),
+            "best": self.best,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state."""
+        load_trained_state(self.model, state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.step, self.listens_from = state["step"], state["listens_from"]
+        self.state, self.best, self.heard = state["rule"], state["best"], state.get("heard")
+        if self.bound is not None:
+            self.bound.longest.copy_(state["longest"])
+            self.bound.opposition.load_state_dict(state["opposition"])
+
+
+class RuleLearner(Learner):
+    """The learner of a rule: it asks at x, and the rule makes a direction of the gradients."""
+
+    def __init__(self, spec: RunSpec, rule: Rule, engine: Engine, costs: Costs) -> None:
+        self.rule = rule
+        self._asked_for: tuple[dict[str, float], Tensor] | None = None  # the weights in the last question
+        super().__init__(spec, engine, costs)
+
+    @property
+    def followed(self) -> Any:
+        """What the learner follows: its rule."""
         return self.rule
 
     def initial_state(self) -> State:
@@ -114,10 +229,6 @@ class Learner:
         self.count(list(weights))
         return g if self.bound is None or not weights else self.bound.kept(g, weights, rows=False)
 
-    def _holds(self) -> bool:
-        """Say whether this step uses what the peers said at the last exchange."""
-        return self.heard is not None and self.step % self.exchange_every > 0 and self.step >= self.listens_from
-
     def _asked(self, weights: Mapping[str, float], *, rows: bool) -> Gradients:
         """Return everybody's gradients at x, or what everybody's local steps from x follow, added up."""
         if self.local_steps == 1:
@@ -149,11 +260,6 @@ class Learner:
 
         followed = work.followed(self.x.detach(), gradient)
         return Gradients(followed, x=self.x, own_loss=torch.stack(losses).mean())
-
-    def count(self, asked: list[str], steps: int = 1) -> None:
-        """Count what steps cost: gradients of everybody asked who gave one, and parameters sent there and back."""
-        self.costs.compute([self.costs.me, *asked], times=steps * self.local_steps)
-        self.costs.exchange(asked, down=self.x.numel(), up=self.x.numel(), times=steps)
 
     def advance(self, g: Gradients) -> None:
         """Take the step that the rule makes of these gradients; a `GradientError` where it is not finite."""
@@ -191,86 +297,10 @@ class Learner:
         with blaming("the optimizer"):
             self.optimizer.step()
 
-    def finish_step(self) -> None:
-        """Let the scheduler go on, and count the step."""
-        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
-            with blaming("the scheduler"):
-                self.scheduler.step()
-        self.step += 1
-
-    def consider(self, validation_loss: float) -> None:
-        """Keep the model if it is the best by validation loss so far, and tell a scheduler that wants to know."""
-        if validation_loss < self.best.get("loss", float("inf")):
-            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in trained_state(self.model).items()}
-            self.best = {"step": self.step, "loss": validation_loss, "model": state}
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(validation_loss)
-
-    @property
-    def weight(self) -> float:
-        """The weight that the peers had in the last step; NaN where there is no such thing."""
-        return float(self.state.get("weight", math.nan))
-
     def tau(self) -> Mapping[str, float]:
         """Return the weight of each peer among the peers in the last step, where there is such a thing."""
         given = weights_in(self.state) if "tau" in self.state else self.rule.weights(self.engine.names)
         return {name: given[name] for name in self.engine.names if name in given}
-
-    def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
-        """Return the model to serve, what it was the best of, and how it compares with Alone, if known."""
-        model = copied(self.model)
-        if self.best:
-            load_trained_state(model, self.best["model"])
-        return model, self.best, None
-
-    def trained_alone(self) -> nn.Module | None:
-        """Return the model trained alone beside this one, where there is one."""
-        return None
-
-    def account(self, travelled: Mapping[str, Traffic]) -> Mapping[str, Any]:
-        """Return what was found out on the way, and by which traffic, as plain data; empty where nothing was."""
-        return {}
-
-    def models(self) -> dict[str, nn.Module]:
-        """Return the personal models of all users, where there are any beside user 0's."""
-        return {}
-
-    def restart_from(self, other: "Learner", listens_from: int) -> None:
-        """Take over another learner's model and optimizer, and listen to nobody until a step.
-
-        Peers are heard again from the first exchange on that is due then: a restart asks nobody more often.
-        """
-        fresh = self.rule.init(self.x) | {"step": self.step}
-        due = math.ceil(listens_from / self.exchange_every) * self.exchange_every
-        mine = {"rule": fresh, "best": self.best, "listens_from": due, "heard": None}
-        self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)  # else the optimizers would share tensors
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that later steps depend on."""
-        return {
-            "step": self.step,
-            "listens_from": self.listens_from,
-            "model": trained_state(self.model),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler and self.scheduler.state_dict(),
-            "rule": self.state,
-            "heard": self.heard,
-            "longest": self.bound and self.bound.longest,
-            "opposition": self.bound and self.bound.opposition.state_dict(),
-            "best": self.best,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state."""
-        load_trained_state(self.model, state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.step, self.listens_from = state["step"], state["listens_from"]
-        self.state, self.best, self.heard = state["rule"], state["best"], state.get("heard")
-        if self.bound is not None:
-            self.bound.longest.copy_(state["longest"])
-            self.bound.opposition.load_state_dict(state["opposition"])
 
 
 def one_rate(optimizer: Optimizer) -> float:

@@ -158,7 +158,7 @@ METHODS.register("hyp-cluster", HypCluster, benchmark_settings=[_FIVE | {"cluste
 METHODS.register("pfedme", PFedMe, benchmark_settings=[{"penalty": p, "inner_lr": 0.1} for p in (0.3, 1.0)])
 METHODS.register("fedala", FedALA, benchmark_settings=[{"weight_lr": rate} for rate in (1.0, 10.0)])
 METHODS.register(
-    "fedamp", FedAMP, benchmark_settings=[{"penalty": p, "scale": s} for p in (0.1, 1.0) for s in (1.0, 10.0)]
+    "fedamp", FedAMP, benchmark_settings=[{"penalty": p, "scale": s} for p, s in ((0.1, 1.0), (1.0, 10.0))]
 )
 METHODS.register("fedper", FedPer, benchmark_settings=[{"local_steps": 1}, _FIVE])
 METHODS.register("fedrep", FedRep, benchmark_settings=[{"local_steps": k} for k in (1, 5)])

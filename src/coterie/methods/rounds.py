@@ -14,7 +14,7 @@ from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.methods.clients import Clients
-from coterie.rules import Alone, State
+from coterie.rules import State
 
 LR = 0.1
 """The size of plain steps where none is given."""
@@ -65,7 +65,7 @@ class Rounds(Learner):
 
     def __init__(self, spec: RunSpec, method: Method, users: Clients) -> None:
         self.method, self.users = method, users
-        super().__init__(spec, Alone(), users.asked, users.costs)
+        super().__init__(spec, users.asked, users.costs)
 
     @property
     def followed(self) -> Method:

@@ -14,6 +14,10 @@ from coterie.mixture.posterior import Priors, Rows, outputs_of
 from coterie.mixture.prior import Answer, Found, Question, find_priors
 from coterie.mixture.scaling import Scaling
 
+COMMON = 1e-3
+"""The variance of a coefficient that all users are to have in common, where the intercept is each user's own."""
+FEWEST_PEERS = 5
+"""Of fewer peers none are chosen: a prior from one or two users of three knows nothing of how users differ."""
 ALONE = ("constant", "alone")
 """The kinds of candidates that ask no peer; they have one half of the prior."""
 
@@ -72,14 +76,18 @@ def fit(
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
         priors |= {
             "pooled": Priors(found.pooled, flat, of_all.noise),
+            "pooled, own intercept": Priors(found.pooled, np.where(flat > 1, flat, COMMON), of_all.noise),
             "hierarchical": of_all,
-            "hierarchical, chosen peers": chosen,
         }
+        if len(sizes) >= FEWEST_PEERS:
+            priors["hierarchical, chosen peers"] = chosen
     candidates = [constant(rows, family, folds, intercept=scaling.intercept), *paths(rows, family, priors, folds)]
     served, by_alone, entries = mix(rows, family, scaling, folds, candidates, held_out=held_out)
     guess = entries["constant"]
     is_constant = _clearly_more(served.losses - guess.losses)
-    tau = np.zeros(0) if found is None else found.tau[0]
+    tau = np.full(len(sizes), 1 / max(1, len(sizes)))
+    if found is not None and len(sizes) >= FEWEST_PEERS:
+        tau = found.tau[0]
     return Fitted(
         guess if is_constant else served,
         by_alone,

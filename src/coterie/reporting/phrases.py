@@ -17,6 +17,14 @@ NO_STEP = (
     "steps gain. Ask for more of them."
 )
 
+NOTHING = (
+    "The theory's bound says nothing here: in this many steps it promises neither averaging nor training alone a "
+    "loss below that of the start. It does not say that collaboration does not pay; train, and read the verdict on "
+    "held-out rows."
+)
+SOMETHING = 0.99
+"""A bound above this part of the start's excess loss promises nothing."""
+
 
 def sure_speedup(wga: Choice, steps: int, doubted: Constants | None) -> float:
     """Return the speedup of averaging that is left where constants are as bad as they may be; see `verdict`."""
@@ -47,6 +55,8 @@ def verdict(
             f"It is not known whether averaging pays: the speedup of {wga.speedup:.3g} takes biases that are not "
             f"clear of their errors for none; with all two standard errors larger it is {sure:.3g}."
         )
+    elif min(float(wga.bound), float(choices["alone"].bound)) > SOMETHING * float(problem.initial_gap):
+        first = NOTHING
     else:
         first = (
             "Averaging does not pay: over this many steps the peers' bias outweighs the noise they would save "
@@ -150,8 +160,10 @@ def exchange_sentence(choices: Mapping[str, Exchanges], cost: float) -> str:
     """Say how often to exchange, by the least bound."""
     kind, best = min(((k, one) for k, one in choices.items() if one.every), key=lambda each: each[1].bound)
     setting = "exchange_every" if kind == "stale peers" else "local_steps"
-    how = f"{kind} with `{setting}={best.every}`" if best.every > 1 else "an exchange at every step"
-    said = f"Where an exchange costs as much as {cost:g} gradients, the least bound with peers is that of {how}."
+    best_is = f"{kind} with `{setting}={best.every}`" if best.every > 1 else "an exchange at every step"
+    said = (
+        f"Where an exchange costs as much as {cost:g} gradients, the least bound with peers is that of {best_is}."
+    )
     if choices["alone"].bound >= best.bound:
         return said
     return said + " Alone's is lower: it takes steps, each on fresh own examples, in the time of exchanges."

@@ -32,10 +32,14 @@
       text(track, "i", "").style.width = (100 * (speedup[i] === null ? most : speedup[i])) / most + "%";
       text(bar, "span", speedup[i] === null ? "no bound" : "×" + Number(speedup[i].toPrecision(3))).className = "number";
     });
-    const wga = speedup[PLAN.methods.indexOf("WGA")];
+    const wga = speedup[PLAN.methods.indexOf("WGA")], at = PLAN.columns.indexOf("bound");
+    const bounds = ["Alone", "WGA"].map((method) => found[PLAN.methods.indexOf(method) * width + at]);
+    const nothing = bounds.every((bound) => bound === null || bound > PLAN.something);
     document.getElementById("said").textContent =
       wga > 1.05
         ? "By its bound, averaging needs " + wga + " times fewer steps here than training alone."
+        : nothing
+        ? "The bound says nothing here: it promises neither averaging nor training alone a loss below the start's."
         : "By its bound, averaging does not pay here: the peers' bias outweighs the noise they would save.";
   }
   for (const name of names) document.getElementById(name).addEventListener("input", show);

@@ -15,7 +15,7 @@ import numpy as np
 
 from coterie.reporting.figures import gain_factor
 from coterie.reporting.page import Lead, Section, write_page
-from coterie.reporting.phrases import TITLES, note, numbers, sure_speedup, verdict
+from coterie.reporting.phrases import SOMETHING, TITLES, note, numbers, sure_speedup, verdict
 from coterie.theory import Choice, Constants, plan
 from coterie.theory.plan import PAYS
 
@@ -69,7 +69,9 @@ def lookup(problem: Constants, steps: int) -> dict[str, Any]:
     shape = peers.shape
     rows = np.stack([_column(choice, name, shape) for choice in choices.values() for name in COLUMNS], axis=-1)
     flat = [[_number(value) for value in row] for row in rows.reshape(-1, rows.shape[-1])]
-    return {"values": values, "methods": [TITLES[name] for name in choices], "columns": list(COLUMNS), "rows": flat}
+    titles = [TITLES[name] for name in choices]
+    something = SOMETHING * float(problem.initial_gap)
+    return {"values": values, "methods": titles, "columns": list(COLUMNS), "something": something, "rows": flat}
 
 
 def _asked(problem: Constants, steps: int) -> dict[str, float]:

@@ -226,11 +226,11 @@ def _cost(configuration: Configuration, end: End) -> Tile:
     """Return what the run cost: time, gradients, and what travelled."""
     me = configuration.me.name
     own = end.costs[me].gradients if me in end.costs else 0
-    theirs = end.gradients_of_others(me)
+    of_peers = end.gradients_of_others(me)
     sent = end.traffic[me].bytes_sent + end.traffic[me].bytes_received if me in end.traffic else 0
     travelled = f", {sent / 1e6:.3g} MB" if sent else ""
     length = configuration.counts.removesuffix("s") if end.step == 1 else configuration.counts
-    note = f"{end.step:,} {length}; {own:,} own gradients, {theirs:,} of peers{travelled}"
+    note = f"{end.step:,} {length}; {own:,} own gradients, {of_peers:,} of peers{travelled}"
     return Tile("it took", f"{end.seconds:.3g} s", note)
 
 

@@ -79,12 +79,14 @@ def whom_chart(configuration: Configuration, end: End) -> str:
 def listened_to(configuration: Configuration, end: End) -> str:
     """Name the peers with most weight, where weights differ, and those with none; "" where all are alike."""
     peers = heard(configuration, end)
-    some, without = ([peer for peer in peers if bool(peer.share) is wanted] for wanted in (True, False))
-    if not some:
+    weighted, without = ([peer for peer in peers if bool(peer.share) is wanted] for wanted in (True, False))
+    if not weighted:
         return ""
     parts = []
-    if some[0].share > 1.01 * some[-1].share or len(some) == 1 < len(peers):
-        parts.append("most weight among peers: " + ", ".join(f"{peer.name} {peer.share:.2g}" for peer in some[:3]))
+    if weighted[0].share > 1.01 * weighted[-1].share or len(weighted) == 1 < len(peers):
+        parts.append(
+            "most weight among peers: " + ", ".join(f"{peer.name} {peer.share:.2g}" for peer in weighted[:3])
+        )
     if without:
         parts.append(f"no weight: {_named([peer.name for peer in without])}")
     return "; ".join(parts)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from coterie.data.columns import check_names
-from coterie.data.reading import some
+from coterie.data.reading import few_of
 from coterie.errors import DataError, KnobError
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -67,7 +67,7 @@ def name_of(argument: str, column: Column, given: Any, rows: pd.DataFrame) -> st
             )
         if column not in rows.columns:
             raise DataError(
-                f"`{argument}` is {column!r}, which X does not have; its columns are {some(rows.columns)}"
+                f"`{argument}` is {column!r}, which X does not have; its columns are {few_of(rows.columns)}"
             )
         return column
     try:

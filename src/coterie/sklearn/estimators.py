@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coterie.choosing import Chooser, MakesLearner, Mixture
 from coterie.data.preparation import Kind
-from coterie.data.reading import some
+from coterie.data.reading import few_of
 from coterie.errors import DataError
 from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
@@ -80,7 +80,7 @@ class GroupEstimator(BaseEstimator):
         else:
             self.groups_, rows[group] = named(groups_in(rows[group]))
         if self.me is not None and self.me not in self.groups_.tolist():
-            raise DataError(f"`me` names no group: those of the rows are {some(self.groups_)}, got {self.me!r}")
+            raise DataError(f"`me` names no group: those of the rows are {few_of(self.groups_)}, got {self.me!r}")
         target = unused("y", rows)
         closed = all(each is None for each in (self.module, self.rule, self.steps, self.lr))
         self.group_models_ = fit_groups(

@@ -10,7 +10,7 @@ import torch
 
 from coterie.arguments import SEED
 from coterie.data import TableUsers
-from coterie.data.reading import some
+from coterie.data.reading import few_of
 from coterie.errors import DataError, FileError
 from coterie.everyone.folders import POOLED, folder_names
 from coterie.everyone.page import write_everyone_page
@@ -115,7 +115,7 @@ def whose_folders(folder: Path) -> tuple[str, Mapping[str, str]]:
     """Return the column with the users of rows, and by user the name of the folder of its model."""
     remedy = "train again: `coterie train --me all` with `--resume` writes it anew"
     about = files.read_json(folder / FILE, remedy, ("user_column", "folders"))
-    return str(about["user_column"]), _checked(about["folders"], folder / FILE, remedy)
+    return str(about["user_column"]), _checked_folders(about["folders"], folder / FILE, remedy)
 
 
 def routed(
@@ -148,13 +148,13 @@ def routed(
 def _pooled(names: "pd.Series[str]", column: str) -> str:
     """Say which rows go to the pooled model, by the names of their users."""
     strangers = names[names.str.strip() != ""]
-    known = [f"{len(strangers)} of users without a model ({some(strangers.unique())})"] if len(strangers) else []
+    known = [f"{len(strangers)} of users without a model ({few_of(strangers.unique())})"] if len(strangers) else []
     empty = len(names) - len(strangers)
     known += [f"{empty} whose {column!r} is empty"] if empty else []
     return f"{len(names)} of the rows go to the pooled model: {', '.join(known)}"
 
 
-def _checked(folders: Any, path: Path, remedy: str) -> Mapping[str, str]:
+def _checked_folders(folders: Any, path: Path, remedy: str) -> Mapping[str, str]:
     """Return whose model is in which folder; a name that leads elsewhere is refused."""
     if not isinstance(folders, dict) or any(
         not isinstance(place, str) or place in ("", ".", "..") or "/" in place or "\\" in place

@@ -24,6 +24,7 @@ from coterie.reporting.page import Section
 from coterie.reporting.verdict import asks_nobody, difference, serves_alone, verdict
 from coterie.rules import Rule
 from coterie.tables import models
+from coterie.tables.calibration import save_calibration
 from coterie.tables.everyone import is_everyone
 from coterie.tables.models import save_model
 from coterie.tables.report import left_out_section, metrics_of, write_report
@@ -165,16 +166,17 @@ def fit(
     """
     if is_everyone(out):
         raise FileError(f"{out} holds models of several users (`--me all`); name another folder")
-    how: dict[str, Any] = {"model": model, "metrics": metrics, "seed": seed, **settings}
+    everything: dict[str, Any] = {"model": model, "metrics": metrics, "seed": seed, **settings}
     with claimed(out):
-        run = _train(task, rule, out, **how)
+        run = _train(task, rule, out, **everything)
         if run.stopped is Stopped.CTRL_C:
             return None
         try:
             task.preparation.save(out)
             save_model(out, run.model, model, task.n_inputs, task.n_outputs)
+            save_calibration(out, run.model, task)
             splits = [Split.of(run)] if again else []
-            for other in _others(again, out, **how):
+            for other in _others(again, out, **everything):
                 if other.stopped is Stopped.CTRL_C:
                     return None
                 splits.append(Split.of(other))
@@ -187,12 +189,12 @@ def fit(
 
 
 def _others(
-    again: Sequence[Callable[[], tuple[TableTask, Followed]]], out: Path, *, seed: int, **how: Any
+    again: Sequence[Callable[[], tuple[TableTask, Followed]]], out: Path, *, seed: int, **settings: Any
 ) -> Iterator[Run]:
     """Yield the runs of the other splits, each in a folder of its own."""
-    how |= {"trackers": (), "measure": False}
+    settings |= {"trackers": (), "measure": False}
     for k, make in enumerate(again, 1):
-        yield _train(*make(), out / FOLDER / f"{k + 1:02d}", seed=seed + k, **how)
+        yield _train(*make(), out / FOLDER / f"{k + 1:02d}", seed=seed + k, **settings)
 
 
 def _train(

@@ -10,6 +10,7 @@ import torch
 from coterie.data import Preparation
 from coterie.errors import DataError
 from coterie.evaluation.evaluate import evaluation_mode
+from coterie.tables.calibration import load_calibration
 from coterie.tables.everyone import is_everyone, routed, whose_folders
 from coterie.tables.models import check_finished, load_model
 
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def predict(folder: Path | str, rows: "pd.DataFrame", model: str | None = None) -> "pd.DataFrame":
+def predict(
+    folder: Path | str, rows: "pd.DataFrame", model: str | None = None, coverage: float | None = None
+) -> "pd.DataFrame":
     """Return the predictions of a folder's model for the rows of a table, in order, after their ids.
+
+    With a `coverage` such as 0.9 they have the columns `lower` and `upper`, or in classification `set`, the classes
+    joined by " | ": what holds the truth in that share of the rows; see `coterie.evaluation.conformal`.
 
     A run that was told of a column of ids (`ids`) carries it along where the rows have it. Values that the training
     rows did not have are told by warnings.
@@ -30,7 +36,7 @@ def predict(folder: Path | str, rows: "pd.DataFrame", model: str | None = None) 
     folder = Path(folder)
     if not len(rows):
         raise DataError("the table has no rows to predict for")
-    apply = functools.partial(_applied, model=model)
+    apply = functools.partial(_applied, model=model, coverage=coverage)
     predictions = routed(folder, rows, apply) if is_everyone(folder) else apply(folder, rows)
     preparation = _preparation(folder)
     for told in preparation.unfamiliar(rows):
@@ -77,11 +83,25 @@ def _preparation(folder: Path) -> Preparation:
     return Preparation.load(folder)
 
 
-def _applied(folder: Path, rows: "pd.DataFrame", model: str | None) -> "pd.DataFrame":
+def _applied(folder: Path, rows: "pd.DataFrame", model: str | None, coverage: float | None) -> "pd.DataFrame":
     """Return the predictions of one model for these rows, after their ids."""
     made, preparation = load_model(folder, model), Preparation.load(folder)
     with torch.no_grad(), evaluation_mode(made):
         predictions = preparation.predictions(made(preparation.inputs(rows)))
+    if coverage is not None:
+        _with_sets(predictions, preparation, load_calibration(folder).threshold(coverage).score)
     if preparation.ids in rows.columns:
         predictions.insert(0, preparation.ids, rows[preparation.ids].to_numpy())
     return predictions
+
+
+def _with_sets(predictions: "pd.DataFrame", preparation: Preparation, score: float) -> None:
+    """Add the answers whose score is at most this: an interval, or a set of classes."""
+    if preparation.kind == "regression":
+        predictions.insert(1, "lower", predictions["prediction"] - score)
+        predictions.insert(2, "upper", predictions["prediction"] + score)
+        return
+    names = [str(each) for each in preparation.classes]
+    inside = 1 - predictions[[f"probability_{name}" for name in names]].to_numpy() <= score
+    sets = [" | ".join(name for name, there in zip(names, row, strict=True) if there) for row in inside]
+    predictions.insert(1, "set", sets)

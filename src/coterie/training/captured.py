@@ -15,7 +15,7 @@ import torch
 from coterie.engines.in_process.side_stream import side_stream
 from coterie.learners.blocks import Block, TakesBlocks
 from coterie.learners.capturable import why_not_capturable
-from coterie.learners.learner import Learner
+from coterie.learners.learner import Learner, RuleLearner
 from coterie.rules import Capturable
 from coterie.training.step_tables import StepTables
 
@@ -103,7 +103,7 @@ def block_of(learner: Learner) -> Block | str:
     """Return the steps of a learner as a block, or why they cannot be taken so."""
     if isinstance(learner.followed, TakesBlocks):
         return learner.followed.block(learner)
-    if type(learner) is not Learner:
+    if not isinstance(learner, RuleLearner):
         return f"`{type(learner.followed).__name__}` takes steps of its own kind"
     engine, rule = learner.engine, learner.rule
     if max(learner.exchange_every, learner.local_steps) > 1:

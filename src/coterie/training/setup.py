@@ -14,7 +14,7 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.errors import KnobError
 from coterie.gradients.parameters import copied, frozen_digest
-from coterie.learners.learner import Learner
+from coterie.learners.learner import Learner, RuleLearner
 from coterie.learners.spec import RunSpec
 from coterie.methods.clients import Clients
 from coterie.methods.elsewhere import ClientsElsewhere
@@ -118,7 +118,7 @@ def learner_of(
         return Rounds(spec, rule, _clients(spec, engine, costs))
     if isinstance(rule, MakesLearner):
         return rule.learner(spec, engine, costs, guarded=guarded, forward_options=forward_options)
-    return Learner(spec, rule, engine, costs)
+    return RuleLearner(spec, rule, engine, costs)
 
 
 def _clients(spec: RunSpec, engine: Engine, costs: Costs) -> Clients:
@@ -155,7 +155,7 @@ def guard_of(spec: RunSpec, costs: Costs, forward_options: ForwardOptions) -> Gu
     own_steps = spec.rule.gradients_a_round if isinstance(spec.rule, Method) else spec.local_steps
     alone = replace(spec, model=model, optimizer=optimizer, peers=(), local_steps=own_steps)
     engine = alone.in_process(forward_options=forward_options)
-    shadow = Learner(alone, Alone(), engine, costs)
+    shadow = RuleLearner(alone, Alone(), engine, costs)
     return Guard(shadow, spec.loss, cast("Examples", spec.me.validation), spec.every, 2 + spec.steps // spec.every)
 
 

@@ -11,14 +11,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from coterie.engines.capabilities import require
 from coterie.errors import blaming
 from coterie.learners.capturable import at_rates, make_capturable, settings_of, state_tensors
-from coterie.learners.learner import Learner
+from coterie.learners.learner import RuleLearner
 from coterie.rules import Alone, Capturable, State
 
 
 class StepTables:
     """The next steps of a learner: for each a row of indices of examples, and one of knobs and step sizes."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: RuleLearner) -> None:
         self.learner, self.engine = learner, require(learner.engine, "capture", "a captured step")
         self.device = learner.x.device
         self.scheduler = None if isinstance(learner.scheduler, ReduceLROnPlateau) else learner.scheduler

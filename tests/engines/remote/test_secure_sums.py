@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support import fuzz, masked
+from tests.support.intruders import CAPS, at, leaky, logistic, masked_oracles, told_to, transcript
 from tests.support.masked import SLOW, tau_of, uneven, users
 from tests.support.small_peers import LOSS, model
 from torch import Tensor
@@ -170,42 +171,6 @@ def test_one_that_is_lost_costs_a_step_and_the_others_go_on(caplog: pytest.LogCa
     assert g.left_out["peer 1"].startswith("refused: it gives sums of at least 3 peers")
 
 
-def leaky(share: float, name: str, rows: int = 100) -> coterie.User:
-    """Return a site with this share of healthy patients, and a row that no number holds at some points."""
-    inputs = torch.zeros(rows, 3)
-    inputs[0, 0] = 1e30 * share
-    return coterie.User(name, inputs, (torch.arange(rows) >= share * rows).long())
-
-
-def transcript(share: float, attack: Sequence[Any], folder: Path, largest: float = 16.0) -> list[Any]:
-    """Return all that a lead with a changed program sees of the first of three, but for the masked numbers."""
-    folder.mkdir()
-    people = [leaky(each, f"peer {k}") for k, each in enumerate((share, 0.3, 0.6), 1)]
-    peers = {user.name: Peer(user, Passes(logistic(), LOSS), CAPS, folder / user.name) for user in people}
-    known = {name: peer.identity.fingerprint for name, peer in peers.items()}
-    sites = {name: Responder(peer, SumsOnly(keys=known)) for name, peer in peers.items()}
-    told = told_to(sites) | {"largest": largest}
-    seen: list[Any] = [{key: bool(key) for key in site.join(told)} for site in sites.values()]
-    for number, point in enumerate(attack, 1):
-        asked = request(points=np.array([point], np.float32), batch_size=100, round=number)
-        reply = sites["peer 1"].part(asked)
-        reply.pop("part", None)
-        seen += [reply, sites["peer 1"].ready(batch_size=100, gradients=10)]
-    return seen
-
-
-CAPS = Caps(gradients=1000, norm=10.0, examples=50)
-
-
-def logistic() -> torch.nn.Module:
-    return torch.nn.Linear(3, 2)
-
-
-def at(bias: float, weight: float = 0.0) -> list[float]:
-    """Return a point at which a gradient is the share of healthy patients less that of a bias."""
-    return [weight] + [0.0] * 5 + [bias, 0.0]
-
-
 @pytest.mark.parametrize("largest", [0.4, 9.9, 1e12])
 def test_a_site_takes_no_part_where_its_entries_would_be_cut_or_rounded_away(
     largest: float, tmp_path: Path
@@ -350,11 +315,6 @@ def sites_with(*sums: SumsOnly | None) -> dict[str, Responder]:
     return {user.name: Responder(peer_of(user), each) for user, each in zip(people, sums, strict=True)}
 
 
-def told_to(sites: Mapping[str, Responder]) -> dict[str, Any]:
-    offers = {name: site.offer() for name, site in sites.items()}
-    return {"weights": tau_of(len(sites)), "largest": 16.0, "offers": offers}
-
-
 def test_what_sites_give_on_their_own_can_be_taken_off_a_sum() -> None:
     """Why sites that give rows too do not count: here none minds, and user 0 has the gradient of the first."""
     sites = sites_with(None, None, None)
@@ -493,6 +453,10 @@ def test_points_in_half_precision_are_refused() -> None:
     site.join(lead.agreement())
     said = site.part(request(points=np.zeros((1, 12), np.int16)))  # zeros of bfloat16
     assert said == {"refused": "a masked sum is of floating-point numbers, not rounded to 16 bits"}
+
+
+def test_random_questions_tell_no_two_sites_apart() -> None:
+    assert masked_oracles(10, seed=1) == 0
 
 
 def test_what_masks_do_not_prevent(tmp_path: Path) -> None:

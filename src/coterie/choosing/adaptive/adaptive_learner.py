@@ -44,7 +44,6 @@ from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
-from coterie.rules import Alone
 
 
 class AdaptiveLearner(Learner):
@@ -56,8 +55,8 @@ class AdaptiveLearner(Learner):
     def __init__(
         self, spec: RunSpec, engine: Engine, costs: Costs, looks: HeldOutEvaluations, *, guarded: bool
     ) -> None:
-        super().__init__(spec, Alone(), engine, costs)
-        self.spec, self.looks, self.guarded = spec, looks, guarded
+        super().__init__(spec, engine, costs)
+        self.looks, self.guarded = looks, guarded
         self.points, self.nested = looks.points, looks.nested
         self.n_folds = int(looks.folds.max()) + 1  # the parts of `points`: all own examples, then all but each fold
         self.n_trunks = self.n_folds if self.nested else 1  # one for each fold, judged without it; or one for all

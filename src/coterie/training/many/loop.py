@@ -14,7 +14,7 @@ from coterie.evaluation.evaluate import scores
 from coterie.evaluation.losses import on_device
 from coterie.learners.blocks import StackBlock
 from coterie.learners.capturable import why_not_capturable
-from coterie.learners.learner import Learner
+from coterie.learners.learner import RuleLearner
 from coterie.learners.program import HOST, Program
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack
@@ -43,7 +43,7 @@ class ReadyRun:
         """Return its loop, of which the program takes the steps; without the rule where that is not chosen."""
         costs = costs_of(self.spec, self.engine.names, self.configuration.peers)
         rule = self.spec.rule if follows else Alone()
-        learner = Learner(replace(self.spec, scheduler=None), rule, self.engine, costs)
+        learner = RuleLearner(replace(self.spec, scheduler=None), rule, self.engine, costs)
         loop = TrainingLoop(self.spec, learner, self.spec.hooks)
         loop.begin(Record(self.configuration))
         return loop
@@ -155,7 +155,7 @@ class ManyLoop:
         share = (time.monotonic() - self.began) / len(self.ready)
         for run in sorted(runs & self.running):
             loop = self._at_step(run)
-            asked = list(loop.learner.rule.weights(loop.learner.engine.names))
+            asked = list(self.ready[run].spec.rule.weights(loop.learner.engine.names))
             loop.learner.count(asked, steps=self.program.step)
             try:
                 self.runs[self.ready[run].place] = loop.finish(stopped, share)

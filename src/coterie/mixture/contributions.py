@@ -1,0 +1,115 @@
+"""What each peer contributed to user 0: its loss without the peer, and the Shapley value."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from coterie.arguments import COUNT
+from coterie.mixture.families import Array, Family
+from coterie.mixture.fit import fit_here
+
+
+class Estimate(NamedTuple):
+    """A number and its standard error."""
+
+    value: float
+    error: float
+
+
+class Contribution(NamedTuple):
+    """How much lower user 0's loss is with a player, beside all others and in the mean over coalitions."""
+
+    leave_one_out: Estimate
+    shapley: Estimate
+
+
+def contributions(
+    losses: Callable[[frozenset[str]], Array], players: Sequence[str], *, permutations: int = 20, seed: int = 0
+) -> dict[str, Contribution]:
+    """Return what each player contributes, from the loss of each own row with any coalition of them.
+
+    The leave-one-out value of k is the mean over rows of losses(all but k) − losses(all). The Shapley value is the
+    mean over orders of losses(those before k) − losses(those before k, and k); it sums to losses(nobody) −
+    losses(all). Orders are drawn, every one also backwards. Two copies of one peer have a leave-one-out value near
+    0 each, as either can replace the other, and share their Shapley value.
+
+    Errors are over rows, and for Shapley over the orders drawn too. Own rows are taken as they are: the error does
+    not allow for models that other own rows would have made.
+
+    Args:
+        losses: the out-of-fold losses of user 0's rows, of shape (n,), with a coalition.
+        players: the names of peers, or of groups of them.
+        permutations: how many orders to draw, an even number at best.
+        seed: of the orders.
+
+    Example:
+        >>> worth = {"good": np.array([1.0, 1.2]), "idle": np.zeros(2)}
+        >>> given = contributions(lambda who: 5 - sum(worth[k] for k in who), list(worth), permutations=4)
+        >>> [round(one.shapley.value, 2) for one in given.values()]
+        [1.1, 0.0]
+    """
+    COUNT("permutations", permutations)
+    known: dict[frozenset[str], Array] = {}
+
+    def loss(who: frozenset[str]) -> Array:
+        if who not in known:
+            known[who] = np.asarray(losses(who), dtype=np.float64)
+        return known[who]
+
+    everybody, random = frozenset(players), np.random.default_rng(seed)
+    marginal: dict[str, list[Array]] = {name: [] for name in players}
+    order: list[str] = []
+    for k in range(permutations):
+        order = order[::-1] if k % 2 else [players[i] for i in random.permutation(len(players))]
+        before: frozenset[str] = frozenset()
+        for name in order:
+            marginal[name].append(loss(before) - loss(before | {name}))
+            before |= {name}
+    found = {}
+    for name in players:
+        drawn = np.array(marginal[name])
+        rows = _estimate(drawn.mean(0))
+        between = _estimate(drawn.mean(1)).error
+        shapley = Estimate(rows.value, float(np.hypot(rows.error, between)))
+        found[name] = Contribution(_estimate(loss(everybody - {name}) - loss(everybody)), shapley)
+    return found
+
+
+def linear_contributions(
+    inputs: Array,
+    targets: Array,
+    peers: Mapping[str, tuple[Array, Array]],
+    family: Family,
+    outputs: int = 1,
+    *,
+    permutations: int = 20,
+    seed: int = 0,
+) -> dict[str, Contribution]:
+    """Return what each peer contributes to the closed-form linear model of user 0; see `contributions`.
+
+    It fits at most N + 2 + N·`permutations` models in closed form.
+
+    Example:
+        >>> from coterie.mixture.families import SQUARED
+        >>> random = np.random.default_rng(0)
+        >>> def user(n: int, sign: float) -> tuple[Array, Array]:
+        ...     x = random.normal(size=(n, 6))
+        ...     return x, sign * x.sum(1) + random.normal(size=n)
+        >>> own, peers = user(12, 1), {"alike": user(60, 1), "stranger": user(60, -1)}
+        >>> given = linear_contributions(*own, peers, SQUARED, permutations=2)
+        >>> given["alike"].shapley.value > given["stranger"].shapley.value
+        True
+    """
+
+    def losses(who: frozenset[str]) -> Array:
+        rows = [peers[name] for name in peers if name in who]
+        return fit_here(inputs, targets, rows, family, outputs, seed=seed).served.losses
+
+    return contributions(losses, list(peers), permutations=permutations, seed=seed)
+
+
+def _estimate(values: Array) -> Estimate:
+    """Return a mean with its standard error."""
+    n = len(values)
+    return Estimate(float(values.mean()), float(values.std(ddof=1) / np.sqrt(n)) if n > 1 else float("nan"))

@@ -1,0 +1,65 @@
+"""Contributions against exact Shapley values, and planted peers: copies, strangers and liars."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from coterie.mixture.contributions import contributions, linear_contributions
+from coterie.mixture.families import SQUARED, Array
+
+NAMES = ["a", "b", "c"]
+
+
+def losses_of(who: frozenset[str]) -> Array:
+    """A game in which a and b replace each other and c is worth something beside either."""
+    worth = 2.0 * bool(who & {"a", "b"}) + 1.0 * ("c" in who) + 0.5 * ({"a", "c"} <= who)
+    return np.array([9.0, 11.0]) - worth * np.array([0.8, 1.2])
+
+
+def test_it_equals_the_exact_shapley_values_over_all_orders() -> None:
+    exact = dict.fromkeys(NAMES, 0.0)
+    for order in itertools.permutations(NAMES):
+        before: frozenset[str] = frozenset()
+        for name in order:
+            gain = float((losses_of(before) - losses_of(before | {name})).mean())
+            exact[name] += gain / math.factorial(len(NAMES))
+            before |= {name}
+    found = contributions(losses_of, NAMES, permutations=4000)
+    for name in NAMES:
+        assert found[name].shapley.value == pytest.approx(exact[name], abs=0.03)
+    total = sum(one.shapley.value for one in found.values())
+    assert total == pytest.approx(float((losses_of(frozenset()) - losses_of(frozenset(NAMES))).mean()))
+    assert found["b"].leave_one_out.value == pytest.approx(0.0)  # a replaces it
+    assert found["b"].shapley.value > 0.5
+
+
+def test_every_coalition_is_asked_for_once() -> None:
+    asked: list[frozenset[str]] = []
+
+    def counted(who: frozenset[str]) -> Array:
+        asked.append(who)
+        return losses_of(who)
+
+    contributions(counted, NAMES, permutations=50)
+    assert len(asked) == len(set(asked)) <= 8
+
+
+def test_peers_alike_come_before_strangers_and_liars() -> None:
+    rng, right = np.random.default_rng(1), 0
+    for _ in range(8):
+        w = rng.normal(size=5)
+
+        def user(n: int, truth: Array) -> tuple[Array, Array]:
+            x = rng.normal(size=(n, 5))
+            return x, x @ truth + rng.normal(size=n)
+
+        kinds = {"copy 1": w, "copy 2": w, "stranger": 2 * rng.normal(size=5), "liar": -w}
+        own, peers = user(20, w), {name: user(80, truth) for name, truth in kinds.items()}
+        found = linear_contributions(*own, peers, SQUARED, permutations=8)
+        value = {name: one.shapley.value for name, one in found.items()}
+        right += min(value["copy 1"], value["copy 2"]) > max(value["stranger"], value["liar"])
+    assert right >= 6
