@@ -1,16 +1,21 @@
 """`Mixture` in a run: the numbers of the closed form, an honest record, another rule where it cannot serve."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import RidgeCV
 from torch import nn
 
 import coterie
 from coterie.choosing.mixture import family_of, linear_of
+from coterie.engines import PrivatePeers
 from coterie.mixture.families import SOFTMAX, SQUARED, Family
 from coterie.mixture.fit import fit_here
+from coterie.training.checking import default_rule
 from coterie.users.sampling import random_key
 
 QUIET: dict[str, Any] = {"measure": False, "progress": False}
@@ -125,3 +130,50 @@ def test_one_own_example_and_nobody_else() -> None:
     me, peers = users(n=1)
     run = coterie.train(nn.Linear(4, 1), nn.functional.mse_loss, me, peers, coterie.Mixture(), **QUIET)
     assert np.isfinite(weights(run.model)[0]).all()
+
+
+# The default.
+
+
+def planted(seed: int, stranger: bool) -> tuple[coterie.User, list[coterie.User], np.ndarray[Any, Any]]:
+    """Return users who differ in one of 8 coefficients: 40 own rows, 8 peers of 200; and the own coefficients."""
+    random = np.random.default_rng(seed)
+    centre, spread = random.normal(size=8), np.array([0.05] * 7 + [1.0])
+    users, own = [], np.zeros(8)
+    for k, n in enumerate([40] + [200] * 8):
+        truth = (-centre if stranger and not k else centre) + spread * random.normal(size=8)
+        own = own if k else truth
+        x = random.normal(size=(n, 8))
+        y = (x @ truth + random.normal(size=n))[:, None]
+        users.append(coterie.User(f"user {k}", torch.tensor(x).float(), torch.tensor(y).float()))
+    return users[0], users[1:], own
+
+
+@pytest.mark.parametrize(("stranger", "most"), [(False, 0.4), (True, 1.1)])
+def test_with_nothing_set_it_is_better_than_a_ridge_by_cross_validation(stranger: bool, most: float) -> None:
+    ours, ridge = [], []
+    for seed in range(10):
+        me, peers, truth = planted(seed, stranger)
+        run = coterie.train(nn.Linear(8, 1), nn.functional.mse_loss, me, peers)
+        assert run.record.configuration.rule == "Mixture()"
+        ours.append(np.square(run.model.weight.detach().numpy()[0] - truth).sum())
+        inputs, targets = me.batch(40, seed=0, step=0)
+        plain = RidgeCV(np.logspace(-3, 3, 13)).fit(inputs.numpy(), targets.numpy()[:, 0])
+        ridge.append(np.square(plain.coef_ - truth).sum())
+    assert np.mean(ours) <= most * np.mean(ridge)
+
+
+@pytest.mark.parametrize("settings", [{"lr": 0.1}, {"steps": 20}, {"optimizer": torch.optim.SGD, "lr": 0.01}])
+def test_who_describes_steps_gets_them(settings: dict[str, Any]) -> None:
+    me, peers, _ = planted(0, stranger=False)
+    settings = {"steps": 3} | settings if "lr" in settings else settings
+    run = coterie.train(nn.Linear(8, 1), nn.functional.mse_loss, me, peers, measure=False, **settings)
+    assert run.record.configuration.rule == "AdaptiveAveraging()"
+
+
+def test_private_peers_are_asked_for_gradients() -> None:
+    """The closed form would read rows that are promised to be private."""
+    me, peers, _ = planted(0, stranger=False)
+    base = coterie.RunSpec(nn.Linear(8, 1), nn.functional.mse_loss, me, peers)
+    assert isinstance(default_rule(base), coterie.Mixture)
+    assert isinstance(default_rule(replace(base, engine=partial(PrivatePeers))), coterie.AdaptiveAveraging)

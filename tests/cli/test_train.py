@@ -300,3 +300,35 @@ def test_interrupted_training_goes_on_to_the_same_model(table: Path, tmp_path: P
     assert RUNNER.invoke(app, train(table, cut, *long, "--resume")).exit_code == 0
     states = [torch.load(folder / "model.pt", weights_only=True) for folder in (whole, cut)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "rule", "held_out"),
+    [
+        ([], "Mixture()", 0),
+        (["--validation", "0.3"], "Mixture()", 18),
+        (["--steps", "5"], "AdaptiveAveraging()", 12),
+        (["--model", "mlp", "--steps", "5"], "AdaptiveAveraging()", 12),
+        (["--rule", "alone", "--steps", "5"], "Alone()", 12),
+    ],
+)
+def test_the_closed_form_where_no_option_describes_steps(
+    table: Path, tmp_path: Path, options: list[str], rule: str, held_out: int
+) -> None:
+    command = [
+        "train",
+        "--data",
+        str(table),
+        "--user-column",
+        "ward",
+        "--target",
+        "ill",
+        "--me",
+        "a",
+        "--drop",
+        "dose",
+    ]
+    result = RUNNER.invoke(app, [*command, "--out", str(tmp_path / "run"), *options])
+    assert result.exit_code == 0, result.output
+    configuration = Record.load(tmp_path / "run" / "record.jsonl").configuration
+    assert (configuration.rule, configuration.me.validation) == (rule, held_out)

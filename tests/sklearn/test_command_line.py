@@ -20,7 +20,7 @@ from coterie.cli import app
 from coterie.sklearn import CoterieClassifier
 
 REAL = os.environ.get("COTERIE_DATA")
-STEPS, LR = 20, 0.05
+STEPS: dict[str, float] = {"steps": 20, "lr": 0.05}  # by gradient steps; by default in closed form
 RUNNER = CliRunner()
 
 
@@ -32,12 +32,15 @@ def real_heart(path: Path) -> pd.DataFrame:
     return pd.read_csv(path)
 
 
-def by_command(folder: Path, training: pd.DataFrame, new: pd.DataFrame, target: str) -> pd.DataFrame:
+def by_command(
+    folder: Path, training: pd.DataFrame, new: pd.DataFrame, target: str, settings: dict[str, float]
+) -> pd.DataFrame:
     """Return what the command line predicts for new rows."""
     training.to_csv(folder / "training.csv", index=False)
     new.to_csv(folder / "new.csv", index=False)
     columns = ["--data", str(folder / "training.csv"), "--user-column", "hospital", "--target", target]
-    options = ["--me", "all", "--test", "0", "--steps", str(STEPS), "--lr", str(LR), "--out", str(folder / "run")]
+    options = ["--me", "all", "--test", "0", "--out", str(folder / "run")]
+    options += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     for command in (
         ["train", *columns, *options],
         ["predict", str(folder / "run"), str(folder / "new.csv"), "--out", str(folder / "out.csv")],
@@ -57,14 +60,17 @@ def by_command(folder: Path, training: pd.DataFrame, new: pd.DataFrame, target: 
         ),
     ],
 )
-def test_the_same_classes_and_probabilities_row_by_row(source: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [STEPS, {}], ids=["steps", "closed form"])
+def test_the_same_classes_and_probabilities_row_by_row(
+    source: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     table = source(tmp_path / "all.csv")
     rows, target = table.drop(columns="ill"), table["ill"]
     order = np.random.default_rng(0).permutation(len(table))
     split = order[len(table) // 3 :], order[: len(table) // 3]
     rows.iloc[split[1][:5], rows.columns.get_loc("hospital")] = "elsewhere"  # for the pooled model
-    found = by_command(tmp_path, table.iloc[split[0]], rows.iloc[split[1]], "ill")
-    estimator = CoterieClassifier("hospital", steps=STEPS, lr=LR)
+    found = by_command(tmp_path, table.iloc[split[0]], rows.iloc[split[1]], "ill", settings)
+    estimator = CoterieClassifier("hospital", **settings)
     passing = make_column_transformer(("passthrough", list(rows)), verbose_feature_names_out=False)
     pipeline = make_pipeline(passing.set_output(transform="pandas"), estimator)
     for each in (estimator, pipeline):
