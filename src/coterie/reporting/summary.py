@@ -15,10 +15,12 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     """Return the lines of an ended run's summary, with the peers' weight in the last step where there is one."""
     configuration, end = record.configuration, record.end
     peers = counted(len(configuration.peers), "peer")
-    length = counted(end.step, configuration.counts.removesuffix("s"))
+    length = f"{counted(end.step, configuration.counts.removesuffix('s'))} of {configuration.optimizer}"
+    if "exchanges" in end.account:  # no optimizer took a step
+        length = f"in closed form by {counted(end.account['exchanges'], 'exchange')}"
     lines = [
         verdict(configuration, end).sentence,
-        f"{configuration.rule}, {peers}, {length} of {configuration.optimizer}",
+        f"{configuration.rule}, {peers}, {length}",
     ]
     if configuration.choice:
         lines.append(configuration.choice["sentence"])
