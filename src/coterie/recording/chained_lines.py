@@ -110,8 +110,12 @@ class ChainedLines:
     def _new_data(self) -> bytes:
         """Return what stands after the lines that this object knows."""
         with files.reading(self.path, self.remedy), files.plain_file(self.path, self.remedy) as file:
-            if file.seek(0, os.SEEK_END) < self._end:
+            if (size := file.seek(0, os.SEEK_END)) < self._end:
                 raise FileError(f"{self.path} is damaged: it has become shorter; {self.remedy}")
+            if size > files.MOST:
+                raise FileError(
+                    f"{self.path} has {size} bytes, more than the {files.MOST} one may have; {self.remedy}"
+                )
             file.seek(self._end)
             return file.read()
 

@@ -106,6 +106,8 @@ class Ledger:
         if self.path is None or self._lines is None:
             yield
             return
+        if self.path.exists() and not self.path.is_file():  # to open a pipe would wait for ever
+            raise FileError(f"{self.path} must be a plain file; put the ledger back, or name another file")
         with writing(self.path), open(self.path, "ab", opener=_owner_only) as file:
             wait_for_lock(file.fileno())  # closing the file lets it go
             for number, line in enumerate(self._lines.read_on(), 1):
