@@ -47,7 +47,7 @@ def test_a_table_by_the_commands_of_its_page(tmp_path: Path, monkeypatch: pytest
         assert "looks like" not in result.stderr
         assert "alone tells" not in result.stderr
     predictions = pd.read_csv("predictions.csv")
-    assert list(predictions) == ["patient", "prediction", "probability_ill", "probability_well"]
+    assert list(predictions) == ["patient", "prediction", "set", "probability_ill", "probability_well"]
     assert predictions["patient"].tolist() == [f"P{i}" for i in range(7)]
 
 
