@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from sklearn.linear_model import RidgeCV
 
-from coterie.mixture.candidates import constant, flat_prior, folds_of, paths
+from coterie.mixture.candidates import Candidates, constant, flat_prior, folds_of, paths
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, fit_here
 from coterie.mixture.mixing import halves, mixed, weights_of
 from coterie.mixture.posterior import Priors, Rows
+from coterie.mixture.scaling import Scaling
 
 
 def regression(random: np.random.Generator, *, stranger: bool = False) -> tuple[list[tuple[Array, Array]], Array]:
@@ -44,13 +45,17 @@ def test_what_judges_a_row_has_not_seen_its_fold() -> None:
     folds = folds_of(y, 4, 0, classes=True)
     other = np.where((folds == 1)[:, None], 1 - y, y)
     priors = {"alone": Priors(np.zeros((4, 1, 2)), flat_prior(4, 2, intercept=True), np.ones(1))}
-    for one, two in zip(
-        [*paths(Rows(x, y), SOFTMAX, priors, folds), constant(Rows(x, y), SOFTMAX, folds, intercept=True)],
-        [*paths(Rows(x, other), SOFTMAX, priors, folds), constant(Rows(x, other), SOFTMAX, folds, intercept=True)],
-        strict=True,
-    ):
+    plain = Scaling(np.zeros(3), np.ones(3), np.zeros(2), np.ones(2), intercept=True)
+
+    def candidates(targets: Array) -> list[Candidates]:
+        rows = Rows(x, targets)
+        return [*paths(rows, SOFTMAX, priors, folds, plain), constant(rows, SOFTMAX, folds, plain)]
+
+    for one, two in zip(candidates(y), candidates(other), strict=True):
         np.testing.assert_array_equal(one.outputs[folds == 1], two.outputs[folds == 1])
         assert not np.array_equal(one.outputs[folds == 2], two.outputs[folds == 2])
+        assert one.parameters is not None
+        assert two.parameters is not None
         assert not np.array_equal(one.parameters, two.parameters)
 
 
@@ -71,7 +76,7 @@ def test_weights_are_those_of_a_plain_loop() -> None:
     raw = [p * math.exp(-t / noise) for p, t in zip(prior, totals, strict=True)]
     np.testing.assert_allclose(weights_of(totals, 10, 1, prior, SQUARED), np.array(raw) / sum(raw))
     np.testing.assert_allclose(weights_of(np.array([np.nan, 1.0, 2.0]), 10, 1, prior, SOFTMAX)[0], 0)
-    np.testing.assert_allclose([halves(3, 0).sum(), halves(2, 5).sum()], 1)
+    np.testing.assert_allclose([halves(np.arange(3) < 3).sum(), halves(np.arange(7) < 2).sum()], 1)
 
 
 def test_targets_and_columns_in_other_units_give_the_same() -> None:

@@ -19,9 +19,11 @@ from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import Entry, Fitted, asks_here, driven, fit
+from coterie.mixture.fit import Fitted, asks_here, driven, fit
+from coterie.mixture.mixing import Entry
 from coterie.mixture.posterior import Rows
 from coterie.mixture.scaling import Scaling
+from coterie.mixture.served import give
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 from coterie.users.examples import Examples, InMemory
@@ -43,6 +45,9 @@ class Mixture:
     did not see, with one half of the prior on those that ask no peer. The whole is one step of the run, in which
     peers are asked 27 times. See docs/mixture.md.
 
+    Args:
+        single: serve the best candidate in the place of the mixture.
+
     For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross entropy with
     logits, squared or Poisson loss, `AdaptiveAveraging` serves.
 
@@ -59,6 +64,8 @@ class Mixture:
         >>> bool((run.model.weight - 1).abs().max() < 0.3), run.record.end.account["exchanges"]
         (True, 27)
     """
+
+    single: bool = False
 
     def check(self, engine: Engine) -> None:
         """Refuse an engine whose peers are elsewhere."""
@@ -77,7 +84,7 @@ class Mixture:
         self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
-        return ClosedForm(spec, engine, costs)
+        return ClosedForm(spec, engine, costs, single=self.single)
 
 
 def family_of(loss: Loss) -> Family | None:
@@ -162,8 +169,9 @@ class ClosedForm(Learner):
 
     can_restart = False
 
-    def __init__(self, spec: RunSpec, engine: Engine, costs: Costs) -> None:
+    def __init__(self, spec: RunSpec, engine: Engine, costs: Costs, *, single: bool = False) -> None:
         super().__init__(spec, engine, costs)
+        self.single = single
         layer, family = linear_of(spec.model), family_of(spec.loss)
         if layer is None or family is None:
             raise AssertionError("a run that is not linear was to have another rule")
@@ -190,7 +198,8 @@ class ClosedForm(Learner):
         held_out: Rows | None = None if validation is None else scaling.rows(*self._numbers(validation))
         sizes = np.array([len(peer) for peer in spec.peers], dtype=np.float64)
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
-        fitting = fit(scaling.rows(x, y), family, scaling, sizes, seed=seed, held_out=held_out)
+        rows = scaling.rows(x, y)
+        fitting = fit(rows, family, scaling, sizes, seed=seed, held_out=held_out, single=self.single)
         return driven(fitting, asks_here(peers, family))
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
@@ -202,36 +211,32 @@ class ClosedForm(Learner):
     def _take(self, fitted: Fitted) -> None:
         """Give the model the parameters that are served."""
         self.fitted = fitted
-        self._give(self.layer, fitted.served)
+        if fitted.served.parameters.size:
+            give(self.layer, fitted.served.parameters)
         names, size = list(self.engine.names), self.x.numel()
         self.costs.compute([self.costs.me, *names], times=fitted.exchanges)
         self.costs.exchange(names, down=2 * size, up=4 * size, times=fitted.exchanges)
         self.step += 1
         self.state = {"step": self.step, "weight": 1 - sum(fitted.entries[kind].weight for kind in ALONE_KINDS)}
 
-    @staticmethod
-    def _give(layer: nn.Linear, entry: Entry) -> None:
-        parameters = torch.from_numpy(entry.parameters).to(layer.weight)
-        with torch.no_grad():
-            layer.weight.copy_(parameters[: layer.in_features].T)
-            if layer.bias is not None:
-                layer.bias.copy_(parameters[layer.in_features])
-
     def consider(self, validation_loss: float) -> None:
         """Do nothing: what is served is found by the mixture."""
 
     def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
         """Return the model of the mixture."""
-        return copied(self.model), {}, None
+        return self._model(None if self.fitted is None else self.fitted.served), {}, None
 
     def trained_alone(self) -> nn.Module | None:
         """Return the mixture of the candidates that ask no peer."""
-        if self.fitted is None:
-            return None
+        return None if self.fitted is None else self._model(self.fitted.alone)
+
+    def _model(self, entry: Entry | None) -> nn.Module:
+        """Return what an entry serves; a copy of the caller's model where that is linear."""
+        if entry is not None and entry.others:
+            return entry.model(self.family, intercept=self.layer.bias is not None).to(self.layer.weight)
         model = copied(self.model)
-        layer = linear_of(model)
-        if layer is not None:
-            self._give(layer, self.fitted.alone)
+        if entry is not None and (layer := linear_of(model)) is not None:
+            give(layer, entry.parameters)
         return model
 
     def tau(self) -> Mapping[str, float]:

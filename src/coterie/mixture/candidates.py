@@ -1,11 +1,14 @@
 """Candidates: ways to make a model, each with losses that it was not fitted to."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from coterie.mixture.families import Array, Family
 from coterie.mixture.posterior import Priors, Rows, most_probable, outputs_of
+from coterie.mixture.scaling import Scaling
+from coterie.mixture.served import Predictor
 
 STRENGTHS = np.concatenate([[1e-6], np.logspace(-2, 2, 9)])
 """By what the variance of a prior is multiplied; the first stands for 0."""
@@ -14,20 +17,45 @@ INTERCEPT = 10.0
 FOLDS = 4
 
 
-class Candidates(NamedTuple):
-    """J candidates of a kind, each judged on rows that it did not see.
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """J candidates of a kind, each judged on rows that it did not see. All are in the units of the caller.
 
-    Gradient paths or trees join by giving outputs and a predictor of the same form.
+    A block of candidates is whatever gives outputs, and can be served: linear models by their parameters, any other
+    by predictors. `mix` makes one mixture of several blocks. A block joins a fit by `fit(..., others=make)`, where
+    `make(folds)` returns blocks whose `outputs` come from models that were fitted without the row's fold, and whose
+    predictors were fitted again on all own rows.
+
+    Args:
+        kind: its name in the leaderboard.
+        outputs: for every own row by models that did not see its fold, (n, J, K): logits, or means of numbers.
+        parameters: of linear models that were fitted to all own rows, (D, J, K), the intercept last.
+        predictors: in their place, J predictors that were fitted to all own rows.
+        held_out: outputs of these for the validation rows, (m, J, K); not needed where there are none.
+        alone: whether no peer was asked; these candidates have one half of the prior.
+
+    Example:
+        >>> guess = Candidates("guess", np.zeros((4, 1, 2)), parameters=np.zeros((3, 1, 2)), alone=True)
+        >>> guess.many, guess.is_linear
+        (1, True)
     """
 
     kind: str
-    outputs: Array  # (n, J, K): for every own row by models that did not see its fold
-    parameters: Array  # (D, J, K), fitted to all rows
+    outputs: Array
+    parameters: Array | None = None
+    predictors: Sequence[Predictor] = ()
+    held_out: Array | None = None
+    alone: bool = False
 
     @property
     def many(self) -> int:
         """How many there are, J."""
         return int(self.outputs.shape[1])
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether they are mixed by their parameters."""
+        return self.parameters is not None
 
 
 def folds_of(targets: Array, count: int, seed: int, *, classes: bool) -> Array:
@@ -55,14 +83,17 @@ def flat_prior(columns: int, outputs: int, *, intercept: bool) -> Array:
     return variance
 
 
-def paths(rows: Rows, family: Family, priors: dict[str, Priors], folds: Array) -> list[Candidates]:
+def paths(
+    rows: Rows, family: Family, priors: dict[str, Priors], folds: Array, scaling: Scaling
+) -> list[Candidates]:
     """Return the candidates of several kinds, one for each strength: user 0's modes under N(mean, s v).
 
     Args:
-        rows: the own rows.
+        rows: the own rows, scaled.
         family: of the loss.
         priors: of each kind: the first for all rows, the others each without a fold; or one for all.
         folds: of each row.
+        scaling: between the caller's units and those of rows and priors.
     """
     views, j = int(folds.max()) + 2, len(STRENGTHS)
     seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])
@@ -77,10 +108,13 @@ def paths(rows: Rows, family: Family, priors: dict[str, Priors], folds: Array) -
     parameters = found.reshape(d, len(priors), views, j, k)
     outputs = outputs_of(rows.inputs, found).reshape(len(folds), len(priors), views, j, k)
     blind = outputs[np.arange(len(folds)), :, folds + 1]  # (n, kinds, J, K)
-    return [Candidates(kind, blind[:, i], parameters[:, i, 0]) for i, kind in enumerate(priors)]
+    return [
+        Candidates(kind, scaling.outputs(blind[:, i]), scaling.back(parameters[:, i, 0]), alone=kind == "alone")
+        for i, kind in enumerate(priors)
+    ]
 
 
-def constant(rows: Rows, family: Family, folds: Array, *, intercept: bool) -> Candidates:
+def constant(rows: Rows, family: Family, folds: Array, scaling: Scaling) -> Candidates:
     """Return the constant: the mean of the targets, of classes their shares with one example more of all."""
     views = int(folds.max()) + 2
     seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])  # (n, V)
@@ -89,11 +123,12 @@ def constant(rows: Rows, family: Family, folds: Array, *, intercept: bool) -> Ca
     mean = total / np.maximum(n, 1) if even is None else (total + even) / (n + 1)
     outputs = family.link(mean)
     parameters = np.zeros((rows.inputs.shape[1], 1, rows.targets.shape[1]))
-    if intercept:
+    if scaling.intercept:
         parameters[-1, 0] = outputs[0]
     else:
         outputs = np.zeros_like(outputs)
-    return Candidates("constant", outputs[folds + 1][:, None], parameters)
+    blind = outputs[folds + 1][:, None]
+    return Candidates("constant", scaling.outputs(blind), scaling.back(parameters), alone=True)
 
 
 def _spread(array: Array, views: int) -> Array:

@@ -1,14 +1,14 @@
 """A linear model for user 0, in closed form: honest candidates, and one mixture of them."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
 from coterie.mixture.candidates import FOLDS, Candidates, constant, flat_prior, folds_of, paths
 from coterie.mixture.families import Array, Family
-from coterie.mixture.mixing import halves, mixed
+from coterie.mixture.mixing import Entry, mix
 from coterie.mixture.peer import Posterior, posterior
 from coterie.mixture.posterior import Priors, Rows, outputs_of
 from coterie.mixture.prior import Answer, Found, Question, find_priors
@@ -18,17 +18,6 @@ COMMON = 1e-3
 """The variance of a coefficient that all users are to have in common, where the intercept is each user's own."""
 FEWEST_PEERS = 5
 """Of fewer peers none are chosen: a prior from one or two users of three knows nothing of how users differ."""
-ALONE = ("constant", "alone")
-"""The kinds of candidates that ask no peer; they have one half of the prior."""
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A line of the leaderboard: a way to make a model, mixed over its strengths."""
-
-    weight: float  # its share of what is served
-    losses: Array  # (n,): of each own row under models, and weights, that did not see its fold
-    parameters: Array  # (D, K) in the units of the caller, the intercept last; fitted to all rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +35,20 @@ class Fitted:
 
 T = TypeVar("T")
 Fitting = Generator[Question, Answer, Fitted]
+Others = Callable[[Array], Sequence[Candidates]]
+"""From the folds of the own rows to further blocks of candidates."""
 
 
 def fit(
-    rows: Rows, family: Family, scaling: Scaling, sizes: Array, *, seed: int = 0, held_out: Rows | None = None
+    rows: Rows,
+    family: Family,
+    scaling: Scaling,
+    sizes: Array,
+    *,
+    seed: int = 0,
+    held_out: Rows | None = None,
+    others: Others | None = None,
+    single: bool = False,
 ) -> Fitting:
     """Fit user 0's model: yield what the peers are asked, be sent what they answer, return what was found.
 
@@ -59,10 +58,12 @@ def fit(
         scaling: between the caller's units and these.
         sizes: how many examples each peer has; nobody is asked where there is none.
         seed: of the folds.
-        held_out: further rows of user 0 that nothing is fitted to: evidence for every candidate.
+        held_out: further rows of user 0 that nothing is fitted to, scaled: evidence for every candidate.
+        others: makes further candidates from the fold of each row; a row that does not count has none, and is not
+            among the rows that candidates have outputs for.
+        single: serve the best candidate in the place of the mixture.
     """
-    fine = np.isfinite(rows.inputs).all(1) & np.isfinite(rows.targets).all(1)
-    rows = Rows(rows.inputs[fine], rows.targets[fine])
+    rows, held_out = rows.finite(), None if held_out is None else held_out.finite()
     n, d, k = len(rows.inputs), rows.inputs.shape[1], rows.targets.shape[1]
     folds = folds_of(rows.targets, max(1, min(FOLDS, n // 2)), seed, classes=family.name != "squared")
     views = int(folds.max()) + 2
@@ -81,8 +82,18 @@ def fit(
         }
         if len(sizes) >= FEWEST_PEERS:
             priors["hierarchical, chosen peers"] = chosen
-    candidates = [constant(rows, family, folds, intercept=scaling.intercept), *paths(rows, family, priors, folds)]
-    served, by_alone, entries = mix(rows, family, scaling, folds, candidates, held_out=held_out)
+    candidates = [constant(rows, family, folds, scaling), *paths(rows, family, priors, folds, scaling)]
+    validated = None
+    if held_out is not None:
+        inputs, validated = scaling.unscaled(held_out)
+        candidates = [
+            replace(one, held_out=outputs_of(inputs, one.parameters))
+            for one in candidates
+            if one.parameters is not None
+        ]
+    candidates += others(folds) if others else ()
+    targets = scaling.outputs(rows.targets)
+    served, by_alone, entries = mix(family, targets, folds, candidates, held_out=validated, single=single)
     guess = entries["constant"]
     is_constant = _clearly_more(served.losses - guess.losses)
     tau = np.full(len(sizes), 1 / max(1, len(sizes)))
@@ -115,37 +126,6 @@ def _clearly_more(differences: Array) -> bool:
     """Say whether differences are above 0 in the mean by more than its standard error."""
     n = len(differences)
     return n > 1 and float(differences.mean()) > float(differences.std(ddof=1)) / n**0.5
-
-
-def mix(
-    rows: Rows,
-    family: Family,
-    scaling: Scaling,
-    folds: Array,
-    candidates: Sequence[Candidates],
-    *,
-    held_out: Rows | None = None,
-) -> tuple[Entry, Entry, dict[str, Entry]]:
-    """Return the mixture of all candidates, that of Alone's, and that of each kind."""
-    kinds = np.repeat([one.kind for one in candidates], [one.many for one in candidates])
-    outputs = np.concatenate([one.outputs for one in candidates], 1)
-    parameters = np.concatenate([one.parameters for one in candidates], 1)
-    alone = np.isin(kinds, ALONE)
-    prior = halves(int(alone.sum()), int((~alone).sum()))
-    further = np.zeros(len(kinds))
-    if held_out is not None and len(held_out.inputs):
-        further = family.losses(outputs_of(held_out.inputs, parameters), held_out.targets[:, None]).sum(0)
-    more = 0 if held_out is None else len(held_out.inputs)
-    whole = mixed(family, outputs, rows.targets, folds, prior, further=(further, more))
-
-    def entry(which: Array) -> Entry:
-        one = mixed(family, outputs[:, which], rows.targets, folds, prior[which], further=(further[which], more))
-        losses = scaling.losses(family.losses(one.outputs, rows.targets), family)
-        mean = np.einsum("j,djk->dk", one.weights, parameters[:, which])
-        return Entry(float(whole.weights[which].sum()), losses, scaling.back(mean))
-
-    entries = {kind: entry(kinds == kind) for kind in dict.fromkeys(kinds.tolist())}
-    return entry(np.ones(len(kinds), dtype=bool)), entry(alone), entries
 
 
 Ask = Callable[[Question], Answer]
@@ -187,6 +167,8 @@ def fit_here(
     *,
     intercept: bool = True,
     seed: int = 0,
+    others: Others | None = None,
+    single: bool = False,
 ) -> Fitted:
     """Fit a linear model for user 0 beside peers whose rows are at hand.
 
@@ -198,6 +180,8 @@ def fit_here(
         outputs: K, as many as there are classes.
         intercept: whether the model has one.
         seed: of the folds.
+        others: makes further candidates, see `fit`.
+        single: serve the best candidate in the place of the mixture.
 
     Example:
         >>> from coterie.mixture.families import SQUARED
@@ -214,5 +198,5 @@ def fit_here(
 
     rows = scaled(inputs, targets)
     sizes = np.array([len(x) for x, _ in peers], dtype=np.float64)
-    fitting = fit(rows, family, scaling, sizes, seed=seed)
+    fitting = fit(rows, family, scaling, sizes, seed=seed, others=others, single=single)
     return driven(fitting, asks_here([scaling.clipped(scaled(x, y)) for x, y in peers], family))

@@ -1,13 +1,20 @@
 """One mixture of all candidates, in the place of choices: w ∝ π exp(−Σ loss/T)."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import softmax
+from torch import nn
 
+from coterie.mixture.candidates import Candidates
 from coterie.mixture.families import Array, Family
+from coterie.mixture.served import MixedPredictions, Predictor, linear_model, mixed_outputs
 
 TEMPERATURE = 1.0
+LEAST = 0.01
+"""A model that is not linear is served from this share of the weight on."""
 
 
 class Mixed(NamedTuple):
@@ -15,6 +22,117 @@ class Mixed(NamedTuple):
 
     weights: Array  # (J,)
     outputs: Array  # (n, K): for every row by candidates, and weights, that did not see its fold
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A line of the leaderboard: candidates of a kind, or of several, mixed."""
+
+    weight: float  # its share of what is served
+    losses: Array  # (n,): the caller's loss of each own row under models, and weights, that did not see its fold
+    parameters: Array  # (D, K): of its linear candidates, mixed, the intercept last; empty where there are none
+    others: tuple[tuple[float, Predictor], ...] = ()  # its other candidates, with their share of it
+
+    def model(self, family: Family, *, intercept: bool) -> nn.Module:
+        """Return what is served: a linear model, or `MixedPredictions`."""
+        linear = 1 - sum(weight for weight, _ in self.others)
+        parts = list(self.others)
+        if self.parameters.size and linear > 0:
+            parts.append((linear, Predictor(linear_model(self.parameters, intercept=intercept))))
+        if len(parts) == 1 and parts[0][1].temperature == 1:
+            return parts[0][1].model
+        return MixedPredictions([one for _, one in parts], [weight for weight, _ in parts], family.name)
+
+
+class Leaderboard(NamedTuple):
+    """The mixture of all candidates, that of those which ask no peer, and that of each kind."""
+
+    served: Entry
+    alone: Entry
+    entries: Mapping[str, Entry]
+
+
+def mix(
+    family: Family,
+    targets: Array,
+    folds: Array,
+    candidates: Sequence[Candidates],
+    *,
+    held_out: Array | None = None,
+    single: bool = False,
+) -> Leaderboard:
+    """Return the mixture of all candidates, that of Alone's, and that of each kind.
+
+    Linear candidates are mixed by their parameters; beside them, others by their predictions.
+
+    Args:
+        family: of the loss.
+        targets: of the own rows, (n, K).
+        folds: of each own row, (n,).
+        candidates: blocks of them; at least one asks no peer.
+        held_out: targets of validation rows, (m, K): all blocks have outputs for them.
+        single: give all weight to the best candidate of each entry.
+
+    Example:
+        >>> from coterie.mixture.families import SQUARED
+        >>> targets = np.tile([[0.9], [1.1]], (4, 1))
+        >>> zero = Candidates("constant", np.zeros((8, 1, 1)), parameters=np.zeros((1, 1, 1)), alone=True)
+        >>> right = Candidates("net", np.ones((8, 1, 1)), predictors=[Predictor(nn.Linear(2, 1))])
+        >>> found = mix(SQUARED, targets, np.arange(8) % 2, [zero, right])
+        >>> round(found.entries["net"].weight, 3), found.served.losses.round(3).max()
+        (1.0, np.float64(0.01))
+        >>> type(found.served.model(SQUARED, intercept=True)).__name__
+        'Linear'
+    """
+    many = [one.many for one in candidates]
+    kinds, alone = (np.repeat([getattr(one, name) for one in candidates], many) for name in ("kind", "alone"))
+    outputs = np.concatenate([one.outputs for one in candidates], 1)
+    predictors = list[Predictor | None]()
+    for block in candidates:
+        predictors += block.predictors or [None] * block.many
+    modules = list({id(one.model): one.model for one in predictors if one is not None}.values())
+    place = {id(module): index + 1 for index, module in enumerate(modules)}
+    parts = np.array([0 if one is None else place[id(one.model)] for one in predictors])
+    parameters = [block.parameters for block in candidates if block.parameters is not None]
+    linear = np.concatenate(parameters, 1) if parameters else np.zeros((0, 0, targets.shape[1]))
+    prior = halves(alone)
+    further, more = np.zeros(len(kinds)), 0 if held_out is None else len(held_out)
+    if held_out is not None and more:
+        blocks = [block.held_out for block in candidates]
+        if any(block is None for block in blocks):
+            raise ValueError("every block of candidates needs outputs for the validation rows")
+        further = family.losses(np.concatenate(blocks, 1), held_out[:, None]).sum(0)  # type: ignore[arg-type]
+
+    def found(which: Array) -> Mixed:
+        return mixed(
+            *(family, outputs[:, which], targets, folds, prior[which]),
+            further=(further[which], more),
+            parts=parts[which],
+            single=single,
+        )
+
+    whole = found(np.ones(len(kinds), dtype=bool))
+
+    def entry(which: Array) -> Entry:
+        one = found(which)
+        weights = np.zeros(len(kinds))
+        weights[which] = one.weights
+        of_linear = weights[parts == 0]
+        share = max(float(of_linear.sum()), 1e-300)
+        mean = np.einsum("j,djk->dk", of_linear / share, linear)
+        others = [
+            (float(weight), each) for weight, each in zip(weights, predictors, strict=True) if each and weight > 0
+        ]
+        used = bool((parts[which] == 0).any() and of_linear.sum() > 0)
+        return Entry(
+            float(whole.weights[which].sum()),
+            family.told(one.outputs, targets),
+            mean if used else mean[:0],
+            tuple(others),
+        )
+
+    entries = {kind: entry(kinds == kind) for kind in dict.fromkeys(kinds.tolist())}
+    return Leaderboard(entry(np.ones(len(kinds), dtype=bool)), entry(alone), entries)
 
 
 def mixed(
@@ -25,6 +143,8 @@ def mixed(
     prior: Array,
     *,
     further: tuple[Array, int] | None = None,
+    parts: Array | None = None,
+    single: bool = False,
 ) -> Mixed:
     """Return the weights of candidates, and the mixture's outputs by weights found without each row's fold.
 
@@ -35,6 +155,8 @@ def mixed(
         folds: of each row, (n,).
         prior: π, (J,).
         further: sums of losses on rows that no candidate saw, (J,), and how many rows.
+        parts: the model that each candidate needs, (J,); 0 where it is linear, and mixed by its parameters.
+        single: give all weight to one candidate, the most probable.
 
     Example:
         >>> from coterie.mixture.families import SQUARED
@@ -46,14 +168,40 @@ def mixed(
     """
     losses = np.nan_to_num(family.losses(outputs, targets[:, None]), nan=np.inf)
     k, n_folds = targets.shape[1], int(folds.max()) + 1
+    which = np.zeros(len(prior), dtype=np.int64) if parts is None else parts
 
     def weights_by(rows: Array) -> Array:
         total, count = further or (0.0, 0)
-        return weights_of(losses[rows].sum(0) + total, float(rows.sum()) + count, k, prior, family)
+        weights = weights_of(losses[rows].sum(0) + total, float(rows.sum()) + count, k, prior, family)
+        if single:
+            weights = (np.arange(len(weights)) == weights.argmax()).astype(np.float64)
+        return without_small(weights, which)
 
     weights = weights_by(np.ones(len(folds), dtype=bool))
-    without = np.array([weights_by(folds != q) for q in range(n_folds)])
-    return Mixed(weights, np.einsum("nj,njk->nk", without[folds], np.nan_to_num(outputs)))
+    without = np.array([weights_by(folds != q) for q in range(n_folds)])[folds]
+    given = np.nan_to_num(outputs)
+    linear = which == 0
+    mean = np.einsum("nj,njk->nk", without[:, linear], given[:, linear])
+    if linear.all():
+        return Mixed(weights, mean)
+    share = without[:, linear].sum(1)
+    of_linear = mean / np.where(share > 0, share, 1)[:, None]
+    every = np.concatenate([of_linear[:, None], given[:, ~linear]], 1)
+    return Mixed(weights, mixed_outputs(family.name, every, np.column_stack([share, without[:, ~linear]])))
+
+
+def without_small(weights: Array, parts: Array) -> Array:
+    """Return weights without those of models that have less than `LEAST` in all; linear ones cost nothing.
+
+    Example:
+        >>> without_small(np.array([0.4, 0.596, 0.002, 0.002]), np.array([0, 1, 2, 2])).round(2)
+        array([0.4, 0.6, 0. , 0. ])
+    """
+    totals = np.bincount(parts, weights)
+    kept = (totals >= min(LEAST, float(totals.max()))) | (np.arange(len(totals)) == 0)
+    left = np.where(kept[parts], weights, 0.0)
+    normalised: Array = left / left.sum()
+    return normalised
 
 
 def weights_of(total: Array, count: float, outputs: int, prior: Array, family: Family) -> Array:
@@ -71,13 +219,13 @@ def weights_of(total: Array, count: float, outputs: int, prior: Array, family: F
     return weights
 
 
-def halves(alone: int, others: int) -> Array:
-    """Return π: one half on Alone's candidates, one half on all others.
+def halves(alone: Array) -> Array:
+    """Return π: one half on the candidates that ask no peer, one half on all others.
 
     Example:
-        >>> halves(1, 2)
+        >>> halves(np.array([True, False, False]))
         array([0.5 , 0.25, 0.25])
     """
-    if not others:
-        return np.full(alone, 1 / alone)
-    return np.repeat([0.5 / alone, 0.5 / others], [alone, others])
+    counts = np.where(alone, alone.sum(), (~alone).sum())
+    prior: Array = 1 / counts / len(set(alone.tolist()))
+    return prior

@@ -55,8 +55,7 @@ def posterior(rows: Rows, family: Family, priors: Priors) -> Posterior:
         >>> found.first.item(), found.variance.item(), found.residual.item(), found.gradient.item()
         (3.0, 0.25, 3.75, -4.0)
     """
-    fine = np.isfinite(rows.inputs).all(1) & np.isfinite(rows.targets).all(1)
-    rows = Rows(rows.inputs[fine], rows.targets[fine])
+    rows = rows.finite()
     at = most_probable(rows, family, priors, tolerance=TOLERANCE, iterations=ITERATIONS)
     variance = posterior_variance(rows, family, priors, at)
     residual = np.zeros(len(priors.noise))

@@ -26,6 +26,11 @@ class Rows(NamedTuple):
     inputs: Array
     targets: Array
 
+    def finite(self) -> "Rows":
+        """Return the rows that hold nothing but finite numbers."""
+        fine = np.isfinite(self.inputs).all(1) & np.isfinite(self.targets).all(1)
+        return self if fine.all() else Rows(self.inputs[fine], self.targets[fine])
+
 
 class Priors(NamedTuple):
     """B normal priors over the parameters of a linear model, each with the variance of its noise.

@@ -47,27 +47,29 @@ class Scaling(NamedTuple):
         columns += [np.ones((len(inputs), 1))] if self.intercept else []
         return Rows(np.concatenate(columns, 1), (targets - self.target_shift) / self.target_scale)
 
+    def unscaled(self, rows: Rows) -> Rows:
+        """Return rows in the caller's units, the column of ones kept."""
+        columns = len(self.scale)
+        inputs = np.column_stack([rows.inputs[:, :columns] * self.scale + self.shift, rows.inputs[:, columns:]])
+        return Rows(inputs, self.outputs(rows.targets))
+
     def clipped(self, rows: Rows) -> Rows:
         """Return a peer's rows without values beyond all that user 0 knows."""
         return Rows(*(np.clip(each, -FARTHEST, FARTHEST) for each in rows))
 
+    def outputs(self, outputs: Array) -> Array:
+        """Return outputs (…, K) in the caller's units."""
+        back: Array = outputs * self.target_scale + self.target_shift
+        return back
+
     def back(self, parameters: Array) -> Array:
-        """Return parameters (D, K) in the caller's units."""
+        """Return parameters (D, …, K) in the caller's units."""
         columns = len(self.scale)
-        slopes = parameters[:columns] / self.scale[:, None] * self.target_scale
+        slopes = parameters[:columns] / self.scale.reshape(-1, *[1] * (parameters.ndim - 1)) * self.target_scale
         if not self.intercept:
             return slopes
-        base = parameters[columns] * self.target_scale + self.target_shift - self.shift @ slopes
+        base = self.outputs(parameters[columns]) - np.tensordot(self.shift, slopes, 1)
         return np.concatenate([slopes, base[None]])
-
-    def losses(self, losses: Array, family: Family) -> Array:
-        """Return losses as the caller's loss has them: of numbers the mean squared error over the outputs."""
-        if not family.is_squared:
-            factor = 1.0 if family.name == "softmax" else 1 / len(self.target_scale)
-        else:
-            factor = 2 * float(self.target_scale[0]) ** 2 / len(self.target_scale)
-        scaled: Array = factor * losses
-        return scaled
 
 
 def _spread(values: Array, *, centred: bool) -> tuple[Array, Array]:

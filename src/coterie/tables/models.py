@@ -4,7 +4,7 @@ import importlib
 import io
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -16,6 +16,7 @@ from coterie.arguments import shown
 from coterie.data import Preparation
 from coterie.errors import FileError, ModelError
 from coterie.evaluation.losses import PerExample
+from coterie.mixture.served import MixedPredictions, Predictor
 from coterie.recording import files
 from coterie.recording.checkpoint import tensors_in
 from coterie.users.user import Loss
@@ -105,16 +106,42 @@ class About:
     n_inputs: int
     n_outputs: int
     parameters: str  # the SHA-256 of `model.pt`
+    mixes: tuple[str, ...] = ()  # of `MixedPredictions`: the model of each part
+    family: str = ""
+    predictors: int = 0
+
+    def made(self, name: str) -> nn.Module:
+        """Return a model of this kind, with `name` in the place of one that is of one's own."""
+        parts = [
+            build(each if each in BUILT_IN else name, self.n_inputs, self.n_outputs)
+            for each in self.mixes or [name]
+        ]
+        if not self.mixes:
+            return parts[0]
+        every = [Predictor(parts[index % len(parts)]) for index in range(self.predictors)]
+        return MixedPredictions(every, [1.0] * len(every), self.family)
 
 
 def save_model(folder: Path, model: nn.Module, name: str, n_inputs: int, n_outputs: int) -> None:
-    """Write a model's parameters, and then what it is; a folder without the latter holds no finished model."""
+    """Write a model's parameters, and then what it is; a folder without the latter holds no finished model.
+
+    A part of `MixedPredictions` that is neither this model nor linear has an attribute `saved_as`: the name of the
+    built-in model that it is.
+    """
     buffer = io.BytesIO()
     torch.save({key: value.clone().cpu() for key, value in model.state_dict().items()}, buffer)
     with buffer.getbuffer() as body:
         files.write(folder / PARAMETERS, body)
         about = About(name, n_inputs, n_outputs, files.sha256(body))
+    if isinstance(model, MixedPredictions):
+        mixes = tuple(getattr(part, "saved_as", "linear" if _is_linear(part) else name) for part in model.parts)
+        about = replace(about, mixes=mixes, family=model.family, predictors=len(model.weights))
     files.write_json(folder / ABOUT, asdict(about))
+
+
+def _is_linear(part: nn.Module) -> bool:
+    """Say whether a part of a mixture is what `linear` makes."""
+    return [type(each) for each in part.modules()] == [nn.Sequential, nn.Flatten, nn.Linear]
 
 
 def load_model(folder: Path, model: str | None = None) -> nn.Module:
@@ -124,9 +151,10 @@ def load_model(folder: Path, model: str | None = None) -> nn.Module:
     and never taken from the folder.
     """
     about = _about(folder)
-    if model is None and about.model not in BUILT_IN:
+    own_code = [each for each in about.mixes or [about.model] if each not in BUILT_IN]
+    if model is None and own_code:
         raise ModelError(
-            f"the model in {folder} is {about.model!r}, which would run code; if you trust it, name it: "
+            f"the model in {folder} is {own_code[0]!r}, which would run code; if you trust it, name it: "
             "`--model module.path:factory`, or `model=` in Python"
         )
     name = model or about.model
@@ -138,7 +166,7 @@ def load_model(folder: Path, model: str | None = None) -> nn.Module:
     try:
         if name in BUILT_IN and 2 * (numbers := _n_numbers(about, name)) > len(data):
             raise ValueError(f"{numbers} numbers do not fit into its {len(data)} bytes")  # noqa: TRY301  # see below
-        made = build(name, about.n_inputs, about.n_outputs)
+        made = about.made(name)
         made.load_state_dict(tensors_in(data))
     except ModelError:
         raise
@@ -151,7 +179,7 @@ def load_model(folder: Path, model: str | None = None) -> nn.Module:
 def _n_numbers(about: About, name: str) -> int:
     """Return how many numbers a model has, without making it: a folder may tell of any size."""
     with torch.device("meta"):
-        made = build(name, about.n_inputs, about.n_outputs)
+        made = about.made(name)
     return sum(int(value.numel()) for value in made.state_dict().values())
 
 
@@ -166,6 +194,11 @@ def _about(folder: Path) -> About:
     path = folder / ABOUT
     plain = files.read_json(path, REMEDY, ("model", "n_inputs", "n_outputs", "parameters"))
     try:
-        return About(str(plain["model"]), int(plain["n_inputs"]), int(plain["n_outputs"]), str(plain["parameters"]))
+        return About(
+            *(str(plain["model"]), int(plain["n_inputs"]), int(plain["n_outputs"]), str(plain["parameters"])),
+            tuple(str(each) for each in plain.get("mixes", ())),
+            str(plain.get("family", "")),
+            int(plain.get("predictors", 0)),
+        )
     except (TypeError, ValueError) as error:
         raise FileError(f"{path} must have whole numbers of inputs and outputs ({error}); {REMEDY}") from error

@@ -1,0 +1,101 @@
+"""Candidates that are not linear beside those that are: what is served is what was told."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from coterie.mixture.candidates import Candidates
+from coterie.mixture.families import FAMILIES, SOFTMAX, SQUARED, Array, Family
+from coterie.mixture.fit import fit_here
+from coterie.mixture.mixing import mix, without_small
+from coterie.mixture.served import MixedPredictions, Predictor, linear_model
+from coterie.tables.models import load_model, save_model
+
+
+def network(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, outputs))
+
+
+@pytest.mark.parametrize("family", list(FAMILIES.values()), ids=lambda family: family.name)
+def test_the_module_served_gives_the_outputs_that_were_judged(family: Family) -> None:
+    """Its predictions are the mean of all candidates' by w ∝ π exp(−Σ loss), but for parts of nearly nothing."""
+    torch.manual_seed(0)
+    random = np.random.default_rng(0)
+    x, k = random.normal(size=(40, 3)), 3
+    y = random.integers(0, 3, size=(40, k)).astype(float) if family.name != "softmax" else np.eye(3)[x.argmax(1)]
+    y = (y > 1).astype(float) if family.name == "logistic" else y
+    one, two = network(3, k), network(3, k)
+    parameters = random.normal(size=(4, 5, k)) * 0.1
+
+    def outputs(module: nn.Module) -> Array:
+        numbers: Array = module(torch.from_numpy(x).float()).detach().double().numpy()
+        return numbers
+
+    linear = np.stack([x @ parameters[:3, j] + parameters[3, j] for j in range(5)], 1)
+    nets = [Predictor(one), Predictor(one, 2.0), Predictor(two)]
+    given = np.stack([outputs(each.model) / each.temperature for each in nets], 1)
+    blocks = [
+        Candidates("alone", linear, parameters=parameters, alone=True),
+        Candidates("net", given, predictors=nets),
+    ]
+    found = mix(family, y, np.arange(40) % 4, blocks, held_out=np.zeros((0, k)))
+    served = found.served.model(family, intercept=True)
+    assert isinstance(served, MixedPredictions)
+    total = family.losses(np.concatenate([linear, given], 1), y[:, None]).sum(0)
+    total = total / (2 * total.min() / (40 * k)) if family is SQUARED else total
+    raw = np.repeat([0.1, 1 / 6], [5, 3]) * np.exp(-(total - total.min()))
+    w = without_small(raw / raw.sum(), np.array([0] * 5 + [1, 1, 2]))
+    link = family.predict
+    mean = w[:5].sum() * link(np.einsum("j,njk->nk", w[:5], linear) / w[:5].sum())
+    mean = mean + np.einsum("j,njk->nk", w[5:], link(given))
+    np.testing.assert_allclose(link(outputs(served)), mean, rtol=1e-4, atol=1e-6)
+    assert found.served.weight == pytest.approx(1)
+    assert sum(entry.weight for entry in found.entries.values()) == pytest.approx(1)
+
+
+def test_a_single_model_is_the_most_probable() -> None:
+    y = np.tile([[0.9], [1.1]], (4, 1))
+    net = nn.Linear(1, 1)
+    blocks = [
+        Candidates("constant", np.zeros((8, 1, 1)), parameters=np.zeros((2, 1, 1)), alone=True),
+        Candidates("net", np.ones((8, 1, 1)), predictors=[Predictor(net)]),
+    ]
+    found = mix(SQUARED, y, np.arange(8) % 2, blocks, single=True)
+    assert found.served.model(SQUARED, intercept=True) is net
+    np.testing.assert_allclose(found.served.losses, 0.01)
+
+
+def test_others_join_a_fit_and_small_parts_are_left_out() -> None:
+    random = np.random.default_rng(0)
+    users = [(random.normal(size=(n, 2)), random.integers(0, 2, n)) for n in (40, 60, 60)]
+    bad, good = network(2, 2), network(2, 2)
+    sure = 8.0 * np.eye(2)[users[0][1]][:, None]
+
+    def others(folds: Array) -> list[Candidates]:
+        assert folds.shape == (40,)
+        return [Candidates("nets", np.concatenate([sure, -sure], 1), predictors=[Predictor(good), Predictor(bad)])]
+
+    fitted = fit_here(*users[0], users[1:], SOFTMAX, 2, others=others)
+    assert fitted.entries["nets"].weight > 0.9
+    assert [each.model for _, each in fitted.served.others] == [good]
+
+
+def test_a_mixture_is_saved_loaded_and_trained_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    parts = [Predictor(network(3, 2), 1.5), Predictor(linear_model(np.ones((4, 2)), intercept=True))]
+    model = MixedPredictions(parts, [0.3, 0.7], "softmax")
+    save_model(tmp_path, model, "mlp", 3, 2)
+    x = torch.randn(7, 3)
+    again = load_model(tmp_path)
+    torch.testing.assert_close(again(x), model(x))
+    optimizer, losses = torch.optim.SGD(again.parameters(), lr=0.1), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(again(x), torch.zeros(7, dtype=torch.long))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
